@@ -1,0 +1,111 @@
+"""Rules that hold over the whole package: who imports whom, what an import costs, versions, no bare asserts."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "sympow"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What each part of the package may import of the others. Imports run downwards; data stands at the side.
+MAY_IMPORT = {
+    "ops": set(),
+    "layers": {"ops"},
+    "models": {"ops", "layers"},
+    "data": set(),
+    "evaluation": {"ops", "layers", "models"},
+    "training": {"ops", "layers", "models"},
+    "recipes": {"ops", "layers", "models", "data", "evaluation", "training"},
+    "cli": {"ops", "layers", "models", "data", "evaluation", "training", "recipes"},
+    "__main__": {"cli"},
+    "__init__": {"ops", "layers", "models"},
+}
+# (file, module): single imports against the rule above, each with its reason.
+EXCEPTIONS = {
+    ("training/config.py", "sympow.data.config"),  # a run's configuration holds the configuration of its data
+}
+# Optional or heavy: imported where they are used, never by `import sympow`.
+LAZY = ["fsspec", "huggingface_hub", "matplotlib", "tensorboard", "tokenizers", "tqdm", "triton", "zarr"]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Absolute names of the modules that a file imports, wherever in the file it does so."""
+    package = ["sympow", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(path: Path) -> list[str]:
+    here, name = part(path), path.relative_to(PACKAGE).as_posix()
+    found = []
+    for module in imported_modules(path):
+        top, _, rest = module.partition(".")
+        target = rest.split(".")[0]
+        if top != "sympow" or target == here or not (PACKAGE / target).exists() and not (
+            PACKAGE / f"{target}.py"
+        ).exists():  # `from sympow import __version__` names no part
+            continue
+        excepted = any(name == file and f"{module}.".startswith(f"{allowed}.") for file, allowed in EXCEPTIONS)
+        if target not in MAY_IMPORT[here] and not excepted:
+            found.append(module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_run_downwards(path):
+    assert forbidden_imports(path) == []
+
+
+def test_every_part_has_a_rule():
+    assert {part(path) for path in FILES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_bare_assert_in_the_package(path):
+    lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+    assert lines == [], "raise an error that says what was expected and what came"
+
+
+def test_import_stays_light_and_leaves_no_trace():
+    """Against torch's own import: no optional package, no seeding, no threads set, no default changed."""
+    script = f"""
+import json, sys
+import torch
+before = set(sys.modules)
+generator = torch.get_rng_state()
+settings = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+import sympow
+assert torch.equal(generator, torch.get_rng_state()), "seeded"
+assert settings == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()), "settings"
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(json.dumps(sorted(new & set({LAZY!r}))))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_is_that_of_the_changelog():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    releases = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == version
+
+
+def test_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").exists()
