@@ -1,4 +1,4 @@
-"""Shared by every test: one thread a process, so that parallel workers do not fight, and reproducible examples."""
+"""For every test: one thread a process, so that parallel workers do not fight, and reproducible examples."""
 
 import os
 
