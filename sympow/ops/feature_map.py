@@ -1,0 +1,104 @@
+"""Feature maps whose inner products are powers: <phi(x), phi(y)> = (x . y)**p.
+
+(M6) tpow, the tensor power; (M7) spow, the symmetric power, the smallest; (M8) tspow, symmetric over tiles.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import comb, factorial
+
+import torch
+from torch import Tensor
+
+
+def tpow_dim(key_dim: int, p: int) -> int:
+    """Dimension of the tensor power: K**p."""
+    _check_dims(key_dim, p)
+    return key_dim**p
+
+
+def spow_dim(key_dim: int, p: int) -> int:
+    """Dimension of the symmetric power: C(K + p - 1, p)."""
+    _check_dims(key_dim, p)
+    return comb(key_dim + p - 1, p)
+
+
+def tspow_dim(key_dim: int, p: int, tile: int) -> int:
+    """Dimension of the tiled symmetric power: C(K/tile + p - 1, p) * tile**p."""
+    _check_dims(key_dim, p)
+    if tile < 1 or key_dim % tile:
+        raise ValueError(f"the tile must divide key_dim={key_dim}; got tile={tile}")
+    return comb(key_dim // tile + p - 1, p) * tile**p
+
+
+@lru_cache(maxsize=32)
+def spow_indices(key_dim: int, p: int) -> Tensor:
+    """The multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p] on the CPU. Do not write to it."""
+    _check_dims(key_dim, p)
+    first = torch.arange(key_dim)
+    if p == 1:
+        return first[:, None]
+    rest = spow_indices(key_dim, p - 1)
+    # The (p-1)-tuples whose indices are all >= a are a suffix of the lexicographic list.
+    suffixes = [rest[spow_offset(key_dim, p - 1, a) :] for a in range(key_dim)]
+    heads = torch.repeat_interleave(first, torch.tensor([len(s) for s in suffixes]))
+    return torch.cat([heads[:, None], torch.cat(suffixes)], dim=1)
+
+
+def spow_offset(key_dim: int, p: int, a: int) -> int:
+    """Where the multi-indices with i1 >= a begin in the lexicographic list."""
+    return spow_dim(key_dim, p) - (spow_dim(key_dim - a, p) if a < key_dim else 0)
+
+
+@lru_cache(maxsize=32)
+def multinomials(key_dim: int, p: int) -> Tensor:
+    """p! / prod_k hist_k! for every multi-index, the squares of the weights of (M7): float64 [D] on the CPU. Read only."""
+    index = spow_indices(key_dim, p)
+    run = torch.ones(len(index), dtype=torch.float64)
+    hist = torch.ones_like(run)
+    # prod_k hist_k! is the product, along the sorted tuple, of how often the current index has been seen so far.
+    for m in range(1, p):
+        run = torch.where(index[:, m] == index[:, m - 1], run + 1, torch.ones_like(run))
+        hist *= run
+    return factorial(p) / hist
+
+
+def tpow(x: Tensor, p: int) -> Tensor:
+    """(M6): [..., K] -> [..., K**p]."""
+    _check_dims(x.shape[-1], p)
+    out = x
+    for _ in range(p - 1):
+        out = (out[..., :, None] * x[..., None, :]).flatten(-2)
+    return out
+
+
+def spow(x: Tensor, p: int) -> Tensor:
+    """(M7): [..., K] -> [..., C(K + p - 1, p)], lexicographic."""
+    key_dim = x.shape[-1]
+    index = spow_indices(key_dim, p).to(x.device)
+    weight = multinomials(key_dim, p).sqrt().to(x.device, x.dtype)
+    out = x[..., index[:, 0]] * weight
+    for m in range(1, p):
+        out = out * x[..., index[:, m]]
+    return out
+
+
+def tspow(x: Tensor, p: int, tile: int) -> Tensor:
+    """(M8): [..., K] -> [..., C(K/tile + p - 1, p) * tile**p], tiles lexicographic, tensor power inside a tile."""
+    key_dim = x.shape[-1]
+    tspow_dim(key_dim, p, tile)
+    tiles = x.unflatten(-1, (key_dim // tile, tile))
+    index = spow_indices(key_dim // tile, p).to(x.device)
+    weight = multinomials(key_dim // tile, p).sqrt().to(x.device, x.dtype)
+    out = tiles[..., index[:, 0], :] * weight[:, None]
+    for m in range(1, p):
+        out = (out[..., :, None] * tiles[..., index[:, m], None, :]).flatten(-2)
+    return out.flatten(-2)
+
+
+def _check_dims(key_dim: int, p: int) -> None:
+    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
+        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if key_dim < 1:
+        raise ValueError(f"key_dim must be >= 1; got {key_dim}")

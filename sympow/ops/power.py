@@ -1,0 +1,262 @@
+"""Power attention: the public functions. What they compute is in `reference.py`, the mathematics in docs/math.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sympow.ops import eager, reference
+from sympow.ops.feature_map import spow_dim
+from sympow.ops.types import PowerOutput, PowerState
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def power_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    p: int = 2,
+    scale: float | None = None,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    initial_state: PowerState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str = "auto",
+) -> PowerOutput:
+    """Causal attention with weights (scale q.k)**p, decayed by a gate: linear in T, with a state of constant size.
+
+    out_i = sum_{j<=i} b_ij (scale q_i.k_j)**p v_j / (sum_{j<=i} b_ij (scale q_i.k_j)**p + eps), (M1)-(M5), with
+    b_ij = exp(log_g_{j+1} + ... + log_g_i).
+
+    Args:
+        q: [B, T, H, K], bfloat16, float16, float32 or float64.
+        k: [B, T, G, K], G key/value heads; H is a multiple of G. Head h reads key/value head h // (H / G).
+        v: [B, T, G, V], V free.
+        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. Its
+            values are checked on the CPU only: on a GPU that would wait for the device.
+        p: the power, an integer >= 1.
+        scale: multiplies q.k; K**-0.5 if None.
+        normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
+        eps: added to the normalizer, so that a row of zero scores gives zero.
+        chunk_size: tokens of the chunked form; T or more is the quadratic form. None: the cheaper, by a cost model.
+        initial_state: what came before, of batch B (of batch N with cu_seqlens). Gradients reach it.
+        return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
+        cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none of
+            which sees another. Documents may be empty.
+        impl: "auto", "eager" (plain torch, any device) or "reference" (the specification; slow).
+
+    Returns:
+        PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
+
+    Raises:
+        TypeError: wrong types or dtypes. ValueError: anything else that does not fit, in one line.
+
+    Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
+    Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
+    """
+    _check_inputs(q, k, v, log_g)
+    _check_options(p, scale, normalize, eps)
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
+    options |= {"chunk_size": chunk_size, "return_state": return_state}
+    run = _implementation(impl)
+    if cu_seqlens is None:
+        _check_state(initial_state, q.shape[0], k, v, p)
+        return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
+    ends = _check_cu_seqlens(cu_seqlens, q)
+    _check_state(initial_state, len(ends) - 1, k, v, p)
+    return _packed(run, q, k, v, log_g, initial_state, ends, **options)
+
+
+def power_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    state: PowerState,
+    p: int = 2,
+    scale: float | None = None,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> PowerOutput:
+    """One or a few new tokens on a state: decoding, (M9) and (M10). No gradients.
+
+    Args:
+        q, k, v, log_g, p, scale, normalize, eps: as for `power_attention`, T the number of new tokens.
+        state: what came before, e.g. `PowerState.zeros(...)` or one returned by `power_attention`.
+        inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
+        impl: "auto", "eager" or "reference".
+
+    Returns:
+        PowerOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token.
+
+    Raises:
+        As `power_attention`.
+    """
+    _check_inputs(q, k, v, log_g)
+    _check_options(p, scale, normalize, eps)
+    if not isinstance(state, PowerState):
+        raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+    _check_state(state, q.shape[0], k, v, p)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
+    _implementation(impl)
+    with torch.no_grad():
+        if impl != "reference":
+            return PowerOutput(*eager.step(q, k, v, log_g, state, inplace=inplace, **options))
+        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state, **options)
+        if inplace:
+            state.s.copy_(new.s)
+            state.z.copy_(new.z)
+        return PowerOutput(out.to(v.dtype), state if inplace else new)
+
+
+def _eager(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    if chunk_size is None:
+        has_state = state is not None or return_state
+        shape = {"heads": q.shape[2] // k.shape[2], "key_dim": q.shape[3], "value_dim": v.shape[3]}
+        chunk_size = eager.chunk_size(q.shape[1], p=options["p"], has_state=has_state, **shape)
+    return eager.chunked(q, k, v, log_g, state, chunk_size=chunk_size, return_state=return_state, **options)
+
+
+def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    inputs = _reference_inputs(q, k, v, log_g)
+    with torch.autocast(q.device.type, enabled=False):
+        if chunk_size is None:
+            out, new = reference.quadratic(*inputs, state, **options)
+        else:
+            out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
+    return out.to(v.dtype), new if return_state else None
+
+
+_IMPLEMENTATIONS: dict[str, Callable] = {"auto": _eager, "eager": _eager, "reference": _reference}
+
+
+def _implementation(impl: str) -> Callable:
+    if impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"impl is one of {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
+    return _IMPLEMENTATIONS[impl]
+
+
+def _reference_inputs(q, k, v, log_g):
+    """The specification is computed in float32 at least."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.to(dtype), k.to(dtype), v.to(dtype), log_g
+
+
+def _packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
+    """Each document alone, (M11) from its own first token."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    outs, states = [], []
+    for n, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        before = state and PowerState(state.s[n : n + 1], state.z[n : n + 1], state.p, state.key_dim)
+        span = slice(start, stop)
+        if start == stop:
+            zeros = (1, k.shape[2], k.shape[3], v.shape[3], options["p"])
+            states.append(before or PowerState.zeros(*zeros, device=k.device, dtype=dtype))
+            continue
+        gate = None if log_g is None else log_g[:, span]
+        out, after = run(q[:, span], k[:, span], v[:, span], gate, before, **options)
+        outs.append(out)
+        states.append(after)
+    out = torch.cat(outs, dim=1)
+    if not options["return_state"]:
+        return PowerOutput(out, None)
+    s, z = torch.cat([x.s for x in states]), torch.cat([x.z for x in states])
+    return PowerOutput(out, PowerState(s, z, options["p"], k.shape[3]))
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
+    for name, x in {"q": q, "k": k, "v": v, "log_g": log_g}.items():
+        if x is None and name == "log_g":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.ndim != (3 if name == "log_g" else 4):
+            layout = {"q": "[B, T, H, K]", "k": "[B, T, G, K]", "v": "[B, T, G, V]", "log_g": "[B, T, G]"}[name]
+            raise ValueError(f"{name} must be {layout}; got {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
+    if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+        raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
+    (b, t, h, key_dim), g = q.shape, k.shape[2]
+    if t == 0:
+        raise ValueError(f"a sequence has at least one token; got q {list(q.shape)}, T = 0")
+    if 0 in (h, g, key_dim, v.shape[3]):
+        raise ValueError(f"heads and channels cannot be 0; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+    if tuple(k.shape) != (b, t, g, key_dim) or tuple(v.shape[:3]) != (b, t, g):
+        raise ValueError(
+            "q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V] must agree in B, T, G and K; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if h % g:
+        raise ValueError(f"the query heads H must be a multiple of the key/value heads G; got H = {h}, G = {g}")
+    if log_g is None:
+        return
+    if tuple(log_g.shape) != (b, t, g):
+        raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
+    if log_g.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")
+    if log_g.device.type == "cpu" and not torch.compiler.is_compiling() and log_g.numel():
+        low, high = (x.item() for x in log_g.detach().aminmax())
+        if not (math.isfinite(low) and high <= 0):
+            raise ValueError(
+                f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
+            )
+
+
+def _check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
+    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
+        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if normalize and p % 2:
+        raise ValueError(
+            f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "
+            "normalize=False and normalize the output instead"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+    if not (math.isfinite(eps) and eps > 0):
+        raise ValueError(f"eps must be positive and finite; got {eps}")
+
+
+def _check_state(state: PowerState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
+    if state is None:
+        return
+    if not isinstance(state, PowerState):
+        raise TypeError(f"the state must be a PowerState; got {type(state).__name__}")
+    if (state.p, state.key_dim) != (p, k.shape[3]):
+        raise ValueError(f"the state is of p={state.p}, K={state.key_dim}; this call is of p={p}, K={k.shape[3]}")
+    wanted = (batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3])
+    if tuple(state.s.shape) != wanted:
+        raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(state.s.shape)}")
+    if state.s.dtype != torch.promote_types(k.dtype, torch.float32):
+        raise TypeError(f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.s.dtype}")
+    if state.s.device != k.device:
+        raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"packed documents (cu_seqlens) lie along T of a batch of 1; got B = {q.shape[0]}")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != q.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {q.shape[1]} without falling; got {ends[:8]}...{ends[-1]}")
+    return ends

@@ -1,0 +1,117 @@
+"""The types every implementation of power attention shares.
+
+Axes, in this order and with these letters in code and docstrings: B batch, T time, H query heads, G key/value heads
+(H is a multiple of G), K key dim, V value dim, D state dim, p power, N packed documents.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.ops.feature_map import spow_dim
+
+_FILE_FORMAT = "sympow.PowerState/1"
+
+
+@dataclass(frozen=True)
+class PowerState:
+    """What power attention remembers of the past: (M9), in the symmetric-power basis (M7).
+
+    The basis is lexicographic and defined by the mathematics alone, so a state made by one implementation can be
+    continued by any other. `scale` is not part of it: it is folded into the query's side.
+
+    Attributes:
+        s: [B, G, D, V], the decayed sum of phi(k) v^T; float32, or float64 when the inputs were float64.
+        z: [B, G, D], the decayed sum of phi(k); same dtype. Kept for every p, also without normalization.
+        p: the power; D = spow_dim(K, p).
+        key_dim: K.
+    """
+
+    s: Tensor
+    z: Tensor
+    p: int
+    key_dim: int
+
+    def __post_init__(self) -> None:
+        d = spow_dim(self.key_dim, self.p)
+        if self.s.ndim != 4 or self.s.shape[2] != d or tuple(self.z.shape) != tuple(self.s.shape[:3]):
+            raise ValueError(
+                f"a PowerState of p={self.p}, key_dim={self.key_dim} holds s [B, G, {d}, V] and z [B, G, {d}]; "
+                f"got s {list(self.s.shape)} and z {list(self.z.shape)}"
+            )
+        if self.s.dtype != self.z.dtype or self.s.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"a PowerState is float32 (or float64), s and z alike; got s {self.s.dtype} and z {self.z.dtype}"
+            )
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        p: int = 2,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> PowerState:
+        """The state before the first token."""
+        d = spow_dim(key_dim, p)
+        return cls(
+            s=torch.zeros(batch, kv_heads, d, value_dim, device=device, dtype=dtype),
+            z=torch.zeros(batch, kv_heads, d, device=device, dtype=dtype),
+            p=p,
+            key_dim=key_dim,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the state holds; it does not grow with the context."""
+        return self.s.nbytes + self.z.nbytes
+
+    @property
+    def value_dim(self) -> int:
+        return self.s.shape[3]
+
+    def to(self, *args, **kwargs) -> PowerState:
+        """Moves or casts, with the arguments of `torch.Tensor.to`."""
+        return PowerState(self.s.to(*args, **kwargs), self.z.to(*args, **kwargs), self.p, self.key_dim)
+
+    def detach(self) -> PowerState:
+        return PowerState(self.s.detach(), self.z.detach(), self.p, self.key_dim)
+
+    def clone(self) -> PowerState:
+        return PowerState(self.s.clone(), self.z.clone(), self.p, self.key_dim)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the state to a file that `PowerState.load` reads."""
+        tensors = {"s": self.s.detach(), "z": self.z.detach()}
+        torch.save({"format": _FILE_FORMAT, "p": self.p, "key_dim": self.key_dim, **tensors}, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, map_location: torch.device | str | None = None) -> PowerState:
+        """Reads a state written by `save`; raises ValueError if the file is truncated or something else."""
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"no PowerState file at {os.fspath(path)!r}")
+        try:
+            saved = torch.load(path, map_location=map_location, weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{os.fspath(path)!r} is not a readable PowerState file (truncated or foreign)") from error
+        if not isinstance(saved, dict) or saved.get("format") != _FILE_FORMAT:
+            raise ValueError(f"{os.fspath(path)!r} is not a PowerState file: expected format {_FILE_FORMAT!r}")
+        return cls(saved["s"], saved["z"], saved["p"], saved["key_dim"])
+
+
+class PowerOutput(NamedTuple):
+    """What `power_attention` and `power_attention_step` return, whatever the options."""
+
+    out: Tensor
+    """[B, T, H, V] in the dtype of v."""
+    state: PowerState | None
+    """The state after the last token, if it was asked for."""
