@@ -2,9 +2,10 @@
 
     python scripts/install.py .venv
 
-On Linux the default wheel of torch depends on gigabytes of CUDA packages, elsewhere it may lack CUDA. So pip is
-first asked what it would install; only where that does not fit the machine is torch itself left to uv, which knows
-where the other builds are. A build of torch already in the environment is kept if it meets constraints.txt.
+On Linux the default wheel of torch depends on gigabytes of CUDA packages, elsewhere it may lack CUDA. So
+pip is first asked what it would install; only where that does not fit the machine is torch itself left
+to uv, which knows where the other builds are. A torch already in the environment is kept if it meets
+constraints.txt.
 Standard library only: this runs before anything is installed.
 """
 
