@@ -1,0 +1,264 @@
+"""What every sequence mixer promises, and the pieces they share: projections, rotation, packed documents.
+
+Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
+d model width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from sympow.ops import rotary_frequencies, rotate
+
+
+class HeadOptions(TypedDict, total=False):
+    """The options every mixer takes; `Mixer` documents them."""
+
+    n_kv_heads: int | None
+    head_dim: int | None
+    value_dim: int | None
+    frequencies: str
+    max_length: float | None
+    qk_norm: bool
+    bias: bool
+
+
+@dataclass
+class MixerState:
+    """What a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
+
+    `step` may update the tensors in place where gradients are off: use the state it returns, not the one it
+    was given.
+    """
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor the state holds."""
+        return _tensors(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, over the whole batch."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+class Mixer(nn.Module, ABC):
+    """A causal map from a sequence to a sequence, [B, T, d] -> [B, T, d], that can also run token by token.
+
+    Args:
+        d_model: d, the width of the input and of the output.
+        n_heads: H.
+        n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
+        head_dim: K; d / H if None.
+        value_dim: V; K if None.
+        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
+            lists what the mixer knows.
+        frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
+        max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
+        qk_norm: RMSNorm over the channels of every query and key, before the rotation.
+        bias: biases in the input and output projections.
+
+    Raises ValueError for a width that the heads do not divide and for options it does not know.
+    """
+
+    rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rotation: str = "fixed",
+        frequencies: str = "standard",
+        max_length: float | None = None,
+        qk_norm: bool = False,
+        bias: bool = True,
+    ):
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
+            raise ValueError(
+                f"n_heads must be a positive multiple of n_kv_heads, d_model positive; "
+                f"got {d_model=}, {n_heads=}, {n_kv_heads=}"
+            )
+        if head_dim is None:
+            if d_model % n_heads:
+                raise ValueError(
+                    f"d_model must be a multiple of n_heads, or head_dim given; got {d_model=}, {n_heads=}"
+                )
+            head_dim = d_model // n_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        if min(head_dim, value_dim) < 1:
+            raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
+        if rotation not in self.rotations:
+            raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
+        self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
+        # Refuses what it cannot do now, not at the first use.
+        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length)
+        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
+        self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
+        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+
+    @abstractmethod
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences.
+
+        Args:
+            x: [B, T, d], T >= 1.
+            cu_seqlens: int [N + 1], where the N packed documents of a single row start and end: B = 1, first
+                0, last T. Documents do not see each other.
+
+        Returns:
+            [B, T, d]; row t depends on rows 0..t only.
+        """
+
+    @abstractmethod
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MixerState:
+        """The state before the first token, for `batch_size` sequences.
+
+        `device` defaults to that of the weights. `dtype` is that of cached keys and values and defaults to
+        that of the weights; sums over the past are kept in float32 at least.
+        """
+
+    @abstractmethod
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Continues sequences by T' >= 1 tokens: x [B, T', d] -> (y [B, T', d], the state after them).
+
+        Equal to `forward` on the whole sequence, however it is cut. Where gradients are off the given state
+        may be overwritten.
+        """
+
+    @abstractmethod
+    def state_size(self, context: int) -> int:
+        """Elements the state holds per sequence after `context` tokens, spare room included."""
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The keyword options of the constructor."""
+        constructors = [vars(base).get("__init__") for base in cls.__mro__ if issubclass(base, Mixer)]
+        parameters = [p for f in constructors if f for p in inspect.signature(f).parameters.values()]
+        return tuple(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """As GPT-2 does: weights N(0, std), biases 0, norms 1, the output projection N(0, out_std).
+
+        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                own = out_std if module is self.out and out_std is not None else std
+                init_linear(module, own, generator)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
+            raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
+        q, k, v = self.qkv(x).split(self._split, dim=-1)
+        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        return q, k, v.unflatten(-1, (-1, self.value_dim))
+
+    def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
+
+        `position` is that of the first token, or a float64 tensor [B, T, G] of all positions. Packed
+        documents need no
+        restart: only differences of positions matter within a document.
+        """
+        if self.rotation == "none":
+            return q, k
+        if isinstance(position, int):
+            end = position + q.shape[1]
+            position = torch.arange(position, end, dtype=torch.float64, device=q.device)
+        turn = _frequencies(self.head_dim, self.frequencies, self.max_length, q.device)
+        return rotate(q, position, turn), rotate(k, position, turn)
+
+    def merge(self, y: Tensor) -> Tensor:
+        """The output projection: y [B, T, H, V] -> [B, T, d]."""
+        return self.out(y.flatten(2))
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.n_heads}, kv_heads={self.n_kv_heads}, key_dim={self.head_dim}, "
+            f"value_dim={self.value_dim}, rotation={self.rotation!r}"
+        )
+
+
+def init_linear(linear: nn.Linear, std: float, generator: torch.Generator | None = None) -> None:
+    """Weights N(0, std), bias 0; see `Mixer.reset_parameters`."""
+    with torch.no_grad():
+        drawn = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="cpu")
+        linear.weight.copy_(drawn.normal_(0, std, generator=generator))
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """`norm` of x, computed in the dtype of its weight and returned in that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:
+    """The cu_seqlens of x [1, T, ...] as plain numbers, checked; documents may be empty."""
+    integer = not cu_seqlens.is_floating_point() and cu_seqlens.dtype != torch.bool
+    if x.shape[0] != 1 or cu_seqlens.ndim != 1 or not integer:
+        raise ValueError(
+            f"cu_seqlens is an integer tensor [N + 1] and needs a batch of 1; "
+            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)} with a batch of {x.shape[0]}"
+        )
+    bounds = cu_seqlens.tolist()
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {x.shape[1]}; got {bounds}")
+    return bounds
+
+
+def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *tensors: Tensor) -> Tensor:
+    """function(*tensors), all [B, T, ...]; with cu_seqlens on each document alone, joined along time."""
+    if cu_seqlens is None:
+        return function(*tensors)
+    bounds = document_bounds(cu_seqlens, tensors[0])
+    lengths = [stop - start for start, stop in pairwise(bounds) if start < stop]
+    # split, not slices: the gradient of a slice is as long as the whole row
+    documents = zip(*(tensor.split(lengths, dim=1) for tensor in tensors), strict=True)
+    return torch.cat([function(*document) for document in documents], dim=1)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(key_dim: int, rule: str, max_length: float | None, device: torch.device) -> Tensor:
+    # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
+    # that training can use it afterwards.
+    with torch.inference_mode(False):
+        return rotary_frequencies(key_dim, rule, max_length, device=device)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

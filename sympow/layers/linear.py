@@ -1,0 +1,114 @@
+"""Linear attention: power p = 1, or the elu + 1 feature map with a normalizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_document
+from sympow.layers.power import continue_power
+from sympow.ops import PowerState, power_attention
+
+FEATURE_MAPS = ("identity", "elu+1")
+
+
+@dataclass
+class LinearAttentionState(MixerState):
+    """The op's state, the tokens so far and, for elu + 1, the sum of the keys' features [B, G, K]."""
+
+    memory: PowerState
+    position: int
+    feature_sum: Tensor | None
+
+
+class LinearAttention(Mixer):
+    """Linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
+
+    Args:
+        feature_map: "identity": weights are q . k and every head's output is RMS-normalized. "elu+1": weights
+            are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum.
+        rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
+            of the weights stays positive (Su et al., 2021, section 3.3).
+        chunk_size, impl: as in `sympow.ops.power_attention`.
+        **heads: options of `Mixer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        feature_map: str = "identity",
+        rotation: str = "fixed",
+        chunk_size: int | None = None,
+        impl: str = "auto",
+        **heads: Unpack[HeadOptions],
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map is one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
+        self.feature_map, self.chunk_size, self.impl = feature_map, chunk_size, impl
+        self.out_norm = nn.RMSNorm(self.value_dim, eps=1e-6) if feature_map == "identity" else None
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v = self._features(x)
+        rotated_q, rotated_k = self.rotate(q, k)
+        y = power_attention(rotated_q, rotated_k, v, cu_seqlens=cu_seqlens, **self._options()).out
+        if self.out_norm is None:
+            y = _normalized(y, q, per_document(_running_sum, cu_seqlens, k))
+        return self._output(y)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LinearAttentionState:
+        weight = self.out.weight
+        device = weight.device if device is None else device
+        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
+        g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
+        memory = PowerState.zeros(batch_size, g, k, v, 1, device=device, dtype=dtype)
+        feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
+        return LinearAttentionState(memory, 0, feature_sum)
+
+    def step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
+        q, k, v = self._features(x)
+        rotated_q, rotated_k = self.rotate(q, k, state.position)
+        y, memory = continue_power(rotated_q, rotated_k, v, None, state.memory, **self._options())
+        feature_sum = state.feature_sum
+        if feature_sum is not None:
+            sums = feature_sum[:, None] + _running_sum(k)
+            feature_sum = sums[:, -1].clone()  # a view would hold all sums
+            y = _normalized(y, q, sums)
+        return self._output(y), LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
+
+    def state_size(self, context: int) -> int:
+        feature_sum = 0 if self.feature_map == "identity" else self.head_dim
+        return self.n_kv_heads * (self.head_dim * (self.value_dim + 1) + feature_sum)
+
+    def _features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads(x)
+        return (q, k, v) if self.feature_map == "identity" else (F.elu(q) + 1, F.elu(k) + 1, v)
+
+    def _options(self) -> dict[str, Any]:
+        scale = None if self.feature_map == "identity" else 1.0
+        options = {"chunk_size": self.chunk_size, "impl": self.impl}
+        return {"p": 1, "normalize": False, "scale": scale, **options}
+
+    def _output(self, y: Tensor) -> Tensor:
+        return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
+
+
+def _running_sum(k: Tensor) -> Tensor:
+    """The sum of k [B, T, G, K] up to every token, in float32 at least."""
+    return k.to(torch.promote_types(k.dtype, torch.float32)).cumsum(1)
+
+
+def _normalized(y: Tensor, q: Tensor, sums: Tensor) -> Tensor:
+    """y [B, T, H, V] divided by q [B, T, H, K] . sums [B, T, G, K], the sum of the weights."""
+    grouped = q.to(sums.dtype).unflatten(2, (sums.shape[2], -1))
+    weight = (grouped * sums[:, :, :, None]).sum(-1).flatten(2)
+    return (y / (weight[..., None] + 1e-6)).to(y.dtype)

@@ -1,0 +1,167 @@
+"""Power attention as a layer: gated, and rotated by fixed or data-dependent positions (conformal)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import HeadOptions, Mixer, MixerState, normed
+from sympow.ops import PowerState, power_attention, power_attention_step, rotary_positions
+from sympow.ops.feature_map import spow_dim
+
+
+@dataclass
+class PowerAttentionState(MixerState):
+    """The op's state, and where the rotation stands: tokens so far, or float64 [B, G] if data-dependent."""
+
+    memory: PowerState
+    position: int | Tensor
+
+
+class PowerAttention(Mixer):
+    """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
+
+    Args:
+        p: the power; the state has spow_dim(K, p) rows of V values a key/value head.
+        gate: multiplies the past of every key/value head by sigmoid(W x + b) at every token.
+        gate_bias: the initial biases b of the first and the last key/value head; those between lie on a line
+            (a single head starts at the middle). A bias b remembers for about exp(b) tokens, so (1, 8)
+            spreads the heads over memories of a few to a few thousand tokens. This matters: biases of 0, a
+            half-life of one token, learn far worse, and ungated p = 2 worse still.
+        rotation: "data": positions advance by 1 + tanh(W x) at every token (M14), W = 0 at first, which is
+            "fixed"; "fixed": by 1; "none".
+        normalize: divide by the sum of the weights (M5), even p only. If not, every head's output is
+            RMS-normalized.
+            None: True for even p.
+        chunk_size, impl: as in `sympow.ops.power_attention`.
+        **heads: options of `Mixer`.
+    """
+
+    rotations: ClassVar[tuple[str, ...]] = ("data", "fixed", "none")
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        p: int = 2,
+        gate: bool = True,
+        gate_bias: Sequence[float] = (1.0, 8.0),
+        rotation: str = "data",
+        normalize: bool | None = None,
+        chunk_size: int | None = None,
+        impl: str = "auto",
+        **heads: Unpack[HeadOptions],
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        if not isinstance(p, int) or p < 1:
+            raise ValueError(f"p must be an integer of at least 1; got {p!r}")
+        if normalize and p % 2:
+            raise ValueError(
+                f"normalize=True needs an even p: odd powers of scores may be negative and sum to 0; got {p=}"
+            )
+        if len(gate_bias) != 2:
+            raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+        self.p, self.chunk_size, self.impl = p, chunk_size, impl
+        self.normalize = p % 2 == 0 if normalize is None else normalize
+        self.gate_bias = tuple(gate_bias)
+        self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
+        self.beta = nn.Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
+        self.out_norm = None if self.normalize else nn.RMSNorm(self.value_dim, eps=1e-6)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        with torch.no_grad():
+            if self.gate is not None:
+                first, last = self.gate_bias
+                if self.n_kv_heads == 1:
+                    first = (first + last) / 2
+                self.gate.bias.copy_(torch.linspace(first, last, self.n_kv_heads, device="cpu"))
+            if self.beta is not None:
+                # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.
+                self.beta.weight.zero_()
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v, log_g, _ = self._inputs(x, 0)
+        y = power_attention(q, k, v, log_g, cu_seqlens=cu_seqlens, **self._options()).out
+        return self._output(y)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PowerAttentionState:
+        weight = self.out.weight
+        device = weight.device if device is None else device
+        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
+        g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
+        position: int | Tensor = 0
+        if self.rotation == "data":
+            position = torch.zeros(batch_size, g, dtype=torch.float64, device=device)
+        memory = PowerState.zeros(batch_size, g, k, v, self.p, device=device, dtype=dtype)
+        return PowerAttentionState(memory, position)
+
+    def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+        q, k, v, log_g, position = self._inputs(x, state.position)
+        y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
+        return self._output(y), PowerAttentionState(memory, position)
+
+    def state_size(self, context: int) -> int:
+        position = self.n_kv_heads if self.rotation == "data" else 0
+        return self.n_kv_heads * spow_dim(self.head_dim, self.p) * (self.value_dim + 1) + position
+
+    def _inputs(
+        self, x: Tensor, position: int | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
+        """Rotated q and k, v, log_g, and the position after x, given the one before it."""
+        q, k, v = self.heads(x)
+        log_g = None if self.gate is None else F.logsigmoid(_control(self.gate, x))
+        if self.beta is not None:
+            start = position if isinstance(position, Tensor) else None
+            positions = rotary_positions(1 + torch.tanh(_control(self.beta, x)), start)
+            q, k = self.rotate(q, k, positions)
+            return q, k, v, log_g, positions[:, -1].clone()  # a view would hold all positions
+        if isinstance(position, Tensor):
+            raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
+        return *self.rotate(q, k, position), v, log_g, position + x.shape[1]
+
+    def _options(self) -> dict[str, Any]:
+        return {"p": self.p, "normalize": self.normalize, "chunk_size": self.chunk_size, "impl": self.impl}
+
+    def _output(self, y: Tensor) -> Tensor:
+        return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
+
+
+def continue_power(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState,
+    *,
+    chunk_size: int | None,
+    **options: Any,
+) -> tuple[Tensor, PowerState]:
+    """Continues `state`: by one token in place where gradients are off, otherwise as a sequence."""
+    if q.shape[1] == 1 and not torch.is_grad_enabled():
+        out, after = power_attention_step(q, k, v, log_g, state=state, inplace=True, **options)
+    else:
+        options |= {"initial_state": state, "return_state": True, "chunk_size": chunk_size}
+        out, after = power_attention(q, k, v, log_g, **options)
+    if after is None:
+        raise RuntimeError("the op returned no state where one was asked for")
+    return out, after
+
+
+def _control(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
+    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)

@@ -1,0 +1,105 @@
+"""Sliding-window softmax attention: a token sees the last w, itself included; the state holds w at most."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from sympow.layers.base import HeadOptions, Mixer, per_document
+from sympow.layers.cache import KVCache, capacity
+from sympow.layers.softmax import attend, empty_cache
+
+# Queries computed at once: a block of them and the keys it sees are one attention call.
+_LEAST_BLOCK, _MOST_BLOCK = 128, 1024
+
+
+class WindowAttention(Mixer):
+    """Softmax attention over the last `window` tokens, rotary.
+
+    Args:
+        window: tokens seen, the token itself included; at least 1.
+        rotation: "fixed" or "none".
+        **heads: options of `Mixer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        window: int,
+        rotation: str = "fixed",
+        **heads: Unpack[HeadOptions],
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be an integer of at least 1; got {window!r}")
+        self.window = window
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge(per_document(self._windowed, cu_seqlens, *self.rotate(q, k), v))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        return empty_cache(self, batch_size, device, dtype, limit=self.window)
+
+    def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, k, state.length)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if x.shape[1] == 1:
+            state = state.extend(k, v)
+            y = attend(q.to(state.k.dtype), *state.filled())
+        else:
+            seen = min(state.length, self.window - 1)
+            past_k, past_v = (past[:, :, past.shape[2] - seen :] for past in state.ordered())
+            k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)
+            v_seen = torch.cat([past_v, v.to(past_v.dtype)], dim=2)
+            y = attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
+            state = state.extend(k, v)  # after the past was read: it may be overwritten
+        return self.merge(y.transpose(1, 2).to(x.dtype)), state
+
+    def state_size(self, context: int) -> int:
+        return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
+
+    def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return attend_in_window(q, k, v, self.window).transpose(1, 2)
+
+
+def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Softmax attention of the last T of S tokens, each to the last `window` tokens up to itself.
+
+    In blocks of queries, so time is linear in T and no more than a block's scores are formed at once.
+
+    Args:
+        q: [B, H, T, K].
+        k: [B, G, S, K], S >= T.
+        v: [B, G, S, V].
+    """
+    block = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
+    reach = -(-(window - 1) // block)  # blocks before its own that a query can see
+    queries = q.split(block, dim=2)
+    past = k.shape[2] - q.shape[2]
+    sizes = ([past] if past else []) + [piece.shape[2] for piece in queries]
+    # split, not slices: the gradient of a slice is as long as the whole sequence
+    keys, values = k.split(sizes, dim=2), v.split(sizes, dim=2)
+    outs = []
+    for own, piece in enumerate(queries, start=len(keys) - len(queries)):
+        seen = slice(0 if past and own <= reach else max(0, own - reach), own + 1)
+        key, value = torch.cat(keys[seen], dim=2), torch.cat(values[seen], dim=2)
+        outs.append(attend(piece, key, value, mask=_band(piece.shape[2], key.shape[2], window, q.device)))
+    return torch.cat(outs, dim=2)
+
+
+def _band(new: int, total: int, window: int, device: torch.device) -> Tensor:
+    """bool [new, total]: which of `total` tokens each of the last `new` sees."""
+    position = torch.arange(total, device=device)
+    distance = position[total - new :, None] - position
+    return (distance >= 0) & (distance < window)

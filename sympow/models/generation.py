@@ -1,0 +1,160 @@
+"""Text from a model: the prompt is read in chunks, then tokens are drawn one by one from a carried state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from sympow.models.lm import LanguageModel, ModelState
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+        tokens: int64 [B, max_new_tokens], without the prompt.
+        state_nbytes: bytes of the state at the end, over the whole batch.
+        prefill_seconds: until the first new token.
+        decode_seconds: for all the others.
+        tokens_per_second: decoded per second over the whole batch; nan if there was one new token only.
+    """
+
+    tokens: Tensor
+    state_nbytes: int
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    prefill_chunk: int = 1024,
+) -> Generation:
+    """Continues every row of a prompt.
+
+    Args:
+        prompt: int64 [B, T], T >= 1.
+        max_new_tokens: tokens to draw, at least 1.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: draw from the k likeliest tokens only.
+        top_p: then from the fewest of them that hold this probability, in (0, 1].
+        seed: of the draws: the same arguments give the same tokens.
+        prefill_chunk: tokens of the prompt read at a time.
+
+    Raises ValueError for arguments out of range and for tokens outside the vocabulary.
+    """
+    started = perf_counter()
+    steps = _checked_steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
+    token, state = next(steps)
+    tokens = [token.cpu()]  # waits for the device
+    decoding = perf_counter()
+    for token, state in steps:  # noqa: B007
+        tokens.append(token)
+    result = torch.stack([token.cpu() for token in tokens], dim=1)
+    ended = perf_counter()
+    drawn = prompt.shape[0] * (max_new_tokens - 1)
+    return Generation(
+        tokens=result,
+        state_nbytes=state.nbytes,
+        prefill_seconds=decoding - started,
+        decode_seconds=ended - decoding,
+        tokens_per_second=drawn / (ended - decoding) if drawn else math.nan,
+    )
+
+
+def stream(
+    model: LanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    prefill_chunk: int = 1024,
+) -> Iterator[Tensor]:
+    """The tokens of `generate` as they are drawn: int64 [B] each. Arguments are checked at once."""
+    steps = _checked_steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
+    return (token for token, _ in steps)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `generate`."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits.float() / temperature).sort(dim=-1, descending=True)
+    probability = logits.softmax(-1)
+    if top_k is not None:
+        probability[:, top_k:] = 0
+    if top_p is not None:
+        before = probability.cumsum(-1) - probability  # the likeliest token always stays
+        probability[before >= top_p * probability.sum(-1, keepdim=True)] = 0
+    drawn = torch.multinomial(probability, 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+def _checked_steps(
+    model: LanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    prefill_chunk: int,
+) -> Iterator[tuple[Tensor, ModelState]]:
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
+    counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
+    for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be at least 0; got {temperature}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
+    return _steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
+
+
+@torch.no_grad()
+def _steps(
+    model: LanguageModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    prefill_chunk: int,
+) -> Iterator[tuple[Tensor, ModelState]]:
+    """New tokens [B], each with the state it was drawn from."""
+    prompt = prompt.to(model.embedding.weight.device)
+    generator = torch.Generator(device=prompt.device).manual_seed(seed)
+    state = model.init_state(prompt.shape[0])
+    for chunk in prompt.split(prefill_chunk, dim=1):
+        logits, state = model.step(chunk, state)
+    for remaining in range(max_new_tokens - 1, -1, -1):
+        token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        yield token, state
+        if remaining:
+            logits, state = model.step(token[:, None], state)

@@ -1,0 +1,192 @@
+"""A GPT-2-shaped language model on any mixers.
+
+Token embedding, an extra LayerNorm after it, pre-norm blocks (mixer, then a GELU MLP), a final LayerNorm and
+a head tied to the embedding. No learned positions: the mixers rotate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sympow.layers import MIXERS, MixerState
+from sympow.layers.base import init_linear
+from sympow.models.config import MixerConfig, ModelConfig
+
+IGNORE = -100
+"""Targets of this value have no loss."""
+
+# Logits formed at once by `token_losses`: 128 MiB in float32.
+_LOGIT_ELEMENTS = 1 << 25
+
+
+@dataclass
+class ModelState(MixerState):
+    """One state a layer."""
+
+    layers: list[MixerState]
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, mixer: MixerConfig):
+        super().__init__()
+        d = config.d_model
+        self.mixer_norm = nn.LayerNorm(d)
+        self.mixer = MIXERS[mixer.name](d, config.n_heads, **mixer.options)
+        self.mlp_norm = nn.LayerNorm(d)
+        self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
+        self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens))
+
+    def step(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        y, state = self.mixer.step(self.mixer_norm(x), state)
+        return self._mlp(x + y), state
+
+    def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
+        self.mixer_norm.reset_parameters()
+        self.mlp_norm.reset_parameters()
+        self.mixer.reset_parameters(std=std, out_std=residual_std, generator=generator)
+        init_linear(self.mlp_in, std, generator)
+        init_linear(self.mlp_out, residual_std, generator)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+
+
+class LanguageModel(nn.Module):
+    """Logits of the next token for every token of a sequence.
+
+    Args:
+        config: the shape and the mixers.
+        seed: of the initial weights, which do not depend on the device. None draws one from torch's default
+            generator, as torch's own modules do.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None = None):
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # no memory and no random numbers for weights that are drawn below
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            self.embedding_norm = nn.LayerNorm(config.d_model)
+            blocks = [Block(config, config.mixer(layer)) for layer in range(config.n_layers)]
+            self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
+            self.final_norm = nn.LayerNorm(config.d_model)
+        self.to_empty(device=device)
+        self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """GPT-2's initialisation: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual stream."""
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        std = 0.02
+        with torch.no_grad():
+            weight = self.embedding.weight
+            weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, std, generator=generator))
+        self.embedding_norm.reset_parameters()
+        self.final_norm.reset_parameters()
+        for block in self.blocks:
+            block.reset_parameters(
+                std=std, residual_std=std / sqrt(2 * self.config.n_layers), generator=generator
+            )
+
+    def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab_size] of the token after each of tokens [B, T].
+
+        Args:
+            tokens: int64 [B, T], T >= 1.
+            cu_seqlens: int [N + 1], N documents packed into a single row (B = 1) that do not see each other.
+        """
+        return self._head(self._hidden(tokens, cu_seqlens))
+
+    def token_losses(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """-log p(target) in nats of every target, float32 [B, T]; 0 where the target is -100.
+
+        Only a slice of the logits stands in memory at a time; the backward recomputes them.
+
+        Args:
+            tokens, cu_seqlens: as for `forward`.
+            targets: int64 [B, T]: tokens of the vocabulary, or -100.
+        """
+        if targets.shape != tokens.shape:
+            shapes = f"{list(targets.shape)} and {list(tokens.shape)}"
+            raise ValueError(f"targets and tokens must have one shape; got {shapes}")
+        self._check_vocabulary(targets.masked_fill(targets == IGNORE, 0), "targets")
+        hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
+        rows = max(1, _LOGIT_ELEMENTS // self.config.vocab_size)
+        slices = zip(hidden.split(rows), targets.flatten().split(rows), strict=True)
+        losses = [
+            checkpoint(self._losses, h, t, use_reentrant=False, preserve_rng_state=False)
+            if torch.is_grad_enabled()
+            else self._losses(h, t)
+            for h, t in slices
+        ]
+        return torch.cat(losses).view_as(targets)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ModelState:
+        """The state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
+        return ModelState([b.mixer.init_state(batch_size, device=device, dtype=dtype) for b in self.blocks])
+
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Reads T' >= 1 tokens [B, T'] more: the logits after the last, [B, vocab_size], and the state.
+
+        Where gradients are off the given state is overwritten: use the one returned.
+        """
+        x = self._embed(tokens)
+        layers = []
+        for block, before in zip(self.blocks, state.layers, strict=True):
+            x, after = block.step(x, before)
+            layers.append(after)
+        return self._head(self.final_norm(x[:, -1])), ModelState(layers)
+
+    def state_size(self, context: int) -> int:
+        """Elements the state holds per sequence after `context` tokens."""
+        return sum(block.mixer.state_size(context) for block in self.blocks)
+
+    def num_parameters(self) -> int:
+        """Parameters, the tied head counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        x = self._embed(tokens)
+        for block in self.blocks:
+            x = block(x, cu_seqlens)
+        return self.final_norm(x)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens must be [B, T >= 1]; got {list(tokens.shape)}")
+        self._check_vocabulary(tokens, "tokens")
+        return self.embedding_norm(self.embedding(tokens))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight)
+
+    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._head(hidden).float(), targets, ignore_index=IGNORE, reduction="none")
+
+    def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
+        if tokens.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64; got {tokens.dtype}")
+        if tokens.numel() == 0 or torch.compiler.is_compiling():
+            return
+        low, high = (bound.item() for bound in tokens.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"{name} must lie in a vocabulary of {self.config.vocab_size} tokens; got {wrong}"
+            )
