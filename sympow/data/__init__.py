@@ -1,0 +1,27 @@
+"""Documents in, batches of tokens out. Imports nothing else of sympow."""
+
+from sympow.data.batches import Batch, Batches
+from sympow.data.config import DataConfig
+from sympow.data.corpus import Corpus, Subset, TokenCorpus
+from sympow.data.files import default_cache_dir
+from sympow.data.splits import Splits, open_corpus
+from sympow.data.tokens import BPETokenizer, ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from sympow.data.zarr_corpus import ZarrCorpus
+
+__all__ = [
+    "BPETokenizer",
+    "Batch",
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "DataConfig",
+    "Splits",
+    "StreamDecoder",
+    "Subset",
+    "TokenCorpus",
+    "Tokenizer",
+    "ZarrCorpus",
+    "default_cache_dir",
+    "load_tokenizer",
+    "open_corpus",
+]

@@ -1,0 +1,235 @@
+"""Batches of token rows out of documents: deterministic, endless, at random access.
+
+A document of n tokens holds n - 1 predictions: of every token but the first, from those before it. It is cut
+into pieces of `context` predictions, each piece beginning with the token that the last one ended on, so that
+every token is predicted once. What is left at the end, 1 to context - 1 predictions, is the document's tail.
+
+Batches are of two sorts, never mixed:
+- full: B pieces, tokens [B, T], cu_seqlens None;
+- packed: tails joined to rows of T, and B rows joined to tokens [1, B T], with cu_seqlens around each tail.
+  Only these are padded, at the end of a row: the padding is a sequence of its own, and its targets are -100.
+Both sorts run through their rows in an order of their own, reshuffled each epoch, without end; packed batches
+come among the full ones in the proportion of the rows. So over any whole number of epochs every target is
+predicted equally often, a batch may reach over the border of two epochs, and no row is ever left out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sympow.data.corpus import Corpus
+
+IGNORED = -100  # the target of padding, as in torch's cross_entropy
+
+_FULL, _PACKED = 0, 1  # streams of the random order
+_ROUNDS = 6
+
+
+class Batch(NamedTuple):
+    """Tokens and their successors, int64: [B, T], or [1, B T] with cu_seqlens int32 [N + 1]; targets may be
+    -100.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on a device."""
+        tokens, targets = (t.to(device, non_blocking=non_blocking) for t in self[:2])
+        borders = self.cu_seqlens
+        return Batch(
+            tokens, targets, None if borders is None else borders.to(device, non_blocking=non_blocking)
+        )
+
+
+class Batches:
+    """`batches[i]` is batch i, for every i >= 0: a function of the corpus, the arguments and i, and of
+    nothing else.
+
+    So the position of a run is one integer, micro-batches are consecutive indices, and rank r of R takes the
+    indices i R + r. Access costs the same at every i.
+
+    Args:
+        corpus: the documents.
+        context: T, predictions in a row.
+        batch_size: B, rows in a batch.
+        seed: of the order; not negative.
+        pack: whether there are packed batches. Without, all batches are full and tails are left out.
+
+    Attributes:
+        rows: rows in an epoch, so that an epoch is rows / batch_size batches.
+        targets: predictions in an epoch.
+
+    Raises ValueError for arguments out of range or if the corpus gives no row.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, batch_size: int, seed: int = 0, pack: bool = True):
+        for name, value, least in (("context", context, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.corpus, self.context, self.batch_size = corpus, context, batch_size
+        self.seed, self.pack = seed, pack
+        predictions = np.maximum(corpus.lengths - 1, 0)
+        pieces = predictions // context
+        self._piece_ends = np.cumsum(pieces)  # rows of documents 0..i, for finding a row's document
+        self._full_rows = int(self._piece_ends[-1])
+        self._packed_rows = 0
+        self.targets = self._full_rows * context
+        if pack:
+            tails = predictions - pieces * context
+            with_tail = np.flatnonzero(tails)
+            order, self._tail_starts = pack_lengths(tails[with_tail], context)
+            self._tails = with_tail[order]  # documents; packed row r takes those from _tail_starts[r] on
+            self._packed_rows = len(self._tail_starts) - 1
+            self.targets += int(tails.sum())
+        self.rows = self._full_rows + self._packed_rows
+        if not self.rows and pack:
+            raise ValueError("the corpus has nothing to predict: no document holds 2 tokens")
+        if not self.rows:
+            raise ValueError(
+                f"no document holds context + 1 = {context + 1} tokens, the longest {corpus.lengths.max()}: "
+                "use a shorter context or pack=True"
+            )
+
+    def __getitem__(self, index: int) -> Batch:
+        if index < 0:
+            raise IndexError(f"batches are numbered from 0, got {index}")
+        # Of the first i batches, i * packed // rows are packed: spread evenly, in the proportion of the rows.
+        packed_before = index * self._packed_rows // self.rows
+        if (index + 1) * self._packed_rows // self.rows > packed_before:
+            return self._packed_batch(self._order(_PACKED, packed_before, self._packed_rows))
+        return self._full_batch(self._order(_FULL, index - packed_before, self._full_rows))
+
+    def state(self) -> dict[str, Any]:
+        """What decides the batches besides the index, as JSON values, for a checkpoint."""
+        return {
+            "corpus": self.corpus.fingerprint,
+            "context": self.context,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "pack": self.pack,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError, naming what differs, unless `state` is that of batches equal to these."""
+        now = self.state()
+        changed = [
+            f"{name} was {state.get(name)} and is {now.get(name)}"
+            for name in now | state
+            if name not in now or name not in state or state[name] != now[name]
+        ]
+        if changed:
+            raise ValueError(f"the data are not those of the checkpoint: {'; '.join(changed)}")
+
+    def _order(self, stream: int, batch: int, rows: int) -> np.ndarray:
+        """Rows of the stream's batch number `batch`: a stream is all its rows, shuffled, again and again."""
+        positions = batch * self.batch_size + np.arange(self.batch_size)
+        epochs = positions // rows
+        chosen = np.empty(self.batch_size, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            chosen[here] = shuffled(positions[here] - epoch * rows, rows, (self.seed, stream, int(epoch)))
+        return chosen
+
+    def _full_batch(self, rows: np.ndarray) -> Batch:
+        pieces = np.empty((len(rows), self.context + 1), dtype=np.int64)
+        documents = np.searchsorted(self._piece_ends, rows, side="right")
+        for piece, row, document in zip(pieces, rows, documents, strict=True):
+            first_row = self._piece_ends[document - 1] if document else 0
+            start = (row - first_row) * self.context
+            piece[:] = self.corpus[int(document)][start : start + self.context + 1]
+        data = torch.from_numpy(pieces)
+        return Batch(data[:, :-1].contiguous(), data[:, 1:].contiguous(), None)
+
+    def _packed_batch(self, rows: np.ndarray) -> Batch:
+        tokens = np.zeros((1, self.batch_size * self.context), dtype=np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        borders = [0]
+        for number, row in enumerate(rows):
+            for document in self._tails[self._tail_starts[row] : self._tail_starts[row + 1]]:
+                whole = self.corpus[int(document)]
+                tail = whole[(len(whole) - 1) // self.context * self.context :]
+                here = slice(borders[-1], borders[-1] + len(tail) - 1)
+                tokens[0, here], targets[0, here] = tail[:-1], tail[1:]
+                borders.append(here.stop)
+            row_end = (number + 1) * self.context
+            if borders[-1] < row_end:
+                borders.append(row_end)
+        cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), cu_seqlens)
+
+
+def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """First-fit decreasing bin packing: each length, 1..capacity, into a row of at most `capacity` in sum.
+
+    Returns (order, starts), int64: row r holds the items `order[starts[r]:starts[r + 1]]`. Filling a row with
+    the largest item that still fits, again and again, is first-fit decreasing; rows of one make-up are made
+    all at once, so the cost follows the number of different lengths, not that of the items: millions take a
+    second.
+    """
+    by_length = np.argsort(lengths, kind="stable")
+    sizes, first, counts = np.unique(lengths[by_length], return_index=True, return_counts=True)
+    available = sizes.tolist()
+    left = dict(zip(available, counts.tolist(), strict=True))
+    # by_length[taken[s]] is the next item of size s
+    taken = dict(zip(available, first.tolist(), strict=True))
+    blocks, widths, repeats = [], [], []
+    while available:
+        row: dict[int, int] = {}
+        room, position = capacity, len(available)
+        while (position := bisect_right(available, room, hi=position) - 1) >= 0:
+            size = available[position]
+            row[size] = min(left[size], room // size)
+            room -= row[size] * size
+        times = min(left[size] // number for size, number in row.items())
+        columns = []
+        for size, number in row.items():
+            items = by_length[taken[size] : taken[size] + times * number]
+            columns.append(items.reshape(times, number))
+            taken[size] += times * number
+            left[size] -= times * number
+            if not left[size]:
+                available.remove(size)
+        blocks.append(np.concatenate(columns, axis=1).ravel())
+        widths.append(sum(row.values()))
+        repeats.append(times)
+    starts = np.concatenate([[0], np.cumsum(np.repeat(widths, repeats))]).astype(np.int64)
+    return np.concatenate([np.empty(0, np.int64), *blocks]), starts
+
+
+def shuffled(positions: np.ndarray, length: int, key: tuple[int, ...]) -> np.ndarray:
+    """Where positions of 0..length-1 go under a permutation that the key chooses, int64.
+
+    A Feistel network over the next power of 4, walked until it lands below `length` (Black and Rogaway,
+    2002): a permutation without a table, as that of an epoch of LongCrawl64 would be gigabytes.
+    """
+    half = max(2, ((length - 1).bit_length() + 1) // 2)
+    keys = _round_keys(key)
+    values = np.asarray(positions).astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], half, keys)
+        outside = values >= length
+    return values.astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _round_keys(key: tuple[int, ...]) -> np.ndarray:
+    return np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
+
+
+def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        mixed = right ^ key  # then the finalizer of SplitMix64, which wraps around 2**64 by design
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return (left << shift) | right

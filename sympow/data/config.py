@@ -1,0 +1,139 @@
+"""What a run's data are, as a JSON-clean value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+KINDS = ("stdlib", "text", "zarr")
+GROUPS = ("file", "folder")
+
+# Fields that mean something only for some kinds; elsewhere they must keep their defaults, so that none is
+# ignored.
+_APPLIES = {
+    "path": ("text", "zarr"),
+    "held_out_path": ("text", "zarr"),
+    "group": ("text",),
+    "suffixes": ("text",),
+    "storage_options": ("zarr",),
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which documents, in which tokens.
+
+    Attributes:
+        kind: "stdlib": the source of Python's standard library on this machine. "text": a text file or a
+            folder of them. "zarr": tokens in the LongCrawl64 layout, a zarr array of documents x tokens.
+        path: "text": file or folder. "zarr": local path or fsspec URL of an array, or of a group holding one.
+        held_out_path: as `path`, documents kept for evaluation; without it `held_out` splits those at `path`.
+        tokenizer: "bpe": byte-level BPE trained on the training documents. "bytes". "none": only for "zarr",
+            whose tokens' text is then unknown. Anything else: path of a tokenizer.json or of a folder holding
+            one.
+        vocab_size: "bpe": size to train, by default 2,048. "none": required. Otherwise the tokenizer's own,
+            and an error if it differs.
+        group: "text": a document per "file", or per "folder" (the files directly in it, in sorted order).
+        suffixes: "text": file name endings to read, such as (".py", ".md"); empty: every text file.
+        held_out: fraction of the documents kept for evaluation, above 0 and below 1.
+        seed: chooses the held-out documents; the order of training is the trainer's seed.
+        pack: whether batches also hold documents and document tails shorter than the context, see `Batches`.
+        storage_options: "zarr": for fsspec, such as {"token": "anon"}.
+
+    Raises ValueError for a value that is unknown or does not apply to the kind, TypeError for one of a wrong
+    type.
+    """
+
+    kind: str = "stdlib"
+    path: str | None = None
+    held_out_path: str | None = None
+    tokenizer: str = "bpe"
+    vocab_size: int | None = None
+    group: str = "file"
+    suffixes: tuple[str, ...] = ()
+    held_out: float = 0.1
+    seed: int = 0
+    pack: bool = True
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        _check_choice("kind", self.kind, KINDS)
+        _check_choice("group", self.group, GROUPS)
+        for name, kinds in _APPLIES.items():
+            if self.kind not in kinds and getattr(self, name) != _defaults()[name]:
+                raise ValueError(
+                    f"data {name} does not apply to kind {self.kind!r}, got {getattr(self, name)!r}"
+                )
+        if self.kind != "stdlib" and not self.path:
+            raise ValueError(f"data kind {self.kind!r} needs a path")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"data held_out must be above 0 and below 1, got {self.held_out}")
+        if self.seed < 0:
+            raise ValueError(f"data seed must not be negative, got {self.seed}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"data vocab_size must be positive, got {self.vocab_size}")
+        if self.tokenizer == "none" and self.kind != "zarr":
+            raise ValueError(f"data tokenizer 'none' is for kind 'zarr'; kind {self.kind!r} is text")
+        if self.tokenizer == "none" and self.vocab_size is None:
+            raise ValueError(
+                "data tokenizer 'none' needs vocab_size, the number of different tokens in the array"
+            )
+        if self.tokenizer == "bpe" and self.kind == "zarr":
+            raise ValueError(
+                "data kind 'zarr' holds tokens already: tokenizer must be 'none', 'bytes' or a path"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return plain | {"suffixes": list(self.suffixes), "storage_options": dict(self.storage_options)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DataConfig:
+        """The inverse of `to_dict`; fields left out keep their defaults, unknown ones are refused by name."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(
+                f"unknown data field {unknown[0]!r}; known: {', '.join(f.name for f in fields(cls))}"
+            )
+        values = dict(values)
+        if isinstance(values.get("suffixes"), list):  # JSON has no tuples
+            values["suffixes"] = tuple(values["suffixes"])
+        return cls(**values)
+
+    def _check_types(self) -> None:
+        optional: dict[str, Any] = {"path": str, "held_out_path": str, "vocab_size": int}
+        required: dict[str, Any] = {
+            "kind": str,
+            "tokenizer": str,
+            "group": str,
+            "held_out": (int, float),
+            "seed": int,
+            "pack": bool,
+        }
+        types: dict[str, Any] = optional | required | {"suffixes": tuple, "storage_options": Mapping}
+        for name, kind in types.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise TypeError(f"data {name} must be {wanted}, got {value!r}")
+        if not all(isinstance(suffix, str) and suffix.startswith(".") for suffix in self.suffixes):
+            raise ValueError(
+                f"data suffixes must be strings that start with a dot, got {list(self.suffixes)}"
+            )
+
+
+def _defaults() -> dict[str, Any]:
+    return {
+        f.name: f.default_factory() if f.default_factory is not MISSING else f.default
+        for f in fields(DataConfig)
+    }
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"data {name} must be one of {', '.join(choices)}, got {value!r}")

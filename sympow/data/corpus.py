@@ -1,0 +1,121 @@
+"""Documents as arrays of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from sympow.data.files import digest
+
+
+class Corpus(Protocol):
+    """Documents in tokens, read at random.
+
+    `corpus[i]` is document `i`, a 1-D integer array (IndexError outside 0..len-1, so that iteration ends);
+    `lengths` its number of tokens, np.int64 [len]; every token is below `vocab_size`; `fingerprint` is a hash
+    that changes with the content or the tokenizer.
+    """
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+
+class TokenCorpus:
+    """Documents laid end to end in one array, in memory or memory-mapped.
+
+    Args:
+        tokens: 1-D integers, all documents one after another.
+        offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
+        vocab_size, fingerprint: see `Corpus`. The caller vouches for both; `from_documents` works them out.
+    """
+
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, vocab_size: int, fingerprint: str):
+        self._tokens = tokens
+        self._offsets = offsets
+        self.lengths = np.diff(offsets)
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[np.ndarray], vocab_size: int) -> TokenCorpus:
+        """A corpus in memory from 1-D integer arrays. Raises TypeError, or ValueError for a token outside the
+        vocabulary and for a corpus without tokens."""
+        arrays = [np.asarray(document) for document in documents]
+        for index, array in enumerate(arrays):
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise TypeError(f"document {index} must be 1-D integers, got {array.ndim}-D {array.dtype}")
+            check_tokens(array, vocab_size, f"document {index}")
+        if not sum(array.size for array in arrays):
+            raise ValueError(f"a corpus needs tokens, got {len(arrays)} documents without any")
+        dtype = np.min_scalar_type(vocab_size - 1)
+        arrays = [array.astype(dtype) for array in arrays]
+        offsets = np.cumsum([0, *(array.size for array in arrays)], dtype=np.int64)
+        fingerprint = digest([str(vocab_size), *(array.tobytes() for array in arrays)])
+        return cls(np.concatenate(arrays), offsets, vocab_size, fingerprint)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        check_index(index, len(self))
+        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+
+
+class Subset:
+    """Some of a corpus's documents, as a corpus. `indices` is int64, in the order they are wanted."""
+
+    def __init__(self, corpus: Corpus, indices: np.ndarray):
+        self._corpus = corpus
+        self._indices = indices
+        self.lengths = corpus.lengths[indices]
+        self.vocab_size = corpus.vocab_size
+        self.fingerprint = digest(
+            [corpus.fingerprint, np.ascontiguousarray(indices, dtype=np.int64).tobytes()]
+        )
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        check_index(index, len(self))
+        return self._corpus[int(self._indices[index])]
+
+
+def choose_held_out(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Which documents to hold out: their indices, sorted, int64.
+
+    About `fraction` of the documents, at least one and never all. They are drawn one from each of as many
+    groups of neighbours in length, so that long documents are held out in proportion too, and about
+    `fraction` of the tokens. Raises ValueError for fewer than two documents.
+    """
+    documents = len(lengths)
+    if documents < 2:
+        raise ValueError(f"holding documents out needs at least 2 documents, got {documents}")
+    rng = np.random.default_rng(seed)
+    count = min(max(1, round(documents * fraction)), documents - 1)
+    shuffled = rng.permutation(documents)  # so that documents of one length are drawn at random
+    by_length = shuffled[np.argsort(-np.asarray(lengths)[shuffled], kind="stable")]
+    edges = np.linspace(0, documents, count + 1).astype(np.int64)
+    return np.sort(by_length[rng.integers(edges[:-1], edges[1:])])
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
+    """Raise ValueError unless every token is in 0..vocab_size-1."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        token = tokens.max() if tokens.max() >= vocab_size else tokens.min()
+        raise ValueError(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
+
+
+def check_index(index: int, length: int) -> None:
+    """Raise IndexError unless 0 <= index < length: a negative index would read another document's tokens."""
+    if not 0 <= index < length:
+        raise IndexError(f"document {index} of a corpus of {length}")

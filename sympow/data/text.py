@@ -1,0 +1,249 @@
+"""Text documents: from files, from folders, and from Python's own standard library; and their tokens, cached
+on disk.
+
+Text is read as UTF-8, and bytes that are not become U+FFFD: one odd file must not stop a corpus of thousands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from sympow.data.corpus import TokenCorpus
+from sympow.data.files import atomic_write, default_cache_dir, digest
+from sympow.data.tokens import BPETokenizer, Tokenizer
+
+# Merges are learned from so much text at most: more hardly changes a vocabulary of thousands and takes
+# minutes.
+BPE_TRAINING_CHARACTERS = 1 << 26
+
+# Part of every cache key: to be raised whenever the same text would be cached as other tokens.
+_CACHE_VERSION = "1"
+
+# Of the standard library, what is no program text: tables of characters and of help texts, a sixth of all
+# bytes, which a model learns to copy and little else.
+_STDLIB_TABLES = {"encodings", "pydoc_data"}
+# Folders passed over, wherever they stand: test suites, and, to save the walk, what pip installed.
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that is read when needed."""
+
+    name: str
+    read: Callable[[], str]
+
+
+def text_documents(
+    path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = ()
+) -> list[Document]:
+    """The documents of a text file or of a folder of text, in sorted order.
+
+    Args:
+        path: a file, which is one document, or a folder, read with its subfolders. Hidden files and folders
+            are left out, and so are binary files, those with a zero byte near their beginning.
+        group: "file": each file a document. "folder": the files directly in a folder are one document, each
+            headed by a line with its path, so that documents are long.
+        suffixes: file name endings to read, such as (".py", ".md"); empty: all.
+
+    Raises FileNotFoundError for a missing path, ValueError for a binary file named by `path` or if no file is
+    left.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise FileNotFoundError(f"text corpus does not exist: {root}")
+    if root.is_file():
+        if _is_binary(root):
+            raise ValueError(f"text corpus {root}: expected UTF-8 text, got a binary file")
+        return [Document(root.name, partial(_read_text, root))]
+    files = [name for name in _files_below(root, suffixes) if not _is_binary(root / name)]
+    if not files:
+        wanted = f"file ending in {', '.join(suffixes)}" if suffixes else "text file"
+        raise ValueError(f"text corpus {root} is empty: no {wanted} in it")
+    if group == "file":
+        return [Document(name, partial(_read_text, root / name)) for name in files]
+    if group == "folder":
+        return _grouped(root, files, lambda name: os.path.dirname(name) or ".")
+    raise ValueError(f"group must be file or folder, got {group!r}")
+
+
+def stdlib_documents() -> list[Document]:
+    """The source of Python's standard library, as installed on this machine, in sorted order.
+
+    A package with its subpackages is one document. A single module is a document of its own: neighbours in
+    the alphabet have nothing to tell about each other, and a document should be a text whose beginning helps
+    with its end. Every file is headed by a line such as `# asyncio/base_events.py`. Raises FileNotFoundError
+    if Python came without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    # sys.stdlib_module_names tells the library from what else lies in its folder, such as build settings
+    wanted = sys.stdlib_module_names - _STDLIB_TABLES
+    files = [name for name in _files_below(root, (".py",), _STDLIB_SKIPPED) if _first_name(name) in wanted]
+    if not files:
+        raise FileNotFoundError(
+            f"no source of Python's standard library in {root}: use data kind 'text' with a path"
+        )
+    return _grouped(root, files, _first_name)
+
+
+def cut_document(document: Document, fraction: float) -> tuple[Document, Document]:
+    """A document in two: all but the last `fraction` of its characters, and those; cut at a line's end if it
+    has one.
+    """
+    text = document.read()
+    end = int(len(text) * (1 - fraction))
+    end = text.rfind("\n", 0, end) + 1 or end
+    first, last = text[:end], text[end:]
+    return Document(f"{document.name} (begin)", lambda: first), Document(
+        f"{document.name} (end)", lambda: last
+    )
+
+
+def measure_documents(documents: Iterable[Document]) -> tuple[list[Document], np.ndarray, list[str]]:
+    """The documents that are not empty, their sizes in bytes of UTF-8 (int64), and a hash of each one's
+    text.
+    """
+    kept, sizes, hashes = [], [], []
+    for document in documents:
+        data = document.read().encode("utf-8", errors="replace")  # a path in a headline may be odd
+        if data:
+            kept.append(document)
+            sizes.append(len(data))
+            hashes.append(digest([data]))
+    return kept, np.array(sizes, dtype=np.int64), hashes
+
+
+def train_bpe(
+    documents: Sequence[Document], hashes: Sequence[str], vocab_size: int, cache_dir: Path | None = None
+) -> BPETokenizer:
+    """A BPE tokenizer trained on the documents, or found in the cache. `hashes` as from `measure_documents`.
+
+    Of a corpus above 64 Mi characters every document gives its beginning, in proportion.
+    """
+    file = (
+        cache_dir or default_cache_dir()
+    ) / f"bpe-{digest([_CACHE_VERSION, str(vocab_size), *hashes])}.json"
+    if file.is_file():
+        try:
+            return BPETokenizer.load(file)
+        except ValueError:
+            pass  # damaged: made again below
+    tokenizer = BPETokenizer.train(_training_texts(documents), vocab_size)
+    tokenizer.save(file)
+    return tokenizer
+
+
+def tokenize_documents(
+    documents: Sequence[Document], hashes: Sequence[str], tokenizer: Tokenizer, cache_dir: Path | None = None
+) -> TokenCorpus:
+    """The documents in tokens, memory-mapped from the cache, where they are put first if they are not there.
+
+    The cache holds `<fingerprint>.tokens.npy`, one flat array of the smallest unsigned dtype, and
+    `<fingerprint>.offsets.npy`; the fingerprint is that of the texts (`hashes`, as from `measure_documents`)
+    and of the tokenizer. Raises ValueError if there are no tokens, OSError if the cache cannot be written.
+    """
+    fingerprint = digest([_CACHE_VERSION, tokenizer.fingerprint, *hashes])
+    folder = cache_dir or default_cache_dir()
+    tokens_file, offsets_file = folder / f"{fingerprint}.tokens.npy", folder / f"{fingerprint}.offsets.npy"
+    cached = _load_cached(tokens_file, offsets_file)
+    if cached is None:
+        _write_tokens(documents, tokenizer, tokens_file, offsets_file)
+        cached = _load_cached(tokens_file, offsets_file)
+        if cached is None:
+            raise RuntimeError(f"cache file {tokens_file} was changed by another process while it was in use")
+    return TokenCorpus(*cached, tokenizer.vocab_size, fingerprint)
+
+
+def _first_name(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def _files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = ()) -> list[str]:
+    """Sorted paths relative to root, with forward slashes: the same order on every machine."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            name for name in folders if name[0] != "." and name != "__pycache__" and name not in skipped
+        ]
+        wanted = [
+            name for name in files if name[0] != "." and (not suffixes or name.endswith(tuple(suffixes)))
+        ]
+        paths = [Path(folder, name) for name in wanted]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # no broken links
+    return sorted(found)
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(8192)
+
+
+def _read_text(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _grouped(root: Path, files: Iterable[str], key: Callable[[str], str]) -> list[Document]:
+    groups: dict[str, list[str]] = {}
+    for name in files:
+        groups.setdefault(key(name), []).append(name)
+    return [Document(group, partial(_read_headed, root, tuple(groups[group]))) for group in sorted(groups)]
+
+
+def _read_headed(root: Path, names: tuple[str, ...]) -> str:
+    parts = []
+    for name in names:
+        text = _read_text(root / name)
+        if text:
+            parts.append(f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n"))
+    return "".join(parts)
+
+
+def _training_texts(documents: Sequence[Document]) -> Iterator[str]:
+    total = sum(len(document.read()) for document in documents)
+    share = min(1.0, BPE_TRAINING_CHARACTERS / max(total, 1))
+    for document in documents:
+        text = document.read()
+        yield text[: round(len(text) * share)]
+
+
+def _load_cached(tokens_file: Path, offsets_file: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """Tokens and offsets, or None if they are not there or are damaged."""
+    try:
+        tokens, offsets = np.load(tokens_file, mmap_mode="r"), np.load(offsets_file)
+    except (FileNotFoundError, ValueError, EOFError):  # missing; shortened files raise either of the others
+        return None
+    return (tokens, offsets) if offsets[-1] == len(tokens) else None
+
+
+def _write_tokens(
+    documents: Sequence[Document], tokenizer: Tokenizer, tokens_file: Path, offsets_file: Path
+) -> None:
+    """Write the cache one document at a time: the corpus need not fit in memory."""
+    offsets = [0]
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    with atomic_write(tokens_file) as file:
+        _write_header(file, dtype, 0)
+        for document in documents:
+            tokens = np.ascontiguousarray(tokenizer.encode(document.read()), dtype=dtype)
+            file.write(tokens.data)
+            offsets.append(offsets[-1] + len(tokens))
+        if not offsets[-1]:
+            raise ValueError("the corpus is empty: its documents hold no tokens")
+        file.seek(0)
+        _write_header(file, dtype, offsets[-1])
+    with atomic_write(offsets_file) as file:
+        np.save(file, np.array(offsets, dtype=np.int64))
+
+
+def _write_header(file, dtype: np.dtype, length: int) -> None:
+    # numpy pads the header so that the first axis may grow in place: its size does not depend on the length
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(file, description)

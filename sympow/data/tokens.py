@@ -1,0 +1,272 @@
+"""Tokenizers: bytes, and byte-level BPE by Hugging Face `tokenizers`.
+
+Both are lossless: every text has tokens, and a token stands for a fixed string of bytes. So decoding joins
+bytes and reads them as UTF-8, and a stream can be decoded token by token without ever showing half a
+character.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sympow.data.files import atomic_write, digest
+
+TOKENIZER_FILE = "tokenizer.json"
+_BYTES_TAG = {"type": "sympow.bytes", "version": 1}
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer.
+
+    `token_bytes[i]` is what token `i` stands for; `fingerprint` changes when any token's meaning changes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def token_bytes(self) -> Sequence[bytes]: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens of a text, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of tokens; bytes that are not UTF-8 become U+FFFD. ValueError for a token outside the
+        vocabulary.
+        """
+        ...
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file, atomically; a folder gets a `tokenizer.json`."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens, a vocabulary of 256."""
+
+    name = "bytes"
+    vocab_size = 256
+    fingerprint = digest(["bytes"])
+    token_bytes = tuple(bytes([i]) for i in range(256))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        _save(path, json.dumps(_BYTES_TAG))
+
+
+class BPETokenizer:
+    """Byte-level byte-pair encoding, as GPT-2's; made by `train` or `load`.
+
+    Args:
+        serialized: the text of a `tokenizer.json`. It must hold a byte-level BPE whose vocabulary covers all
+            256 bytes and which adds no space of its own to the text; else ValueError. Truncation and padding
+            that the file may ask for are switched off, and no special tokens are added.
+    """
+
+    def __init__(self, serialized: str):
+        tokenizers = _tokenizers()
+        try:
+            spec = json.loads(serialized)
+        except ValueError as error:
+            raise ValueError(f"expected the text of a tokenizer.json, got what is no JSON: {error}") from None
+        _check_byte_level(spec)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(serialized)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"expected a byte-level BPE tokenizer.json, got {_one_line(error)}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.token_bytes = _token_bytes(self._tokenizer.get_vocab(with_added_tokens=True))
+        self.vocab_size = len(self.token_bytes)
+        self.name = f"bpe{self.vocab_size}"
+        self._serialized = self._tokenizer.to_str()
+        self.fingerprint = digest([self._serialized])
+        self._dtype = np.min_scalar_type(self.vocab_size - 1)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+        """Learn merges from texts; the same texts give the same tokenizer.
+
+        A small corpus may hold fewer pairs than asked for: the result's `vocab_size` says what came. Raises
+        ValueError if `vocab_size` is below 256, the bytes alone.
+        """
+        if vocab_size < 256:
+            raise ValueError(
+                f"a byte-level BPE vocabulary holds at least the 256 bytes, got vocab_size={vocab_size}"
+            )
+        tokenizers = _tokenizers()
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=[], show_progress=False
+        )
+        model.train_from_iterator(texts, trainer)
+        return cls(model.to_str())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BPETokenizer:
+        """Read a `tokenizer.json`. Raises FileNotFoundError, or ValueError naming the file."""
+        try:
+            return cls(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"tokenizer file {path}: {error}") from None
+
+    def encode(self, text: str) -> np.ndarray:
+        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates, as from a terminal
+        encodings = self._tokenizer.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
+        return np.concatenate(
+            [np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)]
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        _save(path, self._serialized)
+
+
+class StreamDecoder:
+    """Text out of tokens as they come: a character is given once its last byte is there.
+
+    The pieces given by `push`, then `finish`, join to `tokenizer.decode` of all the tokens, whatever they
+    are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete, possibly empty."""
+        return self._decoder.decode(_join(self._token_bytes, ids))
+
+    def finish(self) -> str:
+        """What a last unfinished character becomes: U+FFFD or nothing. The decoder is then as new."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Read what `save` wrote, or any byte-level BPE `tokenizer.json`; a folder stands for the one inside it.
+
+    Raises FileNotFoundError, or ValueError naming a file that is truncated or holds another kind of
+    tokenizer.
+    """
+    file = _file_at(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"tokenizer file does not exist: {file}")
+    try:
+        spec = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"tokenizer file {file} is not JSON: truncated, or not a tokenizer.json") from None
+    if spec == _BYTES_TAG:
+        return ByteTokenizer()
+    return BPETokenizer.load(file)
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError("BPE tokenizers need tokenizers: pip install 'sympow[train]'") from None
+    return tokenizers
+
+
+def _file_at(path: str | os.PathLike[str]) -> Path:
+    return Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
+
+
+def _save(path: str | os.PathLike[str], text: str) -> None:
+    with atomic_write(_file_at(path)) as file:
+        file.write(text.encode("utf-8"))
+
+
+def _join(token_bytes: Sequence[bytes], ids: Iterable[int]) -> bytes:
+    parts = []
+    for token in ids:
+        if not 0 <= token < len(token_bytes):
+            raise ValueError(
+                f"token {int(token)} is outside the tokenizer's vocabulary of {len(token_bytes)}"
+            )
+        parts.append(token_bytes[int(token)])
+    return b"".join(parts)
+
+
+def _check_byte_level(spec: Any) -> None:
+    """Refuse every tokenizer whose tokens are not fixed strings of bytes."""
+
+    def part(name: str) -> dict:
+        value = spec.get(name) if isinstance(spec, dict) else None
+        return value if isinstance(value, dict) else {}
+
+    expected = "expected a byte-level BPE tokenizer.json"
+    model, decoder, splitter = part("model"), part("decoder"), part("pre_tokenizer")
+    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise ValueError(f"{expected}, got model type {model.get('type')!r}")
+    if decoder.get("type") != "ByteLevel":
+        raise ValueError(f"{expected}, got decoder type {decoder.get('type')!r}")
+    if any(step.get("add_prefix_space") for step in splitter.get("pretokenizers", [splitter])):
+        raise ValueError(f"{expected} that keeps the text as it is, got add_prefix_space=true")
+
+
+def _byte_characters() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for: GPT-2's table.
+
+    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
+    characters = _byte_characters()
+    missing = characters.keys() - vocabulary.keys()
+    if missing:
+        raise ValueError(f"expected a vocabulary with all 256 bytes, got one without {len(missing)} of them")
+    table = [b""] * (max(vocabulary.values()) + 1)
+    for token, index in vocabulary.items():
+        if all(character in characters for character in token):
+            table[index] = bytes(characters[character] for character in token)
+        else:  # an added token, which stands for its own text
+            table[index] = token.encode("utf-8")
+    return table
+
+
+def _pieces(text: str, size: int = 1 << 16) -> Iterator[str]:
+    """Cut a long text where byte-level pre-tokenizers cut in any case, for speed in parallel and for memory.
+
+    That is after a single line end between two characters that are not white space: no pre-token of GPT-2's
+    pattern, nor of its successors, reaches across such a place, so the tokens are those of the whole text.
+    """
+    seam = re.compile(r"(?<=\S)\n(?=\S)")
+    start = 0
+    while len(text) - start > size and (match := seam.search(text, start + size)):
+        yield text[start : match.end()]
+        start = match.end()
+    if start < len(text):
+        yield text[start:]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

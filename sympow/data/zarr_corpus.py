@@ -1,0 +1,90 @@
+"""Tokens in the LongCrawl64 layout: a zarr array of documents x tokens, local or on object storage.
+
+LongCrawl64 (Buckman, 2024) has 6,661,465 documents of 65,536 GPT-2 tokens each, uint16, zarr format 2, a
+chunk a document. Any array of that shape is read, of any length and of zarr format 2 or 3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sympow.data.corpus import check_index, check_tokens
+from sympow.data.files import digest
+
+
+class ZarrCorpus:
+    """Documents of equal length in a zarr array, read when they are asked for.
+
+    Args:
+        url: local path or fsspec URL of the array, or of a group that holds a single array.
+        vocab_size: every token read is checked against it (ValueError).
+        storage_options: passed to fsspec, such as {"token": "anon"}.
+
+    The fingerprint is of the array's shape and dtype and of a few documents, as reading all would take hours:
+    it is the same for a copy elsewhere. Safe to fork and to pickle: each process opens the store for itself.
+    Raises FileNotFoundError for a missing store, ValueError or TypeError for one that does not fit.
+    """
+
+    def __init__(self, url: str, vocab_size: int, storage_options: Mapping[str, Any] | None = None):
+        self.url = url
+        self.vocab_size = vocab_size
+        self._storage_options = dict(storage_options or {})
+        self._opened: tuple[int, Any] | None = None  # the process that opened the store, and the array
+        array = self._array()
+        if array.ndim != 2:
+            raise ValueError(
+                f"zarr corpus {url}: expected an array of documents x tokens, got shape {array.shape}"
+            )
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"zarr corpus {url}: expected integer tokens, got dtype {array.dtype}")
+        if not array.size:
+            raise ValueError(f"zarr corpus {url} is empty: shape {array.shape}")
+        documents, length = array.shape
+        self.lengths = np.broadcast_to(np.int64(length), (documents,))  # one number, however many documents
+        samples = np.unique(np.linspace(0, documents - 1, 4).astype(np.int64))
+        described = f"{array.shape} {array.dtype} {vocab_size}"
+        self.fingerprint = digest([described, *(self[int(i)].tobytes() for i in samples)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        check_index(index, len(self))
+        document = np.asarray(self._array()[int(index)])
+        check_tokens(document, self.vocab_size, f"zarr corpus {self.url}: document {index}")
+        return document
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    def _array(self) -> Any:
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), _open_array(self.url, self._storage_options))
+        return self._opened[1]
+
+
+def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
+    try:
+        import zarr
+    except ImportError:
+        raise ImportError("reading zarr corpora needs zarr: pip install 'sympow[train]'") from None
+    if "://" not in url and not os.path.exists(url):
+        raise FileNotFoundError(f"zarr corpus does not exist: {url}")
+    try:
+        # None, as zarr refuses options for a local path, even none of them
+        node = zarr.open(url, mode="r", storage_options=storage_options or None)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no zarr array or group at {url}") from None
+    if isinstance(node, zarr.Array):
+        return node
+    arrays = dict(node.arrays())
+    if len(arrays) != 1:
+        names = ", ".join(sorted(arrays)) or "none"
+        raise ValueError(
+            f"zarr corpus {url} is a group; expected one array in it, got {names}: name one in the path"
+        )
+    return next(iter(arrays.values()))

@@ -1,0 +1,145 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, load_tokenizer
+from sympow.data.tokens import _pieces
+
+TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
+BPE = BPETokenizer.train(TEXTS, vocab_size=300)
+BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+
+
+@BOTH
+@given(text=st.text())
+def test_every_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.ndim == 1 and ids.dtype == np.min_scalar_type(tokenizer.vocab_size - 1)
+    assert tokenizer.decode(ids) == text
+
+
+@BOTH
+@given(data=st.data())
+def test_stream_joins_to_decode_whatever_the_tokens(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+    stream = StreamDecoder(tokenizer)
+    assert "".join([stream.push([i]) for i in ids] + [stream.finish()]) == tokenizer.decode(ids)
+
+
+def test_stream_never_shows_half_a_character():
+    stream = StreamDecoder(ByteTokenizer())
+    assert [stream.push([i]) for i in "é力".encode()] == ["", "é", "", "", "力"]
+    assert stream.push("力".encode()[:2]) == ""
+    assert stream.finish() == "\ufffd"
+    assert stream.push(b"a") + stream.finish() == "a"
+
+
+def test_bytes_that_are_not_utf8_are_shown_as_replaced():
+    assert ByteTokenizer().decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
+    assert BPE.decode(BPE.encode("\udcff")) == ByteTokenizer().decode(ByteTokenizer().encode("\udcff")) == "?"
+
+
+@BOTH
+@pytest.mark.parametrize("token", [-1, 1000])
+def test_decode_refuses_a_token_outside_the_vocabulary(tokenizer, token):
+    with pytest.raises(ValueError, match=rf"^token {token} is outside the tokenizer's vocabulary of \d+$"):
+        tokenizer.decode([token])
+
+
+def test_bpe_learns_pairs_and_the_same_each_time():
+    assert BPE.vocab_size == 300 and BPE.name == "bpe300"
+    assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+    assert BPETokenizer.train(TEXTS, vocab_size=300).fingerprint == BPE.fingerprint
+    assert BPETokenizer.train(TEXTS, vocab_size=301).fingerprint != BPE.fingerprint
+
+
+def test_bpe_of_a_tiny_corpus_says_how_many_tokens_there_are():
+    assert BPETokenizer.train(["ab"], vocab_size=2048).vocab_size == 257
+
+
+def test_bpe_smaller_than_the_bytes_is_refused():
+    with pytest.raises(ValueError, match="at least the 256 bytes, got vocab_size=255"):
+        BPETokenizer.train(TEXTS, vocab_size=255)
+
+
+@given(st.text(alphabet="a1. \n\t_é", max_size=60))
+def test_long_texts_are_cut_without_changing_a_token(text):
+    pieces = list(_pieces(text, size=4))
+    assert "".join(pieces) == text
+    assert [i for piece in pieces for i in BPE.encode(piece)] == BPE.encode(text).tolist()
+
+
+def test_long_texts_are_cut():
+    pieces = list(_pieces("word\n" * 1000, size=50))
+    assert len(pieces) > 90 and max(map(len, pieces)) <= 55
+
+
+@BOTH
+def test_save_and_load(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert type(loaded) is type(tokenizer)
+        assert (loaded.name, loaded.fingerprint) == (tokenizer.name, tokenizer.fingerprint)
+        assert loaded.encode(TEXTS[1]).tolist() == tokenizer.encode(TEXTS[1]).tolist()
+
+
+def spec(**changes) -> dict:
+    return json.loads(BPE._serialized) | changes
+
+
+def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(tmp_path):
+    special = {"id": 300, "content": "<|endoftext|>", "special": True, "single_word": False}
+    special |= {"lstrip": False, "rstrip": False, "normalized": False}
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "t.json").write_text(json.dumps(spec(truncation=truncation, added_tokens=[special])))
+    loaded = load_tokenizer(tmp_path / "t.json")
+    assert loaded.vocab_size == 301
+    assert loaded.encode(TEXTS[0]).tolist() == BPE.encode(TEXTS[0]).tolist()
+    assert loaded.decode([300, *BPE.encode("a")]) == "<|endoftext|>a"
+
+
+def without_a_byte() -> dict:
+    model = spec()["model"]
+    del model["vocab"]["!"]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(spec())[:500], "is not JSON: truncated, or not a tokenizer.json"),
+        ("[1, 2]", "expected a byte-level BPE tokenizer.json, got model type None"),
+        ('{"type": "sympow.bytes", "version": 2}', "expected a byte-level BPE tokenizer.json"),
+        (json.dumps(spec(model={"type": "WordPiece"})), "got model type 'WordPiece'"),
+        (json.dumps(spec(decoder={"type": "Metaspace"})), "got decoder type 'Metaspace'"),
+        (json.dumps(spec(decoder=None)), "got decoder type None"),
+        (json.dumps(spec(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True})), "add_prefix_space"),
+        (json.dumps(spec(model=without_a_byte())), "all 256 bytes, got one without 1 of them"),
+        (json.dumps(spec(model={"type": "BPE", "merges": 3})), "expected a byte-level BPE tokenizer.json"),
+    ],
+)
+def test_foreign_files_are_refused_in_one_line(tmp_path, content, message):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(tmp_path)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_binary_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="tokenizer file does not exist"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"BPE tokenizers need tokenizers: pip install 'sympow\[train\]'"):
+        BPETokenizer.train(TEXTS, vocab_size=300)
