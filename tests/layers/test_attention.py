@@ -1,0 +1,141 @@
+"""Softmax, window and linear attention against their formulas; the cache they keep."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sympow.layers import LinearAttention, SoftmaxAttention, WindowAttention, softmax, window
+from sympow.layers.cache import KVCache, capacity
+from sympow.layers.softmax import attend_to_past
+from sympow.layers.window import attend_in_window
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(q, k, v, window=None):
+    """Softmax over the last `window` tokens, all scores at once: q [B, H, T, K], k, v [B, G, S, .]."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    total = k.shape[2]
+    distance = torch.arange(total)[total - q.shape[2] :, None] - torch.arange(total)
+    seen = (distance >= 0) & (distance < (window or total))
+    score = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return score.softmax(-1) @ v
+
+
+@given(
+    new=st.integers(1, 40),
+    past=st.integers(0, 40),
+    size=st.integers(1, 50),
+    block=st.integers(1, 12),
+    heads=st.sampled_from([(2, 2), (4, 2)]),
+)
+def test_blocks_are_dense_attention(new, past, size, block, heads):
+    h, g = heads
+    q, k, v = random(1, h, new, 4), random(1, g, new + past, 4, seed=1), random(1, g, new + past, 6, seed=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "_LEAST_BLOCK", block)
+        patch.setattr(window, "_MOST_BLOCK", block)
+        patch.setattr(softmax, "_MASK_ELEMENTS", block * (new + past))
+        torch.testing.assert_close(attend_in_window(q, k, v, size), dense(q, k, v, size), **TIGHT)
+        torch.testing.assert_close(attend_to_past(q, k, v), dense(q, k, v), **TIGHT)
+
+
+def test_window_never_scores_the_whole_sequence(monkeypatch):
+    scored = []
+
+    def spy(q, k, v, **options):
+        scored.append(q.shape[2] * k.shape[2])
+        return real(q, k, v, **options)
+
+    real = window.attend
+    monkeypatch.setattr(window, "attend", spy)
+    time, size = 3000, 100
+    q, k, v = (random(1, 1, time, 2, seed=seed) for seed in range(3))
+    attend_in_window(q, k, v, size)
+    assert max(scored) <= 256 * 128 and sum(scored) <= 3 * time * 128
+
+
+def test_a_token_sees_a_window_of_tokens_itself_included():
+    layer = WindowAttention(8, 2, window=5).double()
+    x = random(1, 30, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x)[0, 20].sum(), x)
+    assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == list(range(16, 21))
+
+
+def test_only_differences_of_positions_count():
+    layer = SoftmaxAttention(8, 2).double()
+    q, k, _ = layer.heads(random(1, 12, 8))
+    early, late = layer.rotate(q, k), layer.rotate(q, k, 1_000_000)
+    scores = [torch.einsum("bthk,bshk->bhts", *pair) for pair in (early, late)]
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-9)
+
+
+@given(
+    length=st.integers(0, 1 << 22), more=st.integers(0, 1 << 12), limit=st.none() | st.integers(1, 1 << 22)
+)
+def test_capacity_grows_by_an_eighth_and_does_not_depend_on_the_way(length, more, limit):
+    room = capacity(length, limit)
+    held = length if limit is None else min(length, limit)
+    assert held <= room <= max(held * 9 / 8, held + 16)
+    assert room <= capacity(length + more, limit)
+    assert capacity(room, limit) == room
+
+
+@torch.no_grad()
+def test_cache_is_seldom_copied():
+    cache = KVCache(random(1, 1, 0, 2), random(1, 1, 0, 2))
+    places = set()
+    for t in range(4000):
+        cache = cache.extend(*torch.full((2, 1, 1, 1, 2), float(t), dtype=torch.float64))
+        places.add((cache.k.data_ptr(), cache.k.shape[2]))
+    assert len(places) < 80
+    assert torch.equal(cache.filled()[0][0, 0, :, 0], torch.arange(4000.0, dtype=torch.float64))
+
+
+@given(limit=st.integers(1, 12), pieces=st.lists(st.integers(1, 15), min_size=1, max_size=6))
+def test_ring_keeps_the_last_tokens_in_order(limit, pieces):
+    cache = KVCache(random(1, 1, 0, 1), random(1, 1, 0, 1), limit=limit)
+    tokens = torch.arange(float(sum(pieces)), dtype=torch.float64).view(1, 1, -1, 1)
+    with torch.no_grad():
+        for piece in tokens.split(pieces, dim=2):
+            cache = cache.extend(piece, -piece)
+    k, v = cache.ordered()
+    assert torch.equal(k, tokens[:, :, -limit:]) and torch.equal(v, -k)
+
+
+@torch.no_grad()
+def test_cache_dtype_can_be_chosen():
+    for layer in (SoftmaxAttention(8, 2), WindowAttention(8, 2, window=4)):
+        x = random(1, 9, 8).float()
+        state = layer.init_state(1, dtype=torch.bfloat16)
+        first, state = layer.step(x[:, :6], state)
+        second, state = layer.step(x[:, 6:8], state)
+        third, state = layer.step(x[:, 8:], state)
+        assert state.k.dtype == torch.bfloat16 and third.dtype == torch.float32
+        torch.testing.assert_close(torch.cat([first, second, third], dim=1), layer(x), rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("rotation", ["fixed", "none"])
+def test_elu_features_are_the_formula(rotation):
+    layer = LinearAttention(8, 2, feature_map="elu+1", rotation=rotation).double()
+    layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    x = random(1, 10, 8)
+    q, k, v = layer.heads(x)
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    weight = torch.einsum("bthk,bshk->bhts", q, k).tril()
+    rotated = torch.einsum("bthk,bshk->bhts", *layer.rotate(q, k)).tril()
+    y = torch.einsum("bhts,bshv->bthv", rotated / (weight.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(layer(x), layer.merge(y), **TIGHT)
+
+
+def test_elu_keeps_its_precision_late_in_a_row_of_documents():
+    layer = LinearAttention(8, 2, feature_map="elu+1")
+    x = random(1, 20_000, 8).float()
+    packed = layer(x, cu_seqlens=torch.tensor([0, 19_990, 20_000]))
+    torch.testing.assert_close(packed[:, -10:], layer(x[:, -10:]), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,268 @@
+"""Every mixer, under every option set, keeps the contract of `sympow.layers.Mixer`; in float64 where exact."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sympow.layers import MIXERS, Mixer
+
+D_MODEL, HEADS = 24, 4
+TIGHT = {"rtol": 1e-9, "atol": 1e-9}
+
+OPTIONS: dict[str, list[dict]] = {
+    "power": [
+        {},
+        {"gate": False, "rotation": "none"},
+        {"rotation": "fixed", "n_kv_heads": 2},
+        {"n_kv_heads": 1, "qk_norm": True, "bias": False},
+        {"p": 4, "head_dim": 4, "value_dim": 10, "chunk_size": 5},
+        {"p": 3, "head_dim": 4},
+        {"p": 1, "frequencies": "conformal", "max_length": 64},
+        {"normalize": False, "impl": "reference"},
+    ],
+    "softmax": [{}, {"n_kv_heads": 2, "value_dim": 10}, {"rotation": "none", "qk_norm": True, "bias": False}],
+    "linear": [
+        {},
+        {"feature_map": "elu+1"},
+        {"feature_map": "elu+1", "rotation": "none", "n_kv_heads": 2, "value_dim": 10},
+        {"n_kv_heads": 1, "qk_norm": True, "chunk_size": 5},
+    ],
+    "window": [
+        {"window": 1},
+        {"window": 7},
+        {"window": 40, "n_kv_heads": 2},
+        {"window": 7, "rotation": "none"},
+    ],
+}
+CASES = [
+    pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)
+]
+T = 37
+
+
+def make(case: tuple[str, dict], seed: int = 0) -> Mixer:
+    """A mixer in float64 whose every parameter matters: nothing stays at its special initial value."""
+    name, options = case
+    mixer = MIXERS[name](D_MODEL, HEADS, **options).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in mixer.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return mixer
+
+
+def sequence(batch: int = 2, time: int = T, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, time, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+def in_steps(mixer: Mixer, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    state = mixer.init_state(x.shape[0])
+    outs = []
+    for piece in x.split(lengths, dim=1):
+        y, state = mixer.step(piece, state)
+        outs.append(y)
+    return torch.cat(outs, dim=1)
+
+
+def test_every_mixer_is_covered():
+    assert set(OPTIONS) == set(MIXERS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shape_and_dtype(case):
+    mixer = make(case)
+    for batch, time in ((2, T), (1, 1), (3, 2)):
+        y = mixer(sequence(batch, time))
+        assert y.shape == (batch, time, D_MODEL) and y.dtype == torch.float64 and y.isfinite().all()
+    mixer.float()
+    assert mixer(sequence().float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_reaches_input_and_every_parameter(case):
+    mixer = make(case)
+    x = sequence().requires_grad_()
+    mixer(x).square().sum().backward()
+    gradients = {"x": x.grad} | {name: parameter.grad for name, parameter in mixer.named_parameters()}
+    q, k, v = gradients["qkv.weight"].split(
+        [HEADS * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim, mixer.n_kv_heads * mixer.value_dim]
+    )
+    gradients["v"] = v
+    if case[1].get("window") != 1:  # the weight of a single token is 1 whatever q and k are
+        gradients |= {"q": q, "k": k}
+    for name, gradient in gradients.items():
+        assert gradient is not None and gradient.isfinite().all(), name
+        assert gradient.abs().sum() > 1e-6, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_causal(case):
+    mixer = make(case)
+    x = sequence()
+    y = mixer(x)
+    for t in (0, 17, T - 1):
+        changed = x.clone()
+        changed[:, t:] = sequence(time=T - t, seed=2)
+        other = mixer(changed)
+        torch.testing.assert_close(other[:, :t], y[:, :t], rtol=0, atol=1e-12)
+        assert (other[:, t] - y[:, t]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_the_sequence(case):
+    mixer = make(case)
+    x = sequence()
+    y = mixer(x)
+    with torch.no_grad():
+        for lengths in ([1] * T, [20] + [1] * 17, [1, 36], [T]):
+            torch.testing.assert_close(in_steps(mixer, x, lengths), y, **TIGHT)
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=6)
+@given(cuts=st.lists(st.integers(1, 15), min_size=1, max_size=8), batch=st.integers(1, 3))
+def test_any_cut_is_the_sequence(case, cuts, batch):
+    mixer = make(case)
+    x = sequence(batch, sum(cuts))
+    with torch.no_grad():
+        torch.testing.assert_close(in_steps(mixer, x, cuts), mixer(x), **TIGHT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_flow_through_steps(case):
+    mixer = make(case)
+    x = sequence().requires_grad_()
+    parameters = [x, *mixer.parameters()]
+    whole = torch.autograd.grad(mixer(x).square().sum(), parameters)
+    cut = torch.autograd.grad(in_steps(mixer, x, [3, 1, 1, 12, 20]).square().sum(), parameters)
+    for a, b in zip(cut, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents_are_each_alone(case):
+    mixer = make(case)
+    x = sequence(1)
+    bounds = [0, 5, 5, 6, 30, T]
+    packed = mixer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = torch.cat([mixer(x[:, a:b]) for a, b in pairwise(bounds) if a < b], dim=1)
+    torch.testing.assert_close(packed, alone, **TIGHT)
+    assert (packed - mixer(x)).abs().max() > 1e-6 or case[1].get("window") == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_state_is_as_large_as_it_says(case):
+    mixer = make(case)
+    batch = 2
+    for lengths in ([], [1] * 20, [18, 1, 1], [300], [300, 21]):
+        state = mixer.init_state(batch)
+        x = sequence(batch, max(1, sum(lengths)))
+        for piece in x.split(lengths, dim=1) if lengths else ():
+            _, state = mixer.step(piece, state)
+        tensors = list(state.tensors())
+        assert sum(tensor.numel() for tensor in tensors) == batch * mixer.state_size(sum(lengths))
+        # What counts is what is kept alive: a view keeps all of what it views.
+        storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, tensors)}
+        assert state.nbytes == sum(storages.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_save_and_load(case, tmp_path):
+    mixer, other = make(case), make(case, seed=1)
+    x = sequence()
+    assert not torch.equal(mixer(x), other(x))
+    torch.save(mixer.state_dict(), tmp_path / "weights.pt")
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert torch.equal(mixer(x), other(x))
+    assert set(mixer.state_dict()) == {name for name, _ in mixer.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("error")
+def test_bfloat16_autocast_is_close_to_float32(case):
+    mixer = MIXERS[case[0]](D_MODEL, HEADS, **case[1])
+    mixer.reset_parameters(std=0.2, generator=torch.Generator().manual_seed(0))
+    x = sequence(time=70).float()
+    y = mixer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = mixer(x)
+        with torch.no_grad():
+            stepped = in_steps(mixer, x, [40] + [1] * 30)
+    half.float().sum().backward()
+    scale = y.square().mean().sqrt()
+    for close in (half, stepped):
+        assert (close.float() - y).square().mean().sqrt() < 0.03 * scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_seed_same_weights(case):
+    mixer = make(case)
+    draws = []
+    for seed in (0, 0, 1):
+        mixer.reset_parameters(generator=torch.Generator().manual_seed(seed))
+        draws.append(mixer.qkv.weight.clone())
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    ("heads", "options", "message"),
+    [
+        (5, {}, "d_model must be a multiple of n_heads, or head_dim given; got d_model=24, n_heads=5"),
+        (4, {"n_kv_heads": 3}, "n_heads must be a positive multiple of n_kv_heads"),
+        (0, {}, "n_heads must be a positive multiple"),
+        (4, {"value_dim": 0}, "head_dim and value_dim must be positive; got head_dim=6, value_dim=0"),
+        (4, {"rotation": "spiral"}, "rotation is one of .*; got 'spiral'"),
+        (4, {"frequencies": "odd"}, "frequency rule is one of standard, conformal; got 'odd'"),
+        (4, {"frequencies": "conformal"}, "max_length"),
+        (4, {"max_length": 100}, "max_length"),
+        (4, {"head_dim": 5}, "key_dim must be even; got 5"),
+    ],
+)
+def test_bad_options_are_refused(name, heads, options, message):
+    required = {"window": {"window": 4}}.get(name, {})
+    with pytest.raises(ValueError, match=message):
+        MIXERS[name](D_MODEL, heads, **required, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("power", {"p": 3, "normalize": True}, "normalize=True needs an even p"),
+        ("power", {"p": 0}, "p must be an integer of at least 1; got 0"),
+        ("power", {"p": 2.0}, "p must be an integer of at least 1; got 2.0"),
+        ("power", {"gate_bias": [1.0]}, "gate_bias is two numbers"),
+        ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
+        ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
+        ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
+    ],
+)
+def test_bad_options_of_one_mixer_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        MIXERS[name](D_MODEL, HEADS, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused(case):
+    mixer = make(case)
+    for bad in (sequence()[..., :-1], sequence()[0], sequence()[:, :0]):
+        with pytest.raises(ValueError, match=r"x must be \[B, T >= 1, 24\]; got"):
+            mixer(bad)
+        with pytest.raises(ValueError, match=r"x must be"):
+            mixer.step(bad, mixer.init_state(2))
+    for batch, bounds in ((2, [0, T]), (1, [0, 5]), (1, [0, 9, 5, T]), (1, [0.0, T]), (1, [[0, T]])):
+        with pytest.raises((ValueError, TypeError), match="cu_seqlens"):
+            mixer(sequence(batch), cu_seqlens=torch.tensor(bounds))
+
+
+def test_unknown_options_are_refused():
+    for name, mixer in MIXERS.items():
+        required = {"window": 4} if name == "window" else {}
+        with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
+            mixer(D_MODEL, HEADS, heads=3, **required)
+        assert {"n_kv_heads", "rotation", "bias", *required} <= set(mixer.option_names())
+        assert not {"self", "d_model", "heads"} & set(mixer.option_names())

@@ -1,0 +1,137 @@
+"""The power layer against the formulas of docs/math.md, and what it starts from."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sympow.layers import PowerAttention
+
+
+def input_like(layer: PowerAttention, time: int = 20, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, time, layer.d_model, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
+    """(M1)-(M5), (M13)-(M16), score by score, with gate and data-dependent rotation; x [1, T, d]."""
+    heads, groups, key_dim = layer.n_heads, layer.n_kv_heads, layer.head_dim
+    q, k, v = layer.qkv(x[0]).split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
+    theta = 10_000.0 ** (-torch.arange(key_dim // 2, dtype=torch.float64) * 2 / key_dim)
+    outs = []
+    for h in range(heads):
+        g = h // (heads // groups)
+        decay = F.logsigmoid(layer.gate(x[0])[:, g]).cumsum(0)
+        angle = (1 + torch.tanh(layer.beta(x[0])[:, g])).cumsum(0)[:, None] * theta
+        turn = torch.polar(torch.ones_like(angle), angle)
+        pairs = [
+            torch.view_as_complex(z.unflatten(-1, (-1, key_dim // 2, 2))[:, head].contiguous())
+            for z, head in ((q, h), (k, g))
+        ]
+        score = ((pairs[0] * turn) @ (pairs[1] * turn).conj().T).real * key_dim**-0.5
+        weight = (score**layer.p * (decay[:, None] - decay).exp()).tril()
+        y = weight @ v[:, g * layer.value_dim : (g + 1) * layer.value_dim]
+        if layer.normalize:
+            y = y / (weight.sum(-1, keepdim=True) + 1e-6)
+        else:
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * layer.out_norm.weight
+        outs.append(y)
+    return layer.out(torch.cat(outs, dim=-1))[None]
+
+
+@pytest.mark.parametrize("options", [{}, {"p": 3}, {"n_kv_heads": 2, "value_dim": 5}, {"normalize": False}])
+def test_is_the_formula(options):
+    layer = PowerAttention(16, 4, **options).double()
+    for parameter in layer.parameters():
+        parameter.data += (
+            0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
+        )
+    x = input_like(layer)
+    torch.testing.assert_close(layer(x), dense(layer, x), rtol=1e-9, atol=1e-10)
+
+
+def test_starts_as_fixed_rotation_and_learns_its_own():
+    layer, fixed = (PowerAttention(16, 2, rotation=rotation).double() for rotation in ("data", "fixed"))
+    assert layer.load_state_dict(fixed.state_dict(), strict=False).missing_keys == ["beta.weight"]
+    x = input_like(layer)
+    torch.testing.assert_close(layer(x), fixed(x), rtol=1e-12, atol=1e-14)
+    layer(x).square().sum().backward()
+    assert layer.beta.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [1.0, 4.5, 8.0]), ({"n_kv_heads": 1}, [4.5]), ({"gate_bias": (2, 4)}, [2.0, 3.0, 4.0])],
+)
+def test_gate_starts_with_memories_from_short_to_long(options, expected):
+    layer = PowerAttention(12, 3, **options)
+    assert layer.gate.bias.tolist() == pytest.approx(expected)
+
+
+def test_parameters_of_gate_and_rotation():
+    def count(**options):
+        return sum(parameter.numel() for parameter in PowerAttention(16, 4, **options).parameters())
+
+    assert count(rotation="fixed") - count(rotation="fixed", gate=False) == (16 + 1) * 4
+    assert count() - count(rotation="fixed") == 16 * 4
+
+
+@torch.no_grad()
+def test_position_is_carried_in_float64_whatever_the_weights():
+    layer = PowerAttention(16, 2).to(torch.bfloat16)
+    layer.beta.weight.fill_(0.01)
+    x = input_like(layer, 1, torch.bfloat16)
+    state = layer.init_state(1)
+    state.position += 2.0**26  # where float32 cannot add 1 any more
+    before = state.position.clone()
+    _, state = layer.step(x, state)
+    beta = 1 + math.tanh(0.01 * x.double().sum().item())
+    assert state.position.dtype == torch.float64 and state.memory.s.dtype == torch.float32
+    torch.testing.assert_close(state.position - before, torch.full((1, 2), beta).double(), rtol=1e-2, atol=0)
+
+
+def test_gate_and_positions_stay_float32_under_autocast(monkeypatch):
+    import sympow.layers.power as module
+
+    seen = {}
+
+    def spy(q, k, v, log_g, **options):
+        seen.update(q=q.dtype, log_g=log_g.dtype)
+        return real(q, k, v, log_g, **options)
+
+    real = module.power_attention
+    monkeypatch.setattr(module, "power_attention", spy)
+    layer = PowerAttention(16, 2, gate_bias=(8, 8))
+    x = input_like(layer, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+        gate = module._control(layer.gate, x)
+    assert seen == {"q": torch.bfloat16, "log_g": torch.float32}
+    torch.testing.assert_close(gate, layer.gate(x))
+
+
+@torch.no_grad()
+def test_one_token_writes_into_the_state_it_was_given():
+    layer = PowerAttention(16, 2)
+    state = layer.init_state(1)
+    held = state.memory.s
+    for _ in range(3):
+        _, state = layer.step(input_like(layer, 1, torch.float32), state)
+    assert state.memory.s.data_ptr() == held.data_ptr()
+
+
+def test_state_of_another_rotation_is_refused():
+    state = PowerAttention(16, 2).init_state(1)
+    with pytest.raises(TypeError, match="data-dependent rotation"):
+        PowerAttention(16, 2, rotation="fixed").step(torch.zeros(1, 1, 16), state)
+
+
+def test_frequencies_survive_a_change_of_dtype_and_inference_mode():
+    layer = PowerAttention(16, 2, rotation="fixed", frequencies="conformal", max_length=1234)
+    x = input_like(layer, dtype=torch.float32)
+    with torch.inference_mode():
+        y = layer(x)
+    layer.to(torch.bfloat16).to(torch.float32)
+    layer(x).sum().backward()  # nothing made in inference mode may be saved for this
+    assert y.isfinite().all() and layer.qkv.weight.grad.isfinite().all()
