@@ -1,0 +1,301 @@
+"""FLOPs, memory traffic and state size of power, softmax, linear and window attention, in plain numbers.
+
+Conventions, held everywhere below:
+- A multiply-add is 2 FLOPs. Only matrix products count (and the decay of a gated state); the masked half of a
+  causal product does not count, nor do exponentials, row sums and the forming of phi.
+- Pairs (i, j), j <= i, meet in two products forward, q . k of width K and the sum of v of width V, and in
+  five backward, where the scores are formed again: K + V and 3K + 2V multiply-adds a pair and query head.
+- A token meets a state [D, V + 1] (the normalizer is a column) in two products forward, phi(q) S and phi(k)
+  v, and in five backward: the update again, and the gradients of phi(q), S, phi(k) and v.
+- Bytes are the least a fused implementation moves: every input read and every output written once, and
+  float32 states between chunks written once and read once.
+
+Letters as in docs/math.md: T time, H query heads, G key/value heads, K key dim, V value dim, D state dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympow.ops.feature_map import spow_dim, tpow_dim
+
+STATE_BYTES = 4  # float32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one attention layer needs for one sequence. Adds up, and multiplies by a number of layers or
+    sequences.
+
+    flops: FLOPs; bytes: memory traffic; state: elements held after the last token.
+    """
+
+    flops: int
+    bytes: int
+    state: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.state + other.state)
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(self.flops * count, self.bytes * count, self.state * count)
+
+    __rmul__ = __mul__
+
+
+# ------------------------------------------------------------------------------------------------- state
+
+
+def power_state(
+    key_dim: int, value_dim: int, p: int, *, kv_heads: int = 1, normalizer: bool = True, basis: str = "spow"
+) -> int:
+    """Elements of the state of power attention: G D (V + 1), or G D V without the normalizer.
+
+    basis: "spow" (M7) or "tpow" (M6). Linear attention is p = 1.
+    """
+    if basis not in ("spow", "tpow"):
+        raise ValueError(f"basis must be 'spow' or 'tpow', got {basis!r}")
+    dim = spow_dim(key_dim, p) if basis == "spow" else tpow_dim(key_dim, p)
+    return kv_heads * dim * (value_dim + normalizer)
+
+
+def softmax_state(context: int, key_dim: int, value_dim: int, *, kv_heads: int = 1, window: int | None =
+None) -> int:
+    """Elements of the key/value cache after `context` tokens: G (K + V) a token, of the last `window` if
+    given.
+    """
+    _check(context=context, key_dim=key_dim, value_dim=value_dim, kv_heads=kv_heads, window=window)
+    return kv_heads * (key_dim + value_dim) * min(context, window or context)
+
+
+# ------------------------------------------------------------------------------------------------- FLOPs
+
+
+def attention_pairs(time: int, window: int | None = None) -> int:
+    """Pairs (i, j) with j <= i of a sequence, and i - j < window if given."""
+    _check(time=time, window=window)
+    full = min(time, window or time)
+    return full * (full + 1) // 2 + (time - full) * full
+
+
+def power_flops(
+    time: int,
+    key_dim: int,
+    value_dim: int,
+    p: int,
+    chunk: int | None = None,
+    gated: bool = False,
+    *,
+    heads: int = 1,
+    kv_heads: int = 1,
+    backward: bool = False,
+) -> int:
+    """FLOPs of power attention over one sequence of `time` tokens, from an empty state.
+
+    chunk: tokens of a chunk (M11); None, or `time` and more, is the quadratic form. n = ceil(T / c) chunks
+    cost, with c tokens in each but the last, which has r:
+    - within chunks, per query head: 2 (K + V) a pair, c (c + 1) / 2 pairs a chunk;
+    - queries against the state, per query head: 2 D (V + 1) for the T - c tokens after the first chunk;
+    - updates, per key/value head: 2 D (V + 1) for the T - r tokens before the last chunk;
+    - gated, per key/value head: D (V + 1) for the decay of the state at each of the n - 1 boundaries.
+    backward: the backward pass instead: 2 (3K + 2V) a pair, two products a query, three a key, and four
+    times the decay.
+    """
+    _check(time=time, key_dim=key_dim, value_dim=value_dim, p=p, chunk=chunk, heads=heads, kv_heads=kv_heads)
+    chunk = min(chunk or time, time)
+    whole, rest = divmod(time, chunk)
+    boundaries = whole - (rest == 0)
+    last = rest or chunk
+    pairs = whole * attention_pairs(chunk) + (attention_pairs(rest) if rest else 0)
+    element = power_state(key_dim, value_dim, p)
+    queries, keys = heads * (time - chunk), kv_heads * (time - last)
+    decay = kv_heads * boundaries * element if gated else 0
+    if backward:
+        return 2 * heads * pairs * (3 * key_dim + 2 * value_dim) + 2 * element * (2 * queries + 3 * keys) + 4 * decay
+    return 2 * heads * pairs * (key_dim + value_dim) + 2 * element * (queries + keys) + decay
+
+
+def softmax_flops(
+    time: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    window: int | None = None,
+    heads: int = 1,
+    backward: bool = False,
+) -> int:
+    """FLOPs of causal softmax attention over one sequence; of the last `window` tokens if given.
+
+    2 (K + V) a pair and query head forward, 2 (3K + 2V) backward.
+    """
+    _check(key_dim=key_dim, value_dim=value_dim, heads=heads)
+    width = 3 * key_dim + 2 * value_dim if backward else key_dim + value_dim
+    return 2 * heads * attention_pairs(time, window) * width
+
+
+# --------------------------------------------------------------------------------------- cost of a layer
+
+
+def power_cost(
+    time: int,
+    key_dim: int,
+    value_dim: int,
+    p: int,
+    chunk: int | None = None,
+    gated: bool = False,
+    *,
+    heads: int = 1,
+    kv_heads: int = 1,
+    element_bytes: int = 2,
+) -> Cost:
+    """Forward of power attention in one layer, over one sequence. Linear attention is p = 1."""
+    flops = power_flops(time, key_dim, value_dim, p, chunk, gated, heads=heads, kv_heads=kv_heads)
+    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
+    boundaries = -(-time // min(chunk or time, time)) - 1
+    moved = _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes)
+    moved += kv_heads * time * 4 if gated else 0
+    return Cost(flops, moved + 2 * boundaries * state * STATE_BYTES, state)
+
+
+def softmax_cost(
+    time: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    window: int | None = None,
+    heads: int = 1,
+    kv_heads: int = 1,
+    element_bytes: int = 2,
+) -> Cost:
+    """Forward of softmax attention in one layer, over one sequence; of window attention with `window`."""
+    flops = softmax_flops(time, key_dim, value_dim, window=window, heads=heads)
+    state = softmax_state(time, key_dim, value_dim, kv_heads=kv_heads, window=window)
+    return Cost(flops, _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes), state)
+
+
+def power_step_cost(
+    key_dim: int,
+    value_dim: int,
+    p: int,
+    gated: bool = False,
+    *,
+    heads: int = 1,
+    kv_heads: int = 1,
+    element_bytes: int = 2,
+) -> Cost:
+    """One decoded token in one layer: the state is read, decayed, updated and written, whatever the
+    context.
+    """
+    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
+    flops = 2 * power_state(key_dim, value_dim, p) * heads + 2 * state + (state if gated else 0)
+    moved = _io_bytes(1, key_dim, value_dim, heads, kv_heads, element_bytes) + 2 * state * STATE_BYTES
+    return Cost(flops, moved, state)
+
+
+def softmax_step_cost(
+    context: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    window: int | None = None,
+    heads: int = 1,
+    kv_heads: int = 1,
+    element_bytes: int = 2,
+) -> Cost:
+    """One decoded token in one layer, the last of `context`: the cache is read, and its own entry written."""
+    state = softmax_state(context, key_dim, value_dim, kv_heads=kv_heads, window=window)
+    seen = min(context, window or context)
+    moved = _io_bytes(1, key_dim, value_dim, heads, kv_heads, element_bytes) + state * element_bytes
+    return Cost(2 * heads * seen * (key_dim + value_dim), moved, state)
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a GPT-2-shaped model that its costs depend on."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    key_dim: int
+    value_dim: int
+    n_kv_heads: int
+    mlp_ratio: int = 4
+
+    def __post_init__(self) -> None:
+        _check(**vars(self))
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
+
+    @classmethod
+    def of(cls, d_model: int, n_layers: int, n_heads: int) -> ModelShape:
+        """The plain shape: heads of width d_model / n_heads, keys and values of their own for every head."""
+        if n_heads < 1 or d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
+        return cls(d_model, n_layers, n_heads, d_model // n_heads, d_model // n_heads, n_heads)
+
+    @property
+    def block_weights(self) -> int:
+        """Elements of the weight matrices of all blocks, 12 d**2 a block in the plain shape.
+
+        Without embedding and head, biases, norms and gates.
+        """
+        queries, keys = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
+        outs, values = self.n_heads * self.value_dim, self.n_kv_heads * self.value_dim
+        width = queries + keys + values + outs + 2 * self.mlp_ratio * self.d_model
+        return self.n_layers * self.d_model * width
+
+
+def weight_state_flop_ratio(
+    shape: ModelShape, context: int, *, p: int | None = None, window: int | None = None, chunk: int = 128
+) -> float:
+    """Weight-state FLOP ratio [SCRA section 3.2]: what training spends on weights over what it spends on
+    the state.
+
+    FLOPs a token, forward and backward:
+    - weights: 6 an element of `block_weights` (2 forward, 4 backward);
+    - softmax attention (p and window None): context / 2 pairs a token, 2 (K + V) + 2 (3K + 2V) a pair and
+      query head;
+    - window attention: as softmax attention at a context of min(context, window). The source counts it so;
+      a long sequence costs up to twice that, since its windows are full (`softmax_flops` counts them);
+    - power attention, linear attention with p = 1: 2 D V for each of 3 products a query head and 4 a
+      key/value head, and chunk / 2 pairs within chunks. Every token is taken to meet a state.
+    Normalizers are left out on all sides.
+
+    The source does not spell its definition out. This one gives its Table 2 (124M GPT-2) when values below 10
+    are rounded to whole numbers and values above to multiples of 5, as `format_ratio` does: softmax attention
+    7.71, 1:1.04, 1:8.3, 1:126.6 at 1,024, 8,192, 65,536, 1,000,000 tokens; linear attention 30.9.
+    """
+    if p is not None and window is not None:
+        raise ValueError(f"p and window exclude each other, got p={p} and window={window}")
+    _check(context=context, window=window, chunk=chunk)
+    heads, kv_heads, key_dim, value_dim = shape.n_heads, shape.n_kv_heads, shape.key_dim, shape.value_dim
+    pair = 2 * heads * (4 * key_dim + 3 * value_dim)
+    if p is None:
+        state_flops = pair * min(context, window or context) / 2
+    else:
+        products = 2 * power_state(key_dim, value_dim, p, normalizer=False)
+        state_flops = products * (3 * heads + 4 * kv_heads) + pair * chunk / 2
+    return 6 * shape.block_weights / (shape.n_layers * state_flops)
+
+
+def format_ratio(ratio: float) -> str:
+    """A ratio as [SCRA Table 2] prints it, "8:1" or "1:125": whole below 10, then in multiples of 5."""
+    if ratio <= 0:
+        raise ValueError(f"a ratio is positive, got {ratio}")
+    larger = max(ratio, 1 / ratio)
+    printed = round(larger) if larger < 9.5 else 5 * round(larger / 5)
+    return f"{printed}:1" if ratio >= 1 else f"1:{printed}"
+
+
+def _io_bytes(time: int, key_dim: int, value_dim: int, heads: int, kv_heads: int, element_bytes: int) -> int:
+    """q, k and v read, the output written."""
+    return time * (heads + kv_heads) * (key_dim + value_dim) * element_bytes
+
+
+def _check(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
