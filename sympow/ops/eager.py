@@ -67,8 +67,8 @@ def step(
 ) -> tuple[Tensor, PowerState]:
     """One token after another on a state, (M9) and (M10), in as few operations as it takes. No gradients."""
     s, z = (state.s, state.z) if inplace else (state.s.clone(), state.z.clone())
-    batch, time, groups, key_dim = k.shape
-    phi_q = spow(q.to(s.dtype).view(batch, time, groups, -1, key_dim) * scale, p)  # [B, T, G, R, D]
+    time, groups, key_dim = k.shape[1:]
+    phi_q = spow(q.to(s.dtype).unflatten(2, (groups, q.shape[2] // groups)) * scale, p)  # [B, T, G, R, D]
     phi_k = spow(k.to(s.dtype), p)  # [B, T, G, D]
     out = s.new_empty(*phi_q.shape[:4], v.shape[-1])
     gamma = None if log_g is None else log_g.to(s.dtype).exp()
@@ -129,7 +129,7 @@ class _Features:
     def __init__(self, x: Tensor, p: int):
         self.x, self.p = x, p
         self.heads, self.key_dim, self.time = x.shape
-        max_rows = max(1, _TILE_ELEMENTS // (self.heads * self.time))
+        max_rows = max(1, _TILE_ELEMENTS // max(1, self.heads * self.time))
         self.tiles = _tiles(self.key_dim, p, max_rows) if p > 1 else (_Tile(0, self.key_dim, 0, self.key_dim),)
         # levels[m] holds the monomials of degree m + 1; those of degree p are only formed in tiles.
         self.levels = [x]
@@ -217,10 +217,9 @@ class _Sequence:
         self.q, self.k, self.v, self.log_g, self.options = q, k, v, log_g, options
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.batch, self.time, self.groups, self.key_dim = k.shape
+        self.rows = q.shape[2] // self.groups  # R
         self.weights = multinomials(self.key_dim, options.p).to(q.device, self.dtype)[:, None]
-        self.spans = [
-            slice(i, min(i + options.chunk_size, self.time)) for i in range(0, self.time, options.chunk_size)
-        ]
+        self.spans = [slice(i, min(i + options.chunk_size, self.time)) for i in range(0, self.time, options.chunk_size)]
 
     def chunk(self, span: slice) -> _Chunk:
         q = self.queries(self.q[:, span]).transpose(1, 2).mul(self.options.scale).contiguous()
@@ -231,19 +230,18 @@ class _Sequence:
             one = v.new_ones(1, 1, 1)
             return _Chunk(q, k, v, one, one, one, None)
         decay = self.keys(self.log_g[:, span, :, None])[..., 0].cumsum(1)
-        past = decay.exp().repeat(1, q.shape[2] // k.shape[2])[..., None]
+        past = decay.exp().repeat(1, self.rows)[..., None]
         kept = (decay[:, -1:] - decay).exp()[..., None]
         return _Chunk(q, k, v, past, kept, past[:, -1:], decay)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, C, H, *] -> [N, R C, *]."""
-        grouped = x.to(self.dtype).unflatten(2, (self.groups, -1))
-        return grouped.permute(0, 2, 3, 1, 4).reshape(self.batch * self.groups, -1, x.shape[3])
+        grouped = x.to(self.dtype).unflatten(2, (self.groups, self.rows))
+        return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
 
     def from_queries(self, x: Tensor) -> Tensor:
         """[N, R C, *] -> [B, C, H, *]."""
-        rows = self.q.shape[2] // self.groups
-        grouped = x.reshape(self.batch, self.groups, rows, -1, x.shape[2])
+        grouped = x.unflatten(1, (self.rows, x.shape[1] // self.rows)).unflatten(0, (self.batch, self.groups))
         return grouped.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def keys(self, x: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_g, s, z, options: _Options):
         sequence = _Sequence(q, k, v, log_g, options)
-        *_, last = sequence.spans
+        last = sequence.spans[-1]
         out = v.new_empty(*q.shape[:3], v.shape[3])
         normalizer = q.new_empty(*q.shape[:3], dtype=sequence.dtype) if options.normalize else None
         state = None if s is None else sequence.state(s, z)
@@ -328,7 +326,9 @@ class _Chunked(torch.autograd.Function):
             if span != last or options.return_state:
                 state = sequence.state(None, None) if state is None else state
                 sequence.advance(state, chunk)
-        s_out, z_out = sequence.public_state(state) if options.return_state else (None, None)
+        s_out = z_out = None
+        if options.return_state and state is not None:
+            s_out, z_out = sequence.public_state(state)
         ctx.save_for_backward(q, k, v, log_g, s, z, out, normalizer, s_out, z_out)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -340,7 +340,7 @@ class _Chunked(torch.autograd.Function):
         q, k, v, log_g, s, z, out, normalizer, s_out, z_out = ctx.saved_tensors
         p = ctx.options.p
         sequence = _Sequence(q, k, v, log_g, ctx.options)
-        first, *_, last = sequence.spans[0], *sequence.spans
+        first, last = sequence.spans[0], sequence.spans[-1]
         dq, dk, dv = (torch.empty_like(x, dtype=sequence.dtype) for x in (q, k, v))
         dout = torch.zeros_like(out) if dout is None else dout
 

@@ -34,7 +34,7 @@ def tspow_dim(key_dim: int, p: int, tile: int) -> int:
 
 @lru_cache(maxsize=32)
 def spow_indices(key_dim: int, p: int) -> Tensor:
-    """The multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p] on the CPU. Do not write to it."""
+    """The multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p], CPU. Do not write to it."""
     _check_dims(key_dim, p)
     first = torch.arange(key_dim)
     if p == 1:
@@ -53,7 +53,7 @@ def spow_offset(key_dim: int, p: int, a: int) -> int:
 
 @lru_cache(maxsize=32)
 def multinomials(key_dim: int, p: int) -> Tensor:
-    """p! / prod_k hist_k! for every multi-index, the squares of the weights of (M7): float64 [D] on the CPU. Read only."""
+    """p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU. Do not write to it."""
     index = spow_indices(key_dim, p)
     run = torch.ones(len(index), dtype=torch.float64)
     hist = torch.ones_like(run)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +51,8 @@ def power_attention(
         chunk_size: tokens of the chunked form; T or more is the quadratic form. None: the cheaper, by a cost model.
         initial_state: what came before, of batch B (of batch N with cu_seqlens). Gradients reach it.
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
-        cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none of
-            which sees another. Documents may be empty.
+        cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
+            of which sees another. Documents may be empty.
         impl: "auto", "eager" (plain torch, any device) or "reference" (the specification; slow).
 
     Returns:
@@ -67,7 +69,7 @@ def power_attention(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
+    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     options |= {"chunk_size": chunk_size, "return_state": return_state}
     run = _implementation(impl)
     if cu_seqlens is None:
@@ -112,12 +114,13 @@ def power_attention_step(
         raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
     _check_state(state, q.shape[0], k, v, p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
+    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     _implementation(impl)
     with torch.no_grad():
         if impl != "reference":
             return PowerOutput(*eager.step(q, k, v, log_g, state, inplace=inplace, **options))
-        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state, **options)
+        inputs = _reference_inputs(q, k, v, log_g)
+        out, new = reference.recurrent(*inputs, state, **options)
         if inplace:
             state.s.copy_(new.s)
             state.z.copy_(new.z)
@@ -151,7 +154,9 @@ def _implementation(impl: str) -> Callable:
     return _IMPLEMENTATIONS[impl]
 
 
-def _reference_inputs(q, k, v, log_g):
+def _reference_inputs(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The specification is computed in float32 at least."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.to(dtype), k.to(dtype), v.to(dtype), log_g
@@ -161,7 +166,7 @@ def _packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutp
     """Each document alone, (M11) from its own first token."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     outs, states = [], []
-    for n, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for n, (start, stop) in enumerate(pairwise(ends)):
         before = state and PowerState(state.s[n : n + 1], state.z[n : n + 1], state.p, state.key_dim)
         span = slice(start, stop)
         if start == stop:
@@ -244,19 +249,25 @@ def _check_state(state: PowerState | None, batch: int, k: Tensor, v: Tensor, p: 
     if tuple(state.s.shape) != wanted:
         raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(state.s.shape)}")
     if state.s.dtype != torch.promote_types(k.dtype, torch.float32):
-        raise TypeError(f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.s.dtype}")
+        raise TypeError(
+            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.s.dtype}"
+        )
     if state.s.device != k.device:
         raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}")
+        raise TypeError(
+            f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
+        )
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
     if q.shape[0] != 1:
         raise ValueError(f"packed documents (cu_seqlens) lie along T of a batch of 1; got B = {q.shape[0]}")
     ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != q.shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {q.shape[1]} without falling; got {ends[:8]}...{ends[-1]}")
+    if ends[0] != 0 or ends[-1] != q.shape[1] or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {q.shape[1]} without falling; got {ends[:8]}...{ends[-1]}"
+        )
     return ends

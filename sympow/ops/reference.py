@@ -48,7 +48,8 @@ def quadratic(
         s = s + left[..., None, None] * state.s
         z = z + left[..., None] * state.z
     out = numerator / (normalizer[..., None] + eps) if normalize else numerator  # (M5)
-    return out.flatten(2, 3), PowerState(s, z, p, k.shape[-1])
+    # The state keeps its precision also where autocast has lowered that of the products.
+    return out.flatten(2, 3), PowerState(s.to(k.dtype), z.to(k.dtype), p, k.shape[-1])
 
 
 def chunked(

@@ -75,7 +75,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     batch, time, heads = grouped.shape if grouped.ndim == 3 else (-1, -1, -1)
     if batch not in (1, x.shape[0]) or time != x.shape[1] or heads < 1 or x.shape[2] % heads:
         raise ValueError(
-            f"positions are [T], [B, T] or [B, T, G] with G dividing H, for x {list(x.shape)}; got {list(positions.shape)}"
+            f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(x.shape)}; got {list(positions.shape)}"
         )
     return _Rotate.apply(x, grouped, frequencies)
 

@@ -84,8 +84,7 @@ def test_weight_state_flop_ratio_before_rounding():
 
 @pytest.mark.parametrize(("p", "context"), [(None, 65_536), (1, 65_536), (2, 131_072)])
 def test_weight_state_flop_ratio_is_that_of_the_flop_counts(p, context):
-    """Over a long sequence the closed form and the counts of whole sequences agree, but for the normalizer.
-    """
+    """Over a long sequence the closed form and the counts of whole sequences agree, but for the normalizer."""
     shape = SMALL
     both = 0
     for backward in (False, True):

@@ -1,0 +1,181 @@
+"""What every implementation of power attention is held to: inputs, the oracle, and the tolerances, in one place.
+
+The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerances:
+
+- float64: 1e-10 of the norm. A sum of n terms rounds by about n**0.5 * 1.1e-16 of its norm, and the normalizer's
+  reciprocal amplifies it by the condition of the division; the drawn shapes stay 1e4 below this.
+- lower precision, by comparison: an implementation may err by at most twice what the same mathematics errs in plain
+  torch at that precision (matrix products of inputs rounded to it, the rest in float32), plus what any implementation
+  rounds: one rounding of what is stored; the rounding of a float32 log decay L, which is one of exp(L) times |L|, for
+  the |L| up to 16 below which exp(L) is lost beside 1; and for the gate's gradient, a sum over up to T tokens of
+  q.dq - k.dk, one rounding of those terms, growing as the square root of their number. Errors are norms of differences
+  from float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from sympow.ops import PowerState, power_attention, reference
+
+FLOAT64_TOLERANCE = 1e-10
+EPS32 = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of power_attention. `ends` are the ends of packed documents; then B is 1."""
+
+    B: int = 1
+    T: int = 1
+    H: int = 1
+    G: int = 1
+    K: int = 2
+    V: int = 2
+    p: int = 2
+    gate: bool = True
+    state: bool = False
+    return_state: bool = True
+    normalize: bool | None = None
+    ends: tuple[int, ...] | None = None
+
+    @property
+    def divides(self) -> bool:
+        return self.p % 2 == 0 if self.normalize is None else self.normalize
+
+
+# Odd on purpose: one token, T on no chunk boundary, one head, groups, V != K, documents of length 0 and 1.
+CASES = {
+    "one token": Case(),
+    "one token, state": Case(T=1, H=4, G=2, K=4, V=3, state=True),
+    "no batch": Case(B=0, T=3),
+    "one head": Case(B=2, T=37, K=5, V=7),
+    "no gate": Case(B=2, T=37, H=3, G=3, K=4, V=4, gate=False),
+    "groups": Case(B=2, T=65, H=6, G=2, K=4, V=3, state=True),
+    "multi-query": Case(B=1, T=130, H=5, G=1, K=3, V=1),
+    "long": Case(B=1, T=301, H=2, G=2, K=8, V=8, state=True),
+    "no state out": Case(B=1, T=150, H=2, G=1, K=4, V=5, return_state=False),
+    "even p, no normalization": Case(B=2, T=33, H=2, G=2, K=4, V=4, normalize=False, state=True),
+    "p 1": Case(B=2, T=70, H=2, G=1, K=5, V=4, p=1, state=True),
+    "p 1, no gate": Case(B=2, T=70, H=2, G=1, K=5, V=4, p=1, gate=False),
+    "p 3": Case(B=1, T=45, H=2, G=1, K=5, V=4, p=3, state=True),
+    "p 4": Case(B=1, T=45, H=2, G=1, K=5, V=4, p=4, state=True),
+    "p 6": Case(B=1, T=9, H=1, G=1, K=4, V=2, p=6),
+    "packed": Case(T=70, H=2, G=1, K=4, V=3, ends=(1, 1, 20, 70)),
+    "packed, states": Case(T=41, H=2, G=2, K=3, V=4, p=3, state=True, ends=(0, 40, 41, 41)),
+}
+
+
+def make_inputs(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | None]:
+    """Leaves that require gradients: q, k, v, log_g, and s, z of a state that some tokens could have left."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    batch = case.B if case.ends is None else len(case.ends)
+    inputs: dict[str, Tensor | None] = {
+        "q": normal(case.B, case.T, case.H, case.K),
+        "k": normal(case.B, case.T, case.G, case.K),
+        "v": normal(case.B, case.T, case.G, case.V),
+        # From gates that forget within a token to ones that keep thousands.
+        "log_g": logsigmoid(4 * normal(case.B, case.T, case.G) + 2) if case.gate else None,
+        "s": None,
+        "z": None,
+    }
+    if case.state:
+        past = [normal(batch, 3, case.G, d) for d in (case.K, case.K, case.V)]
+        _, state = reference.quadratic(*past, None, p=case.p, scale=1.0, normalize=False, eps=1.0)
+        inputs |= {"s": state.s, "z": state.z}
+    compute = torch.promote_types(dtype, torch.float32)
+    for name, x in inputs.items():
+        if x is not None:
+            x = x.to(dtype if name in "qkv" else compute)
+            inputs[name] = x.requires_grad_()
+    return inputs
+
+
+def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int | None = None) -> dict[str, Tensor]:
+    """Outputs, states and, for random output gradients, the gradient of every input."""
+    state = None if inputs["s"] is None else PowerState(inputs["s"], inputs["z"], case.p, case.K)
+    out, after = power_attention(
+        *(inputs[name] for name in ("q", "k", "v", "log_g")),
+        p=case.p,
+        normalize=case.divides,
+        chunk_size=chunk_size,
+        initial_state=state,
+        return_state=case.return_state,
+        cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32),
+        impl=impl,
+    )
+    return with_gradients({"out": out} | ({"s": after.s, "z": after.z} if after else {}), inputs)
+
+
+def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) -> dict[str, Tensor]:
+    """Outputs and states of a form(q, k, v, log_g, state) -> (out, state), one document at a time."""
+    ends = (0, *(case.ends or (case.T,)))
+    outs, states = [], []
+    for n, span in enumerate(slice(a, b) for a, b in pairwise(ends)):
+        state = PowerState.zeros(1, case.G, case.K, case.V, case.p, dtype=inputs["k"].dtype)
+        if case.state:
+            rows = slice(None) if case.ends is None else slice(n, n + 1)
+            state = PowerState(inputs["s"][rows], inputs["z"][rows], case.p, case.K)
+        if span.start < span.stop:
+            tokens = [None if inputs[x] is None else inputs[x][:, span] for x in ("q", "k", "v", "log_g")]
+            out, state = form(*tokens, state if case.state else None)
+            outs.append(out)
+        states.append(state)
+    results = {"out": torch.cat(outs, 1)}
+    if case.return_state:
+        results |= {"s": torch.cat([x.s for x in states]), "z": torch.cat([x.z for x in states])}
+    return results
+
+
+def with_gradients(results: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Adds the gradient of every input for fixed random gradients of the results, small enough for float16's range."""
+    gen = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype) / 16 for x in results.values()]
+    loss = sum((x * w).sum() for x, w in zip(results.values(), weights, strict=True))
+    leaves = {name: x for name, x in inputs.items() if x is not None}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    results = {name: x.detach() for name, x in results.items()}
+    for (name, x), grad in zip(leaves.items(), grads, strict=True):
+        results["d" + name] = torch.zeros_like(x) if grad is None else grad
+    return results
+
+
+def assert_equal_float64(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    # A gradient that cancels to nothing, as that of a gate before which there is nothing, is judged by what cancelled.
+    floor = max((x.norm().item() for x in expected.values()), default=0.0) * 1e-3
+    for name, want in expected.items():
+        assert actual[name].shape == want.shape, name
+        error = (actual[name] - want).norm().item()
+        assert error <= FLOAT64_TOLERANCE * max(want.norm().item(), floor), f"{name}: {error:.2e} of {want.norm():.2e}"
+
+
+def assert_within_budget(actual: dict[str, Tensor], case: Case, inputs: dict[str, Tensor | None]) -> None:
+    dtype = inputs["q"].dtype
+    high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
+    oracle = run(case, high, "reference")
+    low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in inputs.items()}
+    options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": 1e-6}
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        peer = with_gradients(by_document(case, low, partial(reference.quadratic, **options)), low)
+    for name, want in oracle.items():
+        got, norm = actual[name].double(), want.norm().item()
+        assert torch.isfinite(got).all(), name
+        rounding = (torch.finfo(actual[name].dtype).eps + 16 * EPS32) * norm
+        if name == "dlog_g":
+            eps = torch.finfo(dtype).eps
+            rounding += eps * case.T**0.5 * (high["q"] * oracle["dq"]).sum(-1).norm().item() / case.p
+        budget = 2 * (peer[name].double() - want).norm().item() + rounding
+        error = (got - want).norm().item()
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"

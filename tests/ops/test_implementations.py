@@ -1,0 +1,106 @@
+"""Every implementation of power_attention and power_attention_step against the reference in float64."""
+
+import pytest
+import torch
+
+from sympow.ops import PowerState, power_attention, power_attention_step
+from tests.ops.contract import CASES, Case, assert_equal_float64, assert_within_budget, make_inputs, run
+
+IMPLEMENTATIONS = ["eager", "auto"]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 16, 64, 4096])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_float64(impl, name, chunk_size):
+    case = CASES[name]
+    expected = run(case, make_inputs(case), "reference")
+    assert_equal_float64(run(case, make_inputs(case), impl, chunk_size), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.B and c.T > 1])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_error_budget(impl, name, dtype):
+    case = CASES[name]
+    inputs = make_inputs(case, dtype=dtype)
+    assert_within_budget(run(case, inputs, impl, 16), case, inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("cuts", [(1,), (17, 18), (64,), (3, 50, 99)])
+def test_any_split_is_the_whole(impl, cuts):
+    inputs = {n: x.detach() for n, x in make_inputs(Case(B=2, T=100, H=4, G=2, K=4, V=3)).items() if x is not None}
+    whole, last = power_attention(**inputs, return_state=True, impl=impl)
+    state, outs = None, []
+    for start, stop in zip((0, *cuts), (*cuts, 100), strict=True):
+        part = {n: x[:, start:stop] for n, x in inputs.items()}
+        out, state = power_attention(**part, initial_state=state, return_state=True, impl=impl)
+        outs.append(out)
+    parts = {"out": torch.cat(outs, 1), "s": state.s, "z": state.z}
+    assert_equal_float64(parts, {"out": whole, "s": last.s, "z": last.z})
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.ends is None])
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+def test_step_continues_a_sequence(impl, name, inplace):
+    case = CASES[name]
+    inputs = {n: None if x is None else x.detach() for n, x in make_inputs(case).items()}
+    s, z = inputs.pop("s"), inputs.pop("z")
+    options = {"p": case.p, "normalize": case.divides}
+    state = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, dtype=torch.float64)
+    state = PowerState(s, z, case.p, case.K) if case.state else state
+    whole, last = power_attention(**inputs, **options, initial_state=state, return_state=True, impl="reference")
+    state, outs = state.clone(), []
+    for start in range(0, case.T, 3):  # one to three tokens at a time
+        part = {n: None if x is None else x[:, start : start + 3] for n, x in inputs.items()}
+        before, kept = state, state.clone()
+        out, state = power_attention_step(**part, **options, state=state, inplace=inplace, impl=impl)
+        assert (state.s is before.s) == inplace
+        assert inplace or torch.equal(before.s, kept.s)
+        outs.append(out)
+    steps = {"out": torch.cat(outs, 1), "s": state.s, "z": state.z}
+    assert_equal_float64(steps, {"out": whole, "s": last.s, "z": last.z})
+
+
+def test_strong_decay_does_not_overflow():
+    """Gates of exp(-200) over a long chunk: exp(L_i - L_j) is formed, never exp(-L_j)."""
+    case = Case(B=1, T=200, H=1, G=1, K=4, V=4)
+    inputs = make_inputs(case, dtype=torch.float32)
+    inputs["log_g"] = torch.full_like(inputs["log_g"], -200.0).requires_grad_()
+    results = run(case, inputs, "eager", 128)
+    assert all(torch.isfinite(x).all() for x in results.values())
+    # Nothing but the token itself is left.
+    own = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True).square() / case.K
+    torch.testing.assert_close(results["out"], own / (own + 1e-6) * inputs["v"])
+
+
+def test_autocast_does_not_lower_the_precision():
+    inputs = {n: x.detach() for n, x in make_inputs(Case(T=50, K=4, V=3), dtype=torch.float32).items() if x is not None}
+    plain = power_attention(**inputs).out
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for impl in ("eager", "reference"):
+            torch.testing.assert_close(power_attention(**inputs, impl=impl).out, plain)
+
+
+def test_only_what_asks_gets_a_gradient():
+    """A frozen input, such as a fixed gate, costs no gradient and breaks nothing."""
+    inputs = make_inputs(Case(T=20, H=2, G=1, K=4, V=3, state=True))
+    for name in ("log_g", "s", "z", "k"):
+        inputs[name] = inputs[name].detach()
+    state = PowerState(inputs["s"], inputs["z"], 2, 4)
+    out = power_attention(*(inputs[n] for n in ("q", "k", "v", "log_g")), initial_state=state, chunk_size=8).out
+    out.sum().backward()
+    assert inputs["q"].grad is not None and inputs["v"].grad is not None
+
+
+def test_the_gradient_may_be_of_the_state_alone():
+    inputs = make_inputs(Case(T=20, H=2, G=1, K=4, V=3))
+    for impl in ("eager", "reference"):
+        _, state = power_attention(*(inputs[n] for n in ("q", "k", "v", "log_g")), return_state=True, impl=impl)
+        grads = torch.autograd.grad(state.s.square().sum(), [inputs[n] for n in ("k", "v", "log_g")])
+        if impl == "eager":
+            eager = grads
+    for a, b in zip(eager, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,123 @@
+"""The public functions' errors: one clear line each, saying what was expected and what came."""
+
+import pytest
+import torch
+
+from sympow.ops import PowerState, power_attention, power_attention_step
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(*shape, dtype=dtype)
+
+
+def call(**changes):
+    """A valid call, B 2, T 3, H 4, G 2, K 4, V 5, but for the changes."""
+    args = {"q": ones(2, 3, 4, 4), "k": ones(2, 3, 2, 4), "v": ones(2, 3, 2, 5), "log_g": -ones(2, 3, 2)}
+    return power_attention(**(args | changes))
+
+
+def packed(ends, **changes):
+    return call(q=ones(1, 3, 4, 4), k=ones(1, 3, 2, 4), v=ones(1, 3, 2, 5), log_g=None, cu_seqlens=ends, **changes)
+
+
+def gates(*values):
+    log_g = -ones(2, 3, 2)
+    log_g[0, 0, : len(values)] = torch.tensor(values)
+    return log_g
+
+
+BAD = {
+    "list": (lambda: call(q=[1.0]), TypeError, "q must be a torch.Tensor; got list"),
+    "rank": (lambda: call(q=ones(3, 4, 4)), ValueError, r"q must be \[B, T, H, K\]; got \[3, 4, 4\]"),
+    "gate rank": (lambda: call(log_g=-ones(2, 3, 2, 1)), ValueError, r"log_g must be \[B, T, G\]; got \[2, 3, 2, 1\]"),
+    "time": (lambda: call(k=ones(2, 4, 2, 4)), ValueError, r"must agree in B, T, G and K; got q \[2, 3, 4, 4\]"),
+    "key dim": (lambda: call(k=ones(2, 3, 2, 6)), ValueError, "must agree in B, T, G and K"),
+    "value heads": (lambda: call(v=ones(2, 3, 4, 5)), ValueError, "must agree in B, T, G and K"),
+    "groups": (lambda: call(q=ones(2, 3, 3, 4)), ValueError, "multiple of the key/value heads G; got H = 3, G = 2"),
+    "gate a query head": (lambda: call(log_g=-ones(2, 3, 4)), ValueError, "one gate a key/value head; got"),
+    "no tokens": (
+        lambda: call(q=ones(2, 0, 4, 4), k=ones(2, 0, 2, 4), v=ones(2, 0, 2, 5), log_g=None),
+        ValueError,
+        "T = 0",
+    ),
+    "no heads": (lambda: call(q=ones(2, 3, 0, 4), k=ones(2, 3, 0, 4), v=ones(2, 3, 0, 5)), ValueError, "cannot be 0"),
+    "integers": (lambda: call(q=ones(2, 3, 4, 4).long()), TypeError, "got torch.int64, torch.float32, torch.float32"),
+    "mixed dtypes": (lambda: call(v=ones(2, 3, 2, 5).bfloat16()), TypeError, "must share one dtype"),
+    "bf16 gate": (
+        lambda: call(log_g=-ones(2, 3, 2).bfloat16()),
+        TypeError,
+        "log_g must be float32 .* got torch.bfloat16",
+    ),
+    "device": (lambda: call(k=ones(2, 3, 2, 4).to("meta")), ValueError, "one device; got q on cpu, k on meta"),
+    "NaN gate": (lambda: call(log_g=gates(float("nan"))), ValueError, "finite and <= 0 .* got values from nan"),
+    "infinite gate": (lambda: call(log_g=gates(-float("inf"))), ValueError, "got values from -inf to -1.0"),
+    "growing gate": (lambda: call(log_g=gates(0.5)), ValueError, "got values from -1.0 to 0.5"),
+    "odd p": (lambda: call(p=3), ValueError, "normalize=True needs an even p: with p = 3 .* normalize=False"),
+    "p zero": (lambda: call(p=0), ValueError, "p must be an integer >= 1; got 0"),
+    "p float": (lambda: call(p=2.0), ValueError, "got 2.0"),
+    "eps": (lambda: call(eps=0.0), ValueError, "eps must be positive and finite; got 0.0"),
+    "scale": (lambda: call(scale=float("nan")), ValueError, "scale must be finite; got nan"),
+    "chunk size": (lambda: call(chunk_size=0), ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
+    "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, reference; got 'triton2'"),
+    "option": (lambda: call(power=2), TypeError, "unexpected keyword argument 'power'"),
+    "state type": (lambda: call(initial_state=ones(2)), TypeError, "must be a PowerState; got Tensor"),
+    "state p": (lambda: call(initial_state=PowerState.zeros(2, 2, 4, 5, p=4)), ValueError, "the state is of p=4, K=4"),
+    "state batch": (lambda: call(initial_state=PowerState.zeros(1, 2, 4, 5)), ValueError, r"= \[2, 2, 10, 5\]; got"),
+    "state dtype": (
+        lambda: call(initial_state=PowerState.zeros(2, 2, 4, 5, dtype=torch.float64)),
+        TypeError,
+        "got torch.float64",
+    ),
+    "state device": (lambda: call(initial_state=PowerState.zeros(2, 2, 4, 5, device="meta")), ValueError, "on meta"),
+    "cu_seqlens type": (lambda: packed([0, 3]), TypeError, "int32 or int64 tensor"),
+    "cu_seqlens float": (lambda: packed(torch.tensor([0.0, 3.0])), TypeError, "got torch.float32"),
+    "cu_seqlens rank": (lambda: packed(torch.tensor([[0, 3]])), ValueError, r"\[N \+ 1\] for N >= 1"),
+    "cu_seqlens end": (lambda: packed(torch.tensor([0, 2])), ValueError, "rise from 0 to T = 3"),
+    "cu_seqlens start": (lambda: packed(torch.tensor([1, 3])), ValueError, "rise from 0 to T = 3"),
+    "cu_seqlens order": (lambda: packed(torch.tensor([0, 2, 1, 3])), ValueError, "rise from 0 to T = 3"),
+    "cu_seqlens batch": (lambda: call(cu_seqlens=torch.tensor([0, 3])), ValueError, "got B = 2"),
+    "packed state": (
+        lambda: packed(torch.tensor([0, 1, 3]), initial_state=PowerState.zeros(1, 2, 4, 5)),
+        ValueError,
+        r"\[2, 2, 10, 5\]",
+    ),
+    "step state": (
+        lambda: power_attention_step(ones(1, 1, 1, 4), ones(1, 1, 1, 4), ones(1, 1, 1, 4), state=None),
+        TypeError,
+        "state must be a PowerState; got NoneType",
+    ),
+    "step impl": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), impl="cuda"),
+        ValueError,
+        "got 'cuda'",
+    ),
+    "state shape": (lambda: PowerState(ones(1, 1, 9, 4), ones(1, 1, 9), 2, 4), ValueError, r"s \[B, G, 10, V\]"),
+    "state precision": (
+        lambda: PowerState.zeros(1, 1, 4, 4, dtype=torch.float16),
+        TypeError,
+        "float32 .* got s torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors(name):
+    bad, error, message = BAD[name]
+    with pytest.raises(error, match=message) as caught:
+        bad()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_valid_call_is_valid():
+    assert call().out.shape == (2, 3, 4, 5)
+    assert packed(torch.tensor([0, 3])).out.shape == (1, 3, 4, 5)
+
+
+def test_inputs_are_left_as_they_were():
+    q, k, v = torch.randn(1, 70, 2, 4), torch.randn(1, 70, 1, 4), torch.randn(1, 70, 1, 3)
+    state = PowerState.zeros(1, 1, 4, 3)
+    copies = [x.clone() for x in (q, k, v)]
+    power_attention(q, k, v, initial_state=state, chunk_size=16, return_state=True)
+    power_attention_step(q, k, v, state=state)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies, strict=True))
+    assert state.s.abs().max() == 0 and state.z.abs().max() == 0

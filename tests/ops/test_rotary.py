@@ -1,0 +1,124 @@
+from math import pi
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from sympow.ops import rotary_frequencies, rotary_positions, rotate
+from sympow.ops.feature_map import spow
+
+F64 = torch.float64
+
+
+def normal(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def test_frequencies():
+    standard = rotary_frequencies(8)
+    assert standard.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    conformal = rotary_frequencies(4, "conformal", max_length=100)
+    assert conformal.tolist() == pytest.approx([2 * pi, 2 * pi / 10])
+
+
+@pytest.mark.parametrize("rule", ["standard", "conformal"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_phase_at_a_million_tokens(rule, carried):
+    """Within 1e-5 of exact arithmetic, float32 activations, in one call or resumed from a carried position."""
+    frequencies = rotary_frequencies(16, rule, max_length=2**20 if rule == "conformal" else None)
+    beta = torch.rand(1, 1_000_000, 1, generator=torch.Generator().manual_seed(0)) * 2
+    if carried:
+        half = rotary_positions(beta[:, :500_000])
+        positions = rotary_positions(beta[:, 500_000:], start=half[:, -1])[:, -8:]
+    else:
+        positions = rotary_positions(beta)[:, -8:]
+    x = torch.ones(1, 8, 1, 16)
+    # The oracle: the steps as exact integers of 2**-24 (which float32 steps are), summed and reduced without rounding.
+    steps = (beta[0, :, 0].double() * 2**24).long()
+    exact = steps.cumsum(0)[-8:]
+    whole, rest = exact // 2**24, exact % 2**24
+    turns = frequencies / (2 * pi)
+    phase = (whole[:, None].double() * turns).remainder(1) + rest[:, None].double() / 2**24 * turns
+    angle = phase * 2 * pi
+    expected = torch.stack([angle.cos() - angle.sin(), angle.sin() + angle.cos()], -1).flatten(-2)
+    assert (rotate(x, positions, frequencies)[0, :, 0].double() - expected).abs().max() < 1e-5
+
+
+def test_only_differences_of_positions_matter():
+    q, k, frequencies = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1), rotary_frequencies(8)
+
+    def score(i, j):
+        at = lambda x, c: rotate(x, torch.tensor([c], dtype=F64), frequencies)  # noqa: E731
+        return (at(q, i) * at(k, j)).sum().item()
+
+    assert score(7.5, 3.25) == pytest.approx(score(1007.5, 1003.25), rel=1e-12)
+    assert score(7.5, 3.25) != pytest.approx(score(7.5, 4.25), rel=1e-3)
+
+
+def test_fixed_rotary_is_steps_of_one():
+    x, frequencies = normal(2, 9, 4, 6), rotary_frequencies(6)
+    fixed = rotate(x, torch.arange(1, 10, dtype=F64), frequencies)
+    torch.testing.assert_close(rotate(x, rotary_positions(torch.ones(2, 9, 2)), frequencies), fixed, rtol=0, atol=1e-14)
+    angle = 3.0  # the third token, the first pair
+    pair = x[0, 2, 1, :2]
+    turned = torch.stack(
+        [
+            pair[0] * torch.tensor(angle).cos() - pair[1] * torch.tensor(angle).sin(),
+            pair[0] * torch.tensor(angle).sin() + pair[1] * torch.tensor(angle).cos(),
+        ]
+    )
+    torch.testing.assert_close(fixed[0, 2, 1, :2], turned, rtol=1e-6, atol=1e-6)
+
+
+def test_heads_of_a_group_turn_together():
+    x, beta, frequencies = normal(2, 5, 6, 4), torch.rand(2, 5, 3), rotary_frequencies(4)
+    positions = rotary_positions(beta)
+    grouped = rotate(x, positions, frequencies)
+    for h in range(6):
+        alone = rotate(x[:, :, h : h + 1], positions[:, :, h // 2 : h // 2 + 1], frequencies)
+        torch.testing.assert_close(grouped[:, :, h : h + 1], alone, rtol=0, atol=1e-14)
+
+
+def test_gradients():
+    frequencies = rotary_frequencies(4)
+
+    def call(x, beta):
+        return rotate(x, rotary_positions(beta), frequencies)
+
+    assert gradcheck(call, (normal(2, 3, 4, 4).requires_grad_(), normal(2, 3, 2, seed=1).requires_grad_()))
+    shared = normal(3, seed=2).requires_grad_()
+    assert gradcheck(lambda c: rotate(normal(2, 3, 4, 4), c, frequencies), (shared,))
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_rotation_of_keys_rotates_their_features(p):
+    """(M17): phi(P k) = P_bar phi(k) with P_bar orthogonal, solved for from more keys than dimensions."""
+    keys = normal(1, 200, 1, 4)
+    rotated = rotate(keys, torch.full((200,), 2.7, dtype=F64), rotary_frequencies(4))
+    features, turned = spow(keys[0, :, 0], p), spow(rotated[0, :, 0], p)
+    p_bar = torch.linalg.lstsq(features, turned).solution
+    torch.testing.assert_close(features @ p_bar, turned)
+    torch.testing.assert_close(p_bar @ p_bar.T, torch.eye(len(p_bar), dtype=F64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtype_is_kept(dtype):
+    x = normal(1, 3, 1, 4, dtype=dtype)
+    assert rotate(x, torch.arange(3, dtype=F64), rotary_frequencies(4)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rotary_frequencies(7), "key_dim must be even; got 7"),
+        (lambda: rotary_frequencies(8, "alibi"), "one of standard, conformal; got 'alibi'"),
+        (lambda: rotary_frequencies(8, "conformal"), "max_length belongs to the conformal rule"),
+        (lambda: rotary_frequencies(8, max_length=9), "max_length belongs to the conformal rule"),
+        (lambda: rotate(torch.ones(1, 3, 1, 6), torch.ones(3), rotary_frequencies(8)), r"x is \[B, T, H, 8\]"),
+        (lambda: rotate(torch.ones(1, 3, 1, 8), torch.ones(4), rotary_frequencies(8)), r"got \[4\]"),
+        (lambda: rotate(torch.ones(1, 3, 3, 8), torch.ones(1, 3, 2), rotary_frequencies(8)), "G dividing H"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from sympow.ops import PowerState
+
+
+def some_state():
+    return PowerState(torch.randn(2, 3, 10, 5), torch.randn(2, 3, 10), p=2, key_dim=4)
+
+
+def test_size():
+    state = PowerState.zeros(2, 3, 64, 64, p=2)
+    assert state.nbytes == 2 * 3 * 2080 * 65 * 4
+    assert state.value_dim == 64
+
+
+def test_moves_and_detaches():
+    state = some_state()
+    assert state.to(torch.float64).s.dtype == torch.float64
+    assert state.to("meta").z.device.type == "meta"
+    copy = state.clone()
+    copy.s.zero_()
+    assert state.s.abs().max() > 0
+    grown = PowerState(state.s.requires_grad_(), state.z, 2, 4)
+    assert not grown.detach().s.requires_grad
+
+
+def test_saves_and_loads(tmp_path):
+    state = some_state()
+    state.save(tmp_path / "state.pt")
+    loaded = PowerState.load(tmp_path / "state.pt")
+    assert torch.equal(loaded.s, state.s) and torch.equal(loaded.z, state.z)
+    assert (loaded.p, loaded.key_dim) == (2, 4)
+
+
+def test_files_that_are_no_state(tmp_path):
+    path = tmp_path / "state.pt"
+    with pytest.raises(FileNotFoundError, match=r"no PowerState file at .*state\.pt"):
+        PowerState.load(path)
+    some_state().save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="not a readable PowerState file"):
+        PowerState.load(path)
+    torch.save({"weights": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match="is not a PowerState file"):
+        PowerState.load(path)
