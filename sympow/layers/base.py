@@ -208,11 +208,16 @@ class Mixer(nn.Module, ABC):
 
 def init_linear(linear: nn.Linear, std: float, generator: torch.Generator | None = None) -> None:
     """Weights N(0, std), bias 0; see `Mixer.reset_parameters`."""
-    with torch.no_grad():
-        drawn = torch.empty(linear.weight.shape, dtype=linear.weight.dtype, device="cpu")
-        linear.weight.copy_(drawn.normal_(0, std, generator=generator))
-        if linear.bias is not None:
-            linear.bias.zero_()
+    draw_normal(linear.weight, std, generator)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
+def draw_normal(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fills `weight` from N(0, std), drawn on the CPU; on the meta device nothing is drawn."""
+    if not weight.is_meta:
+        weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, std, generator=generator))
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:

@@ -116,9 +116,7 @@ class PowerAttention(Mixer):
         position = self.n_kv_heads if self.rotation == "data" else 0
         return self.n_kv_heads * spow_dim(self.head_dim, self.p) * (self.value_dim + 1) + position
 
-    def _inputs(
-        self, x: Tensor, position: int | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
+    def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it."""
         q, k, v = self.heads(x)
         log_g = None if self.gate is None else F.logsigmoid(_control(self.gate, x))

@@ -63,9 +63,7 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     position = torch.arange(total, device=q.device)
     blocks = q.split(max(1, _MASK_ELEMENTS // total), dim=2)
     rows = position[total - new :].split(blocks[0].shape[2])
-    outs = [
-        attend(block, k, v, mask=row[:, None] >= position) for block, row in zip(blocks, rows, strict=True)
-    ]
+    outs = [attend(block, k, v, mask=row[:, None] >= position) for block, row in zip(blocks, rows, strict=True)]
     return torch.cat(outs, dim=2)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MIXERS, MixerState
-from sympow.layers.base import init_linear
+from sympow.layers.base import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
 
 IGNORE = -100
@@ -92,15 +92,11 @@ class LanguageModel(nn.Module):
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         generator = torch.Generator(device="cpu").manual_seed(seed)
         std = 0.02
-        with torch.no_grad():
-            weight = self.embedding.weight
-            weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, std, generator=generator))
+        draw_normal(self.embedding.weight, std, generator)
         self.embedding_norm.reset_parameters()
         self.final_norm.reset_parameters()
         for block in self.blocks:
-            block.reset_parameters(
-                std=std, residual_std=std / sqrt(2 * self.config.n_layers), generator=generator
-            )
+            block.reset_parameters(std=std, residual_std=std / sqrt(2 * self.config.n_layers), generator=generator)
 
     def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab_size] of the token after each of tokens [B, T].
@@ -187,6 +183,4 @@ class LanguageModel(nn.Module):
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
-            raise ValueError(
-                f"{name} must lie in a vocabulary of {self.config.vocab_size} tokens; got {wrong}"
-            )
+            raise ValueError(f"{name} must lie in a vocabulary of {self.config.vocab_size} tokens; got {wrong}")

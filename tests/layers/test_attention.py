@@ -76,9 +76,7 @@ def test_only_differences_of_positions_count():
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-9)
 
 
-@given(
-    length=st.integers(0, 1 << 22), more=st.integers(0, 1 << 12), limit=st.none() | st.integers(1, 1 << 22)
-)
+@given(length=st.integers(0, 1 << 22), more=st.integers(0, 1 << 12), limit=st.none() | st.integers(1, 1 << 22))
 def test_capacity_grows_by_an_eighth_and_does_not_depend_on_the_way(length, more, limit):
     room = capacity(length, limit)
     held = length if limit is None else min(length, limit)

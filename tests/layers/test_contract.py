@@ -1,4 +1,4 @@
-"""Every mixer, under every option set, keeps the contract of `sympow.layers.Mixer`; in float64 where exact."""
+"""Every mixer, under every option set, keeps the contract of `sympow.layers.Mixer` (float64 where exact)."""
 
 from itertools import pairwise
 
@@ -37,9 +37,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"window": 7, "rotation": "none"},
     ],
 }
-CASES = [
-    pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)
-]
+CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]
 T = 37
 
 

@@ -44,9 +44,7 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
 def test_is_the_formula(options):
     layer = PowerAttention(16, 4, **options).double()
     for parameter in layer.parameters():
-        parameter.data += (
-            0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
-        )
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).double()
     x = input_like(layer)
     torch.testing.assert_close(layer(x), dense(layer, x), rtol=1e-9, atol=1e-10)
 

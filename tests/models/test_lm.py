@@ -1,0 +1,187 @@
+"""The language model: causal, the same by steps as whole, losses that equal cross entropy, GPT-2's initialisation."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
+
+VOCAB = 53
+HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
+
+
+def model(mixers=HYBRID, seed: int = 0) -> LanguageModel:
+    """In float64, with weights large enough for every token to matter."""
+    built = LanguageModel(ModelConfig(VOCAB, 24, len(mixers), 3, mixers), seed=seed).double()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() == 2:
+                parameter *= 4
+    return built
+
+
+def tokens(batch: int = 2, time: int = 30, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_are_causal():
+    built, x = model(), tokens()
+    changed = x.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % VOCAB
+    a, b = built(x), built(changed)
+    assert a.shape == (2, 30, VOCAB)
+    torch.testing.assert_close(a[:, :12], b[:, :12], rtol=0, atol=1e-12)
+    assert (a[:, 12] - b[:, 12]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("lengths", [[1] * 30, [17, 1, 12], [30]])
+@torch.no_grad()
+def test_steps_are_the_forward(lengths):
+    built, x = model(), tokens()
+    logits, ends = built(x), torch.tensor(lengths).cumsum(0)
+    state = built.init_state(2)
+    for piece, end in zip(x.split(lengths, dim=1), ends, strict=True):
+        last, state = built.step(piece, state)
+        torch.testing.assert_close(last, logits[:, end - 1], rtol=1e-9, atol=1e-9)
+        assert sum(t.numel() for t in state.tensors()) == 2 * built.state_size(int(end))
+    assert state.nbytes == sum(layer.nbytes for layer in state.layers) > 0
+
+
+def test_packed_documents_are_each_alone():
+    built, x = model(), tokens(1)
+    packed = built(x, cu_seqlens=torch.tensor([0, 11, 30]))
+    torch.testing.assert_close(packed, torch.cat([built(x[:, :11]), built(x[:, 11:])], dim=1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("elements", [1, 7 * VOCAB, 1 << 25])
+def test_losses_and_gradients_are_those_of_cross_entropy(monkeypatch, elements):
+    monkeypatch.setattr(lm, "_LOGIT_ELEMENTS", elements)
+    built, x, targets = model().float(), tokens(), tokens(seed=2)
+    targets[0, 3:9] = lm.IGNORE
+    weight = torch.rand(targets.shape, generator=torch.Generator().manual_seed(0))
+    parameters = list(built.parameters())
+    expected = F.cross_entropy(built(x).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+    expected = expected.view_as(targets)
+    losses = built.token_losses(x, targets)
+    assert losses.dtype == torch.float32 and losses.shape == targets.shape
+    assert losses[0, 3:9].eq(0).all() and losses[1].gt(0).all()
+    torch.testing.assert_close(losses, expected)
+    with torch.no_grad():
+        assert torch.equal(built.token_losses(x, targets), losses)
+    gradients = [torch.autograd.grad((y * weight).sum(), parameters) for y in (losses, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_of_packed_documents():
+    built, x, targets = model(), tokens(1), tokens(1, seed=2)
+    packed = built.token_losses(x, targets, cu_seqlens=torch.tensor([0, 11, 30]))
+    torch.testing.assert_close(packed[:, 11:], built.token_losses(x[:, 11:], targets[:, 11:]))
+
+
+def test_whole_logits_never_stand_in_memory(monkeypatch):
+    """No tensor of B T vocab elements is formed, and none of logits is kept for the backward."""
+    monkeypatch.setattr(lm, "_LOGIT_ELEMENTS", 10 * VOCAB)
+    built, x = model().float(), tokens(2, 300)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for made in out if isinstance(out, list | tuple) else (out,):
+                if isinstance(made, torch.Tensor) and made.dim() and made.shape[-1] == VOCAB:
+                    largest = max(largest, made.numel())
+            return out
+
+    saved = []
+    with Watch(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        built.token_losses(x, x).sum().backward()
+    assert 0 < largest <= max(10 * VOCAB, built.embedding.weight.numel())
+    assert not any(shape and shape[-1] == VOCAB for shape in saved)
+
+
+def test_seed_decides_the_weights_and_nothing_else_is_touched():
+    config = ModelConfig(VOCAB, 24, 2, 3)
+    before = torch.get_rng_state()
+    a, b, c = (LanguageModel(config, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.embedding.weight, c.embedding.weight)
+
+
+def test_initialisation_is_that_of_gpt2():
+    layers = 8
+    built = LanguageModel(ModelConfig(500, 96, layers, 3), seed=0)
+    residual = 0.02 / (2 * layers) ** 0.5
+    for block in built.blocks:
+        for linear, std in (
+            (block.mixer.qkv, 0.02),
+            (block.mixer.out, residual),
+            (block.mlp_in, 0.02),
+            (block.mlp_out, residual),
+        ):
+            assert linear.weight.std().item() == pytest.approx(std, rel=0.05)
+            assert linear.bias.eq(0).all()
+        assert block.mixer.gate.bias.tolist() == pytest.approx([1, 4.5, 8])
+    assert built.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for norm in (built.embedding_norm, built.final_norm, built.blocks[3].mlp_norm):
+        assert norm.weight.eq(1).all() and norm.bias.eq(0).all()
+    loss = built.token_losses(torch.arange(500)[None], torch.arange(500).flip(0)[None]).mean().item()
+    assert loss == pytest.approx(6.21, abs=0.05)  # log 500: it starts by knowing nothing
+
+
+def test_every_parameter_learns():
+    built = model()
+    built.token_losses(tokens(), tokens(seed=2)).sum().backward()
+    for name, parameter in built.named_parameters():
+        assert parameter.grad.abs().sum() > 1e-8, name
+
+
+@pytest.mark.filterwarnings("error")
+def test_bfloat16_autocast_is_close_to_float32():
+    built, x = model().float(), tokens()
+    losses = built.token_losses(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = built.token_losses(x, x)
+    half.sum().backward()
+    assert half.dtype == torch.float32
+    assert (half - losses).abs().mean() < 0.03 * losses.mean()
+
+
+def test_weights_save_and_load(tmp_path):
+    built, other = model(), model(seed=1)
+    torch.save(built.state_dict(), tmp_path / "model.pt")
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(built(tokens()), other(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (torch.tensor([[0, VOCAB]]), ValueError, "tokens must lie in a vocabulary of 53 tokens; got 53"),
+        (torch.tensor([[-1, 0]]), ValueError, "tokens must lie in a vocabulary of 53 tokens; got -1"),
+        (torch.zeros(2, 3, dtype=torch.int32), TypeError, "tokens must be int64; got torch.int32"),
+        (torch.zeros(3, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3\]"),
+        (torch.zeros(3, 0, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3, 0\]"),
+    ],
+)
+def test_bad_tokens_are_refused(bad, error, message):
+    built = model()
+    with pytest.raises(error, match=message):
+        built(bad)
+    with pytest.raises(error, match=message):
+        built.step(bad, built.init_state(2))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(2, 29, dtype=torch.int64), r"targets and tokens must have one shape; got \[2, 29\] and \[2, 30\]"),
+        (torch.full((2, 30), VOCAB), "targets must lie in a vocabulary of 53 tokens; got 53"),
+        (torch.full((2, 30), -2), "targets must lie in a vocabulary of 53 tokens; got -2"),
+    ],
+)
+def test_bad_targets_are_refused(targets, message):
+    with pytest.raises(ValueError, match=message):
+        model().token_losses(tokens(), targets)
