@@ -1,0 +1,7 @@
+"""`python -m sympow`: the command line."""
+
+import sys
+
+from sympow.cli import main
+
+sys.exit(main())

@@ -1,0 +1,117 @@
+"""The command line: parsing here, the work in `commands`, which is imported once there is something to do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0; 2 after an error, told in one line on stderr; 130 after
+    Ctrl-C.
+
+    A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
+    """
+    try:
+        options = _parse(arguments)
+        from sympow.cli import commands
+
+        code = getattr(commands, options.command)(options)
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:  # a reader such as `head` has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        if options.traceback:
+            raise
+        print(f"sympow: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    common = _Parser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    top = _Parser(prog="sympow", description="Power attention: train, evaluate and sample language models.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=description, parents=[common])
+
+    train = command("train", "train a recipe, or continue it", TRAIN)
+    train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
+    train.add_argument("overrides", metavar="key=value", nargs="*", help="such as training.learning_rate=1e-3")
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ and the run's name)")
+    train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
+    train.add_argument("--quiet", action="store_true", help="no progress, only the last line")
+
+    evaluate = command("evaluate", "held-out loss by context position", EVALUATE)
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder or a checkpoint")
+    evaluate.add_argument(
+        "--context", metavar="N", type=int, help="tokens to predict in a row (default: 4 x the first run's)"
+    )
+    evaluate.add_argument("--rows", metavar="N", type=int, default=16, help="rows to average over (default: 16)")
+    evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
+                          help="another corpus than the run's own, such as kind=text; may be repeated")  # fmt: skip
+    evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    evaluate.add_argument("--csv", metavar="FILE", help="write the losses to a file")
+    evaluate.add_argument("--plot", metavar="FILE", help="draw the curves of all runs into one image")
+
+    generate = command("generate", "continue a text", GENERATE)
+    generate.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file holding it; - for standard input")
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="(default: 256)")
+    generate.add_argument(
+        "--temperature", metavar="X", type=float, default=1.0, help="0: the likeliest token (default: 1)"
+    )
+    generate.add_argument("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens")
+    generate.add_argument(
+        "--top-p", metavar="P", type=float, help="draw from the fewest tokens that hold probability P"
+    )
+    generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    return top
+
+
+TRAIN = """Trains the model of a recipe, or continues where its folder's newest checkpoint stands. A recipe is a Python
+function that returns a RunConfig; each field of that can be set by key=value. Ctrl-C saves a checkpoint and ends the
+run after the current step; the same command continues it."""
+
+EVALUATE = """Mean loss at each position of the context, over rows from the held-out documents, in bins that grow
+exponentially: how much a model gains from context, also beyond what it was trained on."""
+
+GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
+output, the state's size and the speed to standard error."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, as all others here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
+    top = parser()
+    options, more = top.parse_known_args(arguments)
+    lists = {"train": "overrides", "evaluate": "runs"}
+    if more and (options.command not in lists or any(word.startswith("-") for word in more)):
+        top.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        getattr(options, lists[options.command]).extend(more)
+    return options
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,68 @@
+"""Runs as the commands see them: a config trained on its data, and a trained model with its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
+from sympow.models import LanguageModel
+from sympow.training import RunConfig, TrainingResult, load_model, train
+from sympow.training.checkpoint import latest_step
+from sympow.training.run_folder import clear_run_folder, open_run_folder
+
+TOKENIZER = "tokenizer.json"
+
+
+def train_run(
+    config: RunConfig, run_dir: str | os.PathLike[str], *, quiet: bool = False, restart: bool = False
+) -> TrainingResult:
+    """Opens the data of a config and trains its model into a run folder, or continues the run in it.
+
+    A finished run is left as it is. `restart` first removes what the folder holds of an earlier run. Raises
+    as `open_corpus` and `train` do, and ValueError where the corpus has more tokens than the model.
+    """
+    if restart:
+        clear_run_folder(run_dir)
+    folder, settings = open_run_folder(run_dir, config), config.training
+    if latest_step(folder) >= settings.steps:
+        return TrainingResult(settings.steps, settings.steps, None, None)
+    splits = open_corpus(config.data, tokenizer=saved_tokenizer(folder))
+    if splits.train.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
+            f"more than model.vocab_size = {config.model.vocab_size}"
+        )
+    if splits.tokenizer is not None:
+        splits.tokenizer.save(folder / TOKENIZER)
+    batches, held_out = (
+        Batches(corpus, settings.context, settings.rows_per_pass, settings.seed, config.data.pack)
+        for corpus in (splits.train, splits.held_out)
+    )
+    return train(config, batches, folder, held_out=held_out, quiet=quiet)
+
+
+class Run(NamedTuple):
+    """A trained model in evaluation mode, its tokenizer (None for tokens without text), its config."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer | None
+    config: RunConfig
+
+
+def load_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
+    """A run from its folder, at the newest checkpoint, or from a checkpoint file in it.
+
+    Raises FileNotFoundError where there is none, CheckpointError for a checkpoint that cannot be read.
+    """
+    loaded = load_model(path, device)
+    return Run(loaded.model, saved_tokenizer(loaded.run_dir), loaded.config)
+
+
+def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
+    """The tokenizer in a run folder, or None."""
+    file = run_dir / TOKENIZER
+    return load_tokenizer(file) if file.exists() else None

@@ -1,0 +1,83 @@
+"""A run is a Python function that returns a `RunConfig`; this package holds the recipes of the project, one
+file each.
+
+A recipe is named by its file and function, "demo:softmax"; without a function it is the first one of the
+file. Recipes of one's own are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympow.training.config import RunConfig
+
+
+def recipe_names() -> list[str]:
+    """The recipe files of this package."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load_recipe(name: str) -> RunConfig:
+    """The config that the recipe of this name returns.
+
+    Raises ValueError for an unknown recipe or function, FileNotFoundError for a missing file, ImportError for
+    a module that cannot be imported, and TypeError for a function that is no recipe.
+    """
+    from sympow.training.config import RunConfig, unknown
+
+    place, colon, function_name = name.rpartition(":")
+    if not colon or not function_name.isidentifier():
+        place, function_name = name, ""
+    functions = _recipes_of(_module(place))
+    if not functions:
+        raise ValueError(f"{place} holds no recipe: no public function is defined in it")
+    if function_name and function_name not in functions:
+        raise ValueError(unknown(f"recipe in {place}", function_name, functions))
+    recipe = functions[function_name] if function_name else next(iter(functions.values()))
+    needed = [p.name for p in inspect.signature(recipe).parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    if needed:
+        raise TypeError(f"{recipe.__name__} in {place} is no recipe: it needs the argument {needed[0]!r}")
+    config = recipe()
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            f"{recipe.__name__} in {place} is no recipe: it returned {type(config).__name__}, not RunConfig"
+        )
+    return config
+
+
+def _module(place: str) -> ModuleType:
+    from sympow.training.config import unknown
+
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise FileNotFoundError(f"no recipe file at {path}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    if "." in place:
+        return importlib.import_module(place)
+    if place not in recipe_names():
+        raise ValueError(unknown("recipe", place, recipe_names()))
+    return importlib.import_module(f"{__name__}.{place}")
+
+
+def _recipes_of(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
+    """The public functions defined in a module, in the order of its source."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }

@@ -1,0 +1,37 @@
+"""The demonstration: a small model on the source of Python's standard library, with power attention and with
+softmax.
+
+The two recipes differ in the mixer alone.
+"""
+
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training import RunConfig, TrainingConfig
+
+
+def power() -> RunConfig:
+    """Power attention, p = 2, with a gate and data-dependent rotation: conformal sympow."""
+    return _config("demo-power", MixerConfig("power", {"p": 2, "gate": True, "rotation": "data"}))
+
+
+def softmax() -> RunConfig:
+    """Softmax attention with rotary positions."""
+    return _config("demo-softmax", MixerConfig("softmax"))
+
+
+def _config(name: str, mixer: MixerConfig) -> RunConfig:
+    return RunConfig(
+        name=name,
+        model=ModelConfig(vocab_size=2048, d_model=128, n_layers=4, n_heads=4, mixers=(mixer,)),
+        data=DataConfig(kind="stdlib", tokenizer="bpe", vocab_size=2048),
+        training=TrainingConfig(
+            context=2048,
+            batch_size=2,
+            steps=200,
+            learning_rate=1e-3,
+            warmup_steps=20,
+            checkpoint_every=50,
+            evaluate_every=50,
+            evaluation_batches=4,
+        ),
+    )

@@ -1,0 +1,56 @@
+"""GPT-2 shapes on LongCrawl64, documents of 65,536 GPT-2 tokens in a zarr array.
+
+Say where it is: data.path=FOLDER, or data.path=URL with data.storage_options.token=anon for a public bucket.
+GPT-2's tokenizer.json as data.tokenizer=FILE lets the trained model generate text. A step is 524,288 tokens
+at every context.
+"""
+
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, preset
+from sympow.training import RunConfig, TrainingConfig
+
+
+def power() -> RunConfig:
+    """The small shape with power attention, p = 2, gated and rotated by the data: conformal sympow."""
+    return _config("longcrawl64-power", MixerConfig("power", {"p": 2}))
+
+
+def power_ungated() -> RunConfig:
+    """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT]."""
+    return _config("longcrawl64-power-ungated", MixerConfig("power", {"p": 2, "gate": False, "rotation": "fixed"}))
+
+
+def softmax() -> RunConfig:
+    """Softmax attention with rotary positions."""
+    return _config("longcrawl64-softmax", MixerConfig("softmax"))
+
+
+def window() -> RunConfig:
+    """Softmax attention over a sliding window."""
+    return _config("longcrawl64-window", MixerConfig("window"))
+
+
+def linear() -> RunConfig:
+    """Linear attention."""
+    return _config("longcrawl64-linear", MixerConfig("linear"))
+
+
+def _config(name: str, mixer: MixerConfig) -> RunConfig:
+    return RunConfig(
+        name=name,
+        model=preset("small", mixers=mixer),
+        data=DataConfig(
+            kind="zarr", path="longcrawl64", tokenizer="none", vocab_size=50_257, held_out=0.001, pack=False
+        ),
+        training=TrainingConfig(
+            context=65_536,
+            batch_size=8,
+            micro_batch_size=1,
+            steps=10_000,
+            learning_rate=6e-4,
+            warmup_steps=500,
+            precision="bf16",
+            evaluate_every=250,
+            checkpoint_every=250,
+        ),
+    )

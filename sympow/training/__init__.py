@@ -1,0 +1,30 @@
+"""Training: what a run is, one readable loop, and checkpoints that continue bit for bit."""
+
+from sympow.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest,
+    load_checkpoint,
+    save_checkpoint,
+)
+from sympow.training.config import RunConfig, TrainingConfig
+from sympow.training.loop import NonFiniteError, TrainingResult, train
+from sympow.training.metrics import read_metrics
+from sympow.training.overrides import override
+from sympow.training.run_folder import load_model
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "NonFiniteError",
+    "RunConfig",
+    "TrainingConfig",
+    "TrainingResult",
+    "latest",
+    "load_checkpoint",
+    "load_model",
+    "override",
+    "read_metrics",
+    "save_checkpoint",
+    "train",
+]

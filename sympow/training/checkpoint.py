@@ -1,0 +1,197 @@
+"""Checkpoints: one file each, written atomically, read without running code from it."""
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+FORMAT = "sympow-checkpoint"
+VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})\.pt")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read or used; the message says which and why."""
+
+
+@dataclass
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped, in types that `torch.load` reads as data.
+
+    step     optimizer steps done
+    tokens   target tokens seen
+    seconds  training time so far, without held-out losses and checkpoints
+    data     what the batches say of themselves and the next position in them
+    rng      states of torch's generators: "cpu", and "cuda" where the run uses it
+    """
+
+    config: dict[str, Any]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    step: int
+    tokens: int
+    seconds: float
+    data: dict[str, Any]
+    rng: dict[str, torch.Tensor]
+
+
+def checkpoint_path(run_dir: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint of `step` stands in a run folder."""
+    return Path(run_dir) / "checkpoints" / f"step-{step:08d}.pt"
+
+
+def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a run folder, oldest first."""
+    return _in_folder(Path(run_dir) / "checkpoints")
+
+
+def latest(run_dir: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint of a run folder, or None."""
+    found = list_checkpoints(run_dir)
+    return found[-1] if found else None
+
+
+def latest_step(run_dir: str | os.PathLike[str]) -> int:
+    """The step of the newest checkpoint of a run folder; 0 where there is none."""
+    path = latest(run_dir)
+    return _step(path) if path else 0
+
+
+def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], keep: int) -> Path:
+    """Writes a checkpoint, then removes all but the newest `keep`.
+
+    Raises CheckpointError where the disk refuses (full, over quota, read-only): then nothing is removed.
+    """
+    path = checkpoint_path(run_dir, checkpoint.step)
+    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+    except (OSError, RuntimeError) as error:
+        cause = _disk_error(error)
+        if cause is None:
+            raise
+        last = latest(run_dir)
+        kept = f"the last good one stays: {last}" if last else "there is no older one"
+        raise CheckpointError(f"cannot save checkpoint {path}: {cause.strerror}; {kept}") from error
+    unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote
+    for old in [*list_checkpoints(run_dir)[:-keep], *unfinished]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads a checkpoint onto the CPU.
+
+    Raises FileNotFoundError where there is none, and CheckpointError for a file that is empty, truncated,
+    damaged, no checkpoint of this library, or of a newer version of it. Nothing in the file is executed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    _check_archive(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError) as error:
+        raise CheckpointError(f"{path} is no sympow checkpoint: it is not an archive of plain tensors") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no sympow checkpoint: it has no {FORMAT!r} mark")
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(f"{path} has format version {version}; this sympow reads up to {VERSION}: upgrade sympow")
+    names = [field.name for field in fields(Checkpoint)]
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise CheckpointError(f"{path} is no complete sympow checkpoint: it has no {missing[0]!r}")
+    return Checkpoint(**{name: content[name] for name in names})
+
+
+def restore_model(model: nn.Module, state: dict[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
+    """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`."""
+    own = model.state_dict()
+    for name, tensor in own.items():
+        if name not in state:
+            raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path} does not fit the model: {name!r} has shape {list(state[name].shape)}, "
+                f"the model needs {list(tensor.shape)}"
+            )
+    for name in state:
+        if name not in own:
+            raise CheckpointError(f"{path} does not fit the model: the model has no weight {name!r}")
+    model.load_state_dict(state)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that becomes `path` when the block ends, whole and on disk, or leaves no trace."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and the rename is durable without
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _check_archive(path: Path) -> None:
+    """Raises CheckpointError unless `path` is a whole zip archive with right checksums."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if not start.startswith(b"PK"):
+        what = "it is empty" if not start else "it is not an archive as torch.save writes it"
+        raise CheckpointError(f"{path} is no sympow checkpoint: {what}")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is truncated{_instead(path)}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}){_instead(path)}") from error
+    if damaged:
+        raise CheckpointError(f"{path} is damaged (wrong checksum of {damaged}){_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    """Which older checkpoint can stand in for an unreadable one."""
+    older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and zipfile.is_zipfile(other)]
+    return f"; remove it to continue from {older[-1]}" if older else ""
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The OSError behind `error`: torch's writer buries it under an error of its own."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, OSError):
+            return current
+        current = current.__cause__ or current.__context__
+    return None

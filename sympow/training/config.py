@@ -1,0 +1,210 @@
+"""What a training run is: `TrainingConfig`, and `RunConfig`, which adds the model and the data."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sympow.data.config import DataConfig
+from sympow.models.config import ModelConfig
+
+PRECISIONS = ("float32", "bf16")
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is trained.
+
+    context           tokens in a row
+    batch_size        rows in one optimizer step
+    micro_batch_size  rows in one forward and backward pass; None: all of `batch_size`
+    steps             optimizer steps of the whole run
+    learning_rate     the highest one, reached after `warmup_steps`
+    min_lr_ratio      the last learning rate over the highest one (cosine decay)
+    betas, weight_decay   of AdamW; only matrices decay
+    clip              largest norm of the gradient
+    precision         "float32", or "bf16": autocast, with weights, state and optimizer in float32
+    seed              of the initial weights, the order of the data and the generators of torch
+    log_every         steps from one line of metrics to the next
+    checkpoint_every, keep_checkpoints   steps from one checkpoint to the next, and how many stay on disk
+    evaluate_every, evaluation_batches   steps from one held-out loss to the next, and its batches
+    device            "auto" (CUDA where there is one, else the CPU) or a torch device
+
+    Raises TypeError for a value of a wrong type and ValueError for one out of range.
+    """
+
+    context: int = 1024
+    batch_size: int = 8
+    micro_batch_size: int | None = None
+    steps: int = 1000
+    learning_rate: float = 6e-4
+    warmup_steps: int = 100
+    min_lr_ratio: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "float32"
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    evaluate_every: int = 500
+    evaluation_batches: int = 8
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        positive = ("context", "batch_size", "steps", "log_every", "checkpoint_every", "keep_checkpoints",
+                    "evaluate_every", "evaluation_batches")  # fmt: skip
+        for name in positive:
+            _check_integer(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "seed"):
+            _check_integer(name, getattr(self, name), 0)
+        for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip"):
+            _check_number(name, getattr(self, name))
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise TypeError(f"training.betas must be a tuple of two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _check_number("betas", beta)
+        if self.micro_batch_size is not None:
+            _check_integer("micro_batch_size", self.micro_batch_size, 1)
+            if self.batch_size % self.micro_batch_size:
+                raise ValueError(
+                    f"training.batch_size must be a multiple of training.micro_batch_size, "
+                    f"got {self.batch_size} and {self.micro_batch_size}"
+                )
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"training.warmup_steps must be at most training.steps, got {self.warmup_steps} and {self.steps}"
+            )
+        if self.learning_rate <= 0:
+            raise ValueError(f"training.learning_rate must be above 0, got {self.learning_rate}")
+        if self.clip <= 0:
+            raise ValueError(f"training.clip must be above 0, got {self.clip}")
+        if self.weight_decay < 0:
+            raise ValueError(f"training.weight_decay must be at least 0, got {self.weight_decay}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"training.min_lr_ratio must be from 0 to 1, got {self.min_lr_ratio}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"training.betas must be at least 0 and below 1, got {self.betas}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(unknown("training.precision", str(self.precision), PRECISIONS))
+        if not isinstance(self.device, str):
+            raise TypeError(f"training.device must be a string, got {self.device!r}")
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows in one forward and backward pass."""
+        return self.micro_batch_size or self.batch_size
+
+    @property
+    def passes_per_step(self) -> int:
+        """Forward and backward passes in one optimizer step."""
+        return self.batch_size // self.rows_per_pass
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-clean fields."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
+        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        check_fields(cls, values, "training")
+        if isinstance(values.get("betas"), list):
+            values = {**values, "betas": tuple(values["betas"])}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run: its name, the model, the data and the training."""
+
+    name: str
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("name", str),
+            ("model", ModelConfig),
+            ("data", DataConfig),
+            ("training", TrainingConfig),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"RunConfig.{name} must be a {kind.__name__}, got a {type(value).__name__}")
+        if not self.name or self.name != self.name.strip() or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"a run's name must be usable as a folder name, got {self.name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-clean nested fields."""
+        return {
+            "name": self.name,
+            "model": self.model.to_dict(),
+            "data": self.data.to_dict(),
+            "training": self.training.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """The inverse of `to_dict`; a field it does not know, or a missing one, raises ValueError."""
+        check_fields(cls, values, "run")
+        missing = [f.name for f in fields(cls) if f.name not in values]
+        if missing:
+            raise ValueError(f"a run's config needs the field {missing[0]!r}")
+        return cls(
+            name=values["name"],
+            model=ModelConfig.from_dict(values["model"]),
+            data=DataConfig.from_dict(values["data"]),
+            training=TrainingConfig.from_dict(values["training"]),
+        )
+
+
+def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Where two JSON-clean values first differ: (dotted path, old, new), or None where they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = [(str(key), old.get(key), new.get(key)) for key in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))]
+    else:
+        return None if old == new else (path, old, new)
+    for key, a, b in pairs:
+        found = first_difference(a, b, f"{path}.{key}" if path else key)
+        if found:
+            return found
+    return None
+
+
+def check_fields(cls: type, values: Any, kind: str) -> None:
+    """Raises TypeError unless `values` is a dict, ValueError at the first key that is no field of dataclass
+    `cls`.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"the {kind} config must be a dict of fields, got {values!r}")
+    known = [f.name for f in fields(cls)]
+    for name in values:
+        if name not in known:
+            raise ValueError(unknown(f"{kind} field", str(name), known))
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"training.{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"training.{name} must be at least {least}, got {value}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"training.{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"training.{name} must be finite, got {value}")

@@ -1,0 +1,283 @@
+"""The training loop: batches in, a run folder with metrics and checkpoints out; it goes on where it was
+stopped.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from sympow.models import LanguageModel
+from sympow.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest,
+    load_checkpoint,
+    restore_model,
+    save_checkpoint,
+)
+from sympow.training.config import RunConfig, TrainingConfig
+from sympow.training.interrupt import StopRequest
+from sympow.training.metrics import MetricsWriter, Terminal
+from sympow.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from sympow.training.run_folder import check_config, open_run_folder
+
+T = TypeVar("T")
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is no longer a number."""
+
+
+class Rows(Protocol):
+    """A batch: int64 tokens and targets [B, T], -100 where there is none; cu_seqlens [N + 1] or None."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None: ...
+
+
+class RowSource(Protocol):
+    """Batches by index, endless and always the same, as `sympow.data.Batches`.
+
+    `state()` says which they are, in JSON values; `check_state` raises ValueError for the state of others.
+    """
+
+    def __getitem__(self, index: int) -> Rows: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def check_state(self, state: dict[str, Any]) -> None: ...
+
+
+class TrainingResult(NamedTuple):
+    """Where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
+
+    step: int
+    steps: int
+    loss: float | None
+    stopped_by: str | None
+
+
+def train(
+    config: RunConfig,
+    batches: RowSource,
+    run_dir: str | os.PathLike[str],
+    *,
+    held_out: RowSource | None = None,
+    quiet: bool = False,
+) -> TrainingResult:
+    """Trains a language model, or continues from the newest checkpoint in `run_dir`.
+
+    `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, so that
+    position in the data is a function of the step. The loss of a step is the mean over all its real targets,
+    however they fall into passes. `held_out` gives the first `evaluation_batches` of its batches to the
+    held-out loss; without it there is none.
+
+    On the CPU a continued run equals an uninterrupted one bit for bit. SIGINT and SIGTERM end it after the
+    current step with a checkpoint; a second one ends it at once.
+
+    Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
+    or its gradient is not finite (the weights of that step are not kept), CheckpointError where a checkpoint
+    cannot be read or written.
+    """
+    settings = config.training
+    device = resolve_device(settings.device)
+    run_dir = open_run_folder(run_dir, config)
+    with ExitStack() as stack:
+        cuda = [device] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(config.model, seed=settings.seed).to(device)
+        optimizer = make_optimizer(model, settings)
+        start = _restore(run_dir, config, batches, model, optimizer, device)
+        step, tokens, seconds = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
+        logged_tokens, logged_seconds = tokens, seconds
+        loss: float | None = None
+
+        def load(index: int) -> list[Rows]:
+            first = index * settings.passes_per_step
+            return [batches[first + i] for i in range(settings.passes_per_step)]
+
+        metrics = MetricsWriter(run_dir, step)
+        stack.callback(metrics.close)
+        terminal = Terminal(quiet, step, settings.steps)
+        stack.callback(terminal.close)
+        if start:
+            terminal.say(f"continuing from step {step} of {settings.steps}")
+        stop = stack.enter_context(StopRequest())
+        for passes in _ahead(load, range(step, settings.steps)):
+            began = time.perf_counter()
+            rate = learning_rate(step, settings)
+            loss, norm, targets = _train_step(model, optimizer, passes, rate, settings, device)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NonFiniteError(
+                    f"the loss is {loss} and the norm of its gradient {norm} at step {step + 1} "
+                    f"(learning rate {rate:.3g}); the last checkpoint: {latest(run_dir) or 'none'}"
+                )
+            step += 1
+            tokens += targets
+            seconds += time.perf_counter() - began
+            terminal.advance(loss)
+
+            last = step == settings.steps
+            evaluates = held_out is not None and (last or step % settings.evaluate_every == 0)
+            stopped_by = stop.signal.name if stop.signal else None
+            if last or evaluates or step % settings.log_every == 0:
+                speed = (tokens - logged_tokens) / max(seconds - logged_seconds, 1e-9)
+                logged_tokens, logged_seconds = tokens, seconds
+                row = {"step": step, "loss": loss, "lr": rate, "grad_norm": norm, "tokens": tokens,
+                       "tokens_per_second": speed, "seconds": seconds}  # fmt: skip
+                if held_out is not None and evaluates:
+                    row["held_out_loss"] = held_out_loss(model, held_out, settings, device)
+                    terminal.say(_summary(row, settings.steps))
+                metrics.write(row)
+            if last or stopped_by or step % settings.checkpoint_every == 0:
+                metrics.sync()  # no checkpoint without the metrics that led to it
+                checkpoint = Checkpoint(
+                    config=config.to_dict(),
+                    model=model.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    step=step,
+                    tokens=tokens,
+                    seconds=seconds,
+                    data={"batches": batches.state(), "position": step * settings.passes_per_step},
+                    rng=_rng_states(device),
+                )
+                save_checkpoint(checkpoint, run_dir, settings.keep_checkpoints)
+            if stopped_by:
+                return TrainingResult(step, settings.steps, loss, stopped_by)
+        return TrainingResult(step, settings.steps, loss, None)
+
+
+def _train_step(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    passes: list[Rows],
+    rate: float,
+    settings: TrainingConfig,
+    device: torch.device,
+) -> tuple[float, float, int]:
+    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets).
+
+    Where loss or norm is not finite the weights stay as they were.
+    """
+    targets = sum(int((rows.targets != -100).sum()) for rows in passes)
+    if targets == 0:
+        raise ValueError("a training step needs at least one target; every target of this one is -100")
+    model.train()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for rows in passes:
+        loss = _loss_sum(model, rows, settings, device) / targets
+        loss.backward()
+        total += loss.detach()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
+    mean = float(total)
+    if math.isfinite(mean) and math.isfinite(norm):
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return mean, norm, targets
+
+
+@torch.no_grad()
+def held_out_loss(model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device) -> float:
+    """Mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
+    model.eval()
+    total, targets = 0.0, 0
+    for i in range(settings.evaluation_batches):
+        batch = rows[i]
+        total += float(_loss_sum(model, batch, settings, device))
+        targets += int((batch.targets != -100).sum())
+    return total / targets if targets else math.nan
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device `name` stands for; "auto" is CUDA where there is one, else the CPU. ValueError if it
+    is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """The context in which a model of `TrainingConfig.precision` runs."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:
+    cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device)
+    with autocast(settings.precision, device):
+        losses = model.token_losses(rows.tokens.to(device), rows.targets.to(device), cu_seqlens=cu_seqlens)
+    return losses.sum()
+
+
+def _restore(
+    run_dir: Path,
+    config: RunConfig,
+    batches: RowSource,
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Checkpoint | None:
+    """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is
+    none.
+    """
+    path = latest(run_dir)
+    if path is None:
+        return None
+    checkpoint = load_checkpoint(path)
+    check_config(checkpoint.config, config, path)
+    batches.check_state(checkpoint.data["batches"])
+    position = checkpoint.step * config.training.passes_per_step
+    if checkpoint.data["position"] != position:
+        raise CheckpointError(f"{path} is at position {checkpoint.data['position']} of the data, not {position}")
+    restore_model(model, checkpoint.model, path)
+    optimizer.load_state_dict(checkpoint.optimizer)
+    torch.set_rng_state(checkpoint.rng["cpu"])
+    if device.type == "cuda" and "cuda" in checkpoint.rng:
+        torch.cuda.set_rng_state(checkpoint.rng["cuda"], device)
+    return checkpoint
+
+
+def _rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _ahead(load: Callable[[int], T], indices: Iterable[int]) -> Iterator[T]:
+    """Yields load(i) for each index, reading one in a thread while the caller works on the one before."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        pending = None
+        for index in indices:
+            coming = pool.submit(load, index)
+            if pending is not None:
+                yield pending.result()
+            pending = coming
+        if pending is not None:
+            yield pending.result()
+
+
+def _summary(row: dict[str, Any], steps: int) -> str:
+    return (
+        f"step {row['step']} of {steps}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}, "
+        f"{row['tokens_per_second']:,.0f} tokens/s"
+    )

@@ -1,0 +1,91 @@
+"""Where the numbers of a run go: a file of JSON lines, TensorBoard, and the terminal."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sympow.training.checkpoint import atomic_write
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl`, one object a line, and to `tensorboard/`.
+
+    A run that goes on from `step` first drops what a killed one wrote after it, so that no step stands twice.
+    Raises ImportError where TensorBoard is not installed.
+    """
+
+    def __init__(self, run_dir: Path, step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("training metrics need tensorboard: pip install 'sympow[train]'") from error
+        path = run_dir / "metrics.jsonl"
+        lines = [json.dumps(row) for row in read_metrics(run_dir) if row["step"] <= step]
+        with atomic_write(path) as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes one row; its "step" is the place of all its other numbers."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(name, value, row["step"])
+
+    def sync(self) -> None:
+        """Puts what was written on disk: a checkpoint is not to be newer than its metrics."""
+        os.fsync(self._file.fileno())
+        self._board.flush()
+
+    def close(self) -> None:
+        """Closes both."""
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`, without a last line that was cut short; no file, no rows."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of JSON lines: {error}") from error
+
+
+class Terminal:
+    """A progress bar on stderr where that is a terminal, and lines of text; nothing at all when `quiet`."""
+
+    def __init__(self, quiet: bool, step: int, steps: int):
+        self._quiet = quiet
+        self._bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError as error:
+                raise ImportError("the progress bar needs tqdm: pip install 'sympow[train]'") from error
+            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
+
+    def advance(self, loss: float) -> None:
+        """One step further."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update()
+
+    def say(self, line: str) -> None:
+        """Prints a line on stderr, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()

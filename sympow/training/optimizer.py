@@ -1,0 +1,50 @@
+"""AdamW with weight decay on matrices only, and the learning rate as a function of the step alone."""
+
+import math
+
+import torch
+from torch import nn
+
+from sympow.training.config import TrainingConfig
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
+
+    It rises over `warmup_steps` steps to `learning_rate`, which the last of them uses, and falls to
+    `min_lr_ratio * learning_rate`, which the last step of the run uses.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step + 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two AdamW groups: matrices decay; norms, biases and every other vector or scalar do not.
+
+    A parameter shared by two modules (a tied head) stands once.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over `model` as `config` says; fused where the parameters are on a CUDA device."""
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    return torch.optim.AdamW(
+        parameter_groups(model, config.weight_decay),
+        lr=config.learning_rate,
+        betas=config.betas,
+        fused=on_cuda,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

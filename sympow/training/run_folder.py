@@ -1,0 +1,115 @@
+"""A run's folder: config.json, tokenizer.json, metrics.jsonl, checkpoints/, tensorboard/."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sympow.models import LanguageModel
+from sympow.training.checkpoint import atomic_write, latest, load_checkpoint, restore_model
+from sympow.training.config import RunConfig, first_difference
+
+_OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "config.json")
+
+
+def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig) -> Path:
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`.
+
+    A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew. Raises
+    ValueError where there is one, FileExistsError where the folder holds something else than a run.
+    """
+    path = Path(run_dir)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; a run needs a folder")
+    file = path / "config.json"
+    if file.exists():
+        stored = _read_json(file)
+        if stored == config.to_dict():
+            return path
+        if latest(path):
+            check_config(stored, config, path)
+        clear_run_folder(path)
+    if path.exists() and any(not other.name.startswith(".") for other in path.iterdir()):
+        raise FileExistsError(f"{path} holds other things than a run (it has no config.json); give another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as out:
+        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    return path
+
+
+def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
+    """Removes what a run wrote into its folder, and nothing else. FileNotFoundError where it holds no run."""
+    path = Path(run_dir)
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"no run at {path}: it has no config.json, so nothing in it is removed")
+    for name in _OWN:  # the config last, so that a removal cut short can be repeated
+        target = path / name
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+
+def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
+    """The config of the run in a folder; FileNotFoundError where there is none."""
+    file = Path(run_dir) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
+    return RunConfig.from_dict(_read_json(file))
+
+
+class LoadedModel(NamedTuple):
+    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained
+    for.
+    """
+
+    model: LanguageModel
+    config: RunConfig
+    run_dir: Path
+    step: int
+
+
+def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> LoadedModel:
+    """The model of a checkpoint file, or of the newest checkpoint in a run folder.
+
+    Raises FileNotFoundError where there is none, CheckpointError where it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        read_config(path)
+        file = latest(path)
+        if file is None:
+            raise FileNotFoundError(f"the run at {path} has no checkpoint yet")
+    else:
+        file = path
+    checkpoint = load_checkpoint(file)
+    config = RunConfig.from_dict(checkpoint.config)
+    model = LanguageModel(config.model, seed=config.training.seed)
+    restore_model(model, checkpoint.model, file)
+    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step)
+
+
+def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:
+    """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
+    difference = first_difference(stored, config.to_dict())
+    if difference:
+        field, old, new = difference
+        raise ValueError(
+            f"{where} holds a run with {field} = {old!r}, not {new!r}: "
+            "continue with the same config, or restart, or give another folder"
+        )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return content
