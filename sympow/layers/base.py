@@ -193,7 +193,10 @@ class Mixer(nn.Module, ABC):
             end = position + q.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=q.device)
         turn = _frequencies(self.head_dim, self.frequencies, self.max_length, q.device)
-        return rotate(q, position, turn), rotate(k, position, turn)
+        # A key and the query heads that read it turn together: sines and cosines are taken once.
+        together = torch.cat([q.unflatten(2, (self.n_kv_heads, -1)), k.unsqueeze(3)], dim=3)
+        turned = rotate(together.flatten(2, 3), position, turn).view_as(together)
+        return turned[:, :, :, :-1].flatten(2, 3), turned[:, :, :, -1]
 
     def merge(self, y: Tensor) -> Tensor:
         """The output projection: y [B, T, H, V] -> [B, T, d]."""
