@@ -170,9 +170,7 @@ def _files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] =
     """Sorted paths relative to root, with forward slashes: the same order on every machine."""
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name for name in folders if name[0] != "." and name != "__pycache__" and name not in skipped
-        ]
+        folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
         wanted = [
             name for name in files if name[0] != "." and (not suffixes or name.endswith(tuple(suffixes)))
         ]

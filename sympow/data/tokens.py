@@ -161,9 +161,7 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What a last unfinished character becomes: U+FFFD or nothing. The decoder is then as new."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+        return self._decoder.decode(b"", final=True)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

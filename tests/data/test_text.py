@@ -175,6 +175,13 @@ def test_damaged_cache_is_made_again(folder, tmp_path, part, keep):
     assert contents(opened(folder, ByteTokenizer(), tmp_path / "cache")) == whole
 
 
+def test_cache_files_that_do_not_belong_together_are_made_again(folder, tmp_path):
+    whole = contents(opened(folder, ByteTokenizer(), tmp_path / "cache"))
+    (file,) = (tmp_path / "cache").glob("*.tokens.npy")
+    np.save(file, np.load(file)[:-1])
+    assert contents(opened(folder, ByteTokenizer(), tmp_path / "cache")) == whole
+
+
 def test_bpe_is_cached(folder, tmp_path, monkeypatch):
     documents, _, hashes = measure_documents(text_documents(folder))
     first = train_bpe(documents, hashes, 260, tmp_path)
