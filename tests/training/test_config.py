@@ -1,0 +1,86 @@
+"""What a run is: validation, JSON and differences."""
+
+import dataclasses
+import json
+
+import pytest
+
+from sympow.models import MixerConfig
+from sympow.training import RunConfig, TrainingConfig
+from sympow.training.config import first_difference
+
+
+def test_json_gives_back_an_equal_config(make_config):
+    config = make_config(betas=(0.8, 0.99), micro_batch_size=1)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_passes_split_a_batch():
+    config = TrainingConfig(batch_size=12, micro_batch_size=3)
+    assert (config.rows_per_pass, config.passes_per_step) == (3, 4)
+    assert (TrainingConfig(batch_size=12).rows_per_pass, TrainingConfig(batch_size=12).passes_per_step) == (12, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"steps": 0}, ValueError, "training.steps must be at least 1, got 0"),
+        ({"steps": 1.5}, TypeError, "training.steps must be an integer, got 1.5"),
+        ({"batch_size": True}, TypeError, "training.batch_size must be an integer, got True"),
+        ({"seed": -1}, ValueError, "training.seed must be at least 0, got -1"),
+        (
+            {"micro_batch_size": 3},
+            ValueError,
+            "batch_size must be a multiple of training.micro_batch_size, got 8 and 3",
+        ),
+        ({"micro_batch_size": 0}, ValueError, "training.micro_batch_size must be at least 1, got 0"),
+        ({"warmup_steps": 2000}, ValueError, "warmup_steps must be at most training.steps, got 2000 and 1000"),
+        ({"learning_rate": 0}, ValueError, "training.learning_rate must be above 0, got 0"),
+        ({"learning_rate": float("nan")}, ValueError, "training.learning_rate must be finite, got nan"),
+        ({"learning_rate": "1e-3"}, TypeError, "training.learning_rate must be a number, got '1e-3'"),
+        ({"clip": 0.0}, ValueError, "training.clip must be above 0, got 0.0"),
+        ({"weight_decay": -0.1}, ValueError, "training.weight_decay must be at least 0, got -0.1"),
+        ({"min_lr_ratio": 1.1}, ValueError, "training.min_lr_ratio must be from 0 to 1, got 1.1"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"training.betas must be at least 0 and below 1, got \(0.9, 1.0\)"),
+        ({"betas": [0.9]}, TypeError, "training.betas must be a tuple of two numbers"),
+        ({"precision": "float16"}, ValueError, "unknown training.precision 'float16'; did you mean 'float32'"),
+        ({"device": 0}, TypeError, "training.device must be a string, got 0"),
+    ],
+)
+def test_bad_values_are_refused(fields, error, message):
+    with pytest.raises(error, match=message) as caught:
+        TrainingConfig(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_and_missing_fields_are_named(make_config):
+    with pytest.raises(ValueError, match="unknown training field 'lerning_rate'; did you mean 'learning_rate'"):
+        TrainingConfig.from_dict({"lerning_rate": 1.0})
+    with pytest.raises(TypeError, match="the training config must be a dict of fields, got 3"):
+        TrainingConfig.from_dict(3)
+    values = make_config().to_dict()
+    with pytest.raises(ValueError, match="unknown run field 'modl'; did you mean 'model'"):
+        RunConfig.from_dict({**values, "modl": {}})
+    with pytest.raises(ValueError, match="a run's config needs the field 'data'"):
+        RunConfig.from_dict({name: value for name, value in values.items() if name != "data"})
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", " x"])
+def test_name_must_be_a_folder_name(make_config, name):
+    with pytest.raises(ValueError, match="usable as a folder name"):
+        dataclasses.replace(make_config(), name=name)
+
+
+def test_parts_must_be_configs(make_config):
+    with pytest.raises(TypeError, match=r"RunConfig.model must be a ModelConfig, got a dict"):
+        dataclasses.replace(make_config(), model={})
+
+
+def test_first_difference_is_named_by_its_path(make_config):
+    config = make_config()
+    assert first_difference(config.to_dict(), config.to_dict()) is None
+    model = dataclasses.replace(config.model, mixers=(MixerConfig("power", {"p": 4}),))
+    other = dataclasses.replace(config, model=model)
+    assert first_difference(config.to_dict(), other.to_dict()) == ("model.mixers.0.options.p", None, 4)
+    assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a", [1], [1, 2])
+    assert first_difference({"a": 1}, {}) == ("a", 1, None)

@@ -1,0 +1,40 @@
+"""The first signal asks, the second acts."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from sympow.training.interrupt import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_to_stop(number):
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with StopRequest() as stop:
+        assert stop.signal is None
+        os.kill(os.getpid(), number)
+        assert stop.signal == number
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_second_ctrl_c_stops_at_once():
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_outside_the_main_thread_nothing_changes():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def work():
+        with StopRequest() as stop:
+            seen.append((stop.signal, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]

@@ -1,0 +1,308 @@
+"""The loop: what a step computes, what a run leaves behind, and that going on equals never having stopped."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from sympow.models import LanguageModel
+from sympow.training import CheckpointError, NonFiniteError, latest, load_checkpoint, load_model, read_metrics, train
+from sympow.training import loop as module
+from sympow.training.checkpoint import list_checkpoints
+from sympow.training.loop import held_out_loss, resolve_device
+from sympow.training.run_folder import clear_run_folder
+
+CPU = torch.device("cpu")
+
+
+def equal(a, b) -> bool:
+    """Bitwise equality of nested tensors."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def same_end(first, second) -> bool:
+    """Whether two run folders end with the same weights, optimizer, position, generators and metrics."""
+    a, b = load_checkpoint(latest(first)), load_checkpoint(latest(second))
+    times = {"seconds", "tokens_per_second"}
+    rows = [[{k: v for k, v in row.items() if k not in times} for row in read_metrics(run)] for run in (first, second)]
+    names = [field.name for field in dataclasses.fields(a) if field.name != "seconds"]
+    return rows[0] == rows[1] and all(equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+class StopAfter:
+    """Batches of which reading one past the end of step `step` sends this process a signal."""
+
+    def __init__(self, batches, step, number=signal.SIGINT):
+        self.batches, self.step, self.number = batches, step, number
+
+    def __getitem__(self, index):
+        if index == self.step:
+            os.kill(os.getpid(), self.number)
+        return self.batches[index]
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+
+def test_a_run_learns_and_leaves_its_folder(tmp_path, make_config, make_batches):
+    config = make_config(steps=60, checkpoint_every=20, keep_checkpoints=2, evaluate_every=25, log_every=10)
+    held_out = make_batches(config, corpus_seed=1)
+    result = train(config, make_batches(config), tmp_path / "run", held_out=held_out, quiet=True)
+    assert (result.step, result.steps, result.stopped_by) == (60, 60, None)
+    run = tmp_path / "run"
+    assert json.loads((run / "config.json").read_text()) == config.to_dict()
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000040.pt", "step-00000060.pt"]
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [10, 20, 25, 30, 40, 50, 60]
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [25, 50, 60]
+    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"}
+    assert rows[-1]["loss"] == result.loss < rows[0]["loss"] - 0.3
+    assert rows[-1]["held_out_loss"] < rows[2]["held_out_loss"] < math.log(17) + 0.2
+    loaded = load_model(run)
+    assert not loaded.model.training and loaded.step == 60 and loaded.config == config and loaded.run_dir == run
+    assert held_out_loss(loaded.model, held_out, config.training, CPU) == rows[-1]["held_out_loss"]
+    assert torch.equal(load_model(latest(run)).model.embedding.weight, loaded.model.embedding.weight)
+
+
+@pytest.mark.parametrize("mixer", ["power", "softmax"])
+def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer):
+    config = make_config(mixer, steps=12, checkpoint_every=5, evaluate_every=3)
+    batches, held_out = make_batches(config), make_batches(config, corpus_seed=1)
+    train(config, batches, tmp_path / "whole", held_out=held_out, quiet=True)
+    stops = [(3, signal.SIGINT, "SIGINT"), (8, signal.SIGTERM, "SIGTERM")]
+    for step, number, name in stops:
+        stopping = StopAfter(batches, step, number)
+        result = train(config, stopping, tmp_path / "parts", held_out=held_out, quiet=True)
+        assert result.stopped_by == name and result.step in (step, step + 1)  # batches are read ahead
+        assert load_checkpoint(latest(tmp_path / "parts")).step == result.step
+    assert train(config, batches, tmp_path / "parts", held_out=held_out, quiet=True).step == 12
+    assert same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_config, make_batches):
+    before = torch.get_rng_state()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        config = make_config(steps=3, seed=seed)
+        train(config, make_batches(config), tmp_path / name, quiet=True)
+        torch.rand(1)
+    assert same_end(tmp_path / "a", tmp_path / "b")
+    weights = [load_model(tmp_path / name).model.embedding.weight for name in "ac"]
+    assert not torch.equal(*weights)
+    torch.set_rng_state(before)
+    train(make_config(steps=1, warmup_steps=1), make_batches(make_config()), tmp_path / "d", quiet=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_continue(tmp_path, make_config, make_batches, monkeypatch):
+    """A model with dropout would draw from torch's generator: here every loss does."""
+    real = module._loss_sum
+    monkeypatch.setattr(module, "_loss_sum", lambda *arguments: real(*arguments) * (1 + 0.1 * torch.rand(())))
+    config = make_config(steps=8, checkpoint_every=3)
+    batches = make_batches(config)
+    train(config, batches, tmp_path / "whole", quiet=True)
+    train(config, StopAfter(batches, 4), tmp_path / "parts", quiet=True)
+    train(config, batches, tmp_path / "parts", quiet=True)
+    assert same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def gradient(config, passes, monkeypatch) -> tuple[float, torch.Tensor]:
+    """Loss of one step over the given batches, and the gradient of the embedding before clipping."""
+    model = LanguageModel(config.model, seed=0)
+    seen = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(model.embedding.weight.grad.clone())
+
+    optimizer = Recorder(model.parameters(), lr=0.1)
+    loss, _, targets = module._train_step(model, optimizer, passes, 0.1, config.training, CPU)
+    assert targets == sum(int((batch.targets != -100).sum()) for batch in passes)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return loss, seen[0]
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_targets(make_config, make_batches, monkeypatch):
+    """However they fall into passes, also where some rows have fewer targets than others."""
+    config = make_config(clip=1e9)
+    batch = next(batch for batch in map(make_batches(config).__getitem__, range(50)) if batch.cu_seqlens is None)
+    targets = batch.targets.clone()
+    targets[0, 3:] = -100
+    whole = batch._replace(targets=targets)
+    rows = [whole._replace(tokens=whole.tokens[i : i + 1], targets=targets[i : i + 1]) for i in range(2)]
+    loss, grad = gradient(config, [whole], monkeypatch)
+    split_loss, split_grad = gradient(config, rows, monkeypatch)
+    assert split_loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(split_grad, grad, rtol=1e-4, atol=1e-7)
+    model = LanguageModel(config.model, seed=0)
+    assert loss == pytest.approx(float(model.token_losses(whole.tokens, targets).sum().detach()) / 19, rel=1e-6)
+
+
+def test_gradients_are_clipped(tmp_path, make_config, make_batches, monkeypatch):
+    norms = []
+    real = module.nn.utils.clip_grad_norm_
+
+    def clip(parameters, largest):
+        parameters = list(parameters)
+        norm = real(parameters, largest)
+        norms.append(float(torch.sqrt(sum((p.grad**2).sum() for p in parameters))))
+        return norm
+
+    monkeypatch.setattr(module.nn.utils, "clip_grad_norm_", clip)
+    config = make_config(steps=3, clip=0.01)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    assert norms == pytest.approx([0.01] * 3, rel=1e-3)
+    assert all(row["grad_norm"] > 0.1 for row in read_metrics(tmp_path / "run"))
+
+
+def test_micro_batches_give_their_rows_in_order(tmp_path, make_config, make_batches):
+    config = make_config(steps=4, batch_size=6, micro_batch_size=2, checkpoint_every=2)
+    batches, read = make_batches(config), []
+
+    class Listed(StopAfter):
+        def __getitem__(self, index):
+            read.append(index)
+            return self.batches[index]
+
+    train(config, Listed(batches, -1), tmp_path / "run", quiet=True)
+    assert read == list(range(12))
+    checkpoint = load_checkpoint(latest(tmp_path / "run"))
+    assert checkpoint.data == {"batches": batches.state(), "position": 12}
+
+
+def test_bf16_keeps_weights_in_float32(tmp_path, make_config, make_batches):
+    config = make_config(steps=3, precision="bf16")
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    checkpoint = load_checkpoint(latest(tmp_path / "run"))
+    assert {tensor.dtype for tensor in checkpoint.model.values()} == {torch.float32}
+    full = make_config(steps=3)
+    train(full, make_batches(full), tmp_path / "full", quiet=True)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "full")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
+
+
+def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tmp_path, make_config, make_batches, monkeypatch):
+    config = make_config(steps=12, checkpoint_every=2)
+    real, calls = module._loss_sum, []
+
+    def poisoned(*arguments):
+        calls.append(1)
+        return real(*arguments) * (math.inf if len(calls) == 6 else 1)
+
+    monkeypatch.setattr(module, "_loss_sum", poisoned)
+    with pytest.raises(NonFiniteError) as caught:
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+    assert str(caught.value).startswith("the loss is inf and the norm of its gradient ")
+    assert str(caught.value).endswith(f"the last checkpoint: {latest(tmp_path / 'run')}")
+    assert latest(tmp_path / "run").name == "step-00000004.pt"
+    weights = load_checkpoint(latest(tmp_path / "run")).model
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_a_step_without_targets_is_refused(make_config, make_batches):
+    config = make_config()
+    batch = make_batches(config)[0]
+    with pytest.raises(ValueError, match="a training step needs at least one target"):
+        gradient(config, [batch._replace(targets=torch.full_like(batch.targets, -100))], None)
+
+
+def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, make_batches):
+    config = make_config(steps=4)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    for field, value in (("steps", 8), ("learning_rate", 0.5), ("seed", 3)):
+        other = make_config(**{"steps": 4, field: value})
+        with pytest.raises(ValueError, match=rf"holds a run with training.{field} = .*, not {value}: ") as caught:
+            train(other, make_batches(other), tmp_path / "run", quiet=True)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_checkpoint_takes_another_config(tmp_path, make_config, make_batches):
+    stopped = make_config(steps=4, batch_size=0 + 1)
+    module.open_run_folder(tmp_path / "run", stopped)
+    (tmp_path / "run" / "tokenizer.json").write_text("of the other config")
+    config = make_config(steps=4)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    assert load_model(tmp_path / "run").config == config
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+
+
+def test_other_data_are_refused(tmp_path, make_config, make_batches):
+    config = make_config()
+    train(config, StopAfter(make_batches(config), 5), tmp_path / "run", quiet=True)
+    with pytest.raises(ValueError, match="the data are not those of the checkpoint: corpus was"):
+        train(config, make_batches(config, corpus_seed=1), tmp_path / "run", quiet=True)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, make_config, make_batches):
+    config, other = make_config(), make_config("softmax")
+    train(config, StopAfter(make_batches(config), 5), tmp_path / "run", quiet=True)
+    train(other, StopAfter(make_batches(other), 7), tmp_path / "other", quiet=True)
+    foreign = latest(tmp_path / "other")
+    moved = tmp_path / "run" / "checkpoints" / foreign.name
+    foreign.rename(moved)
+    with pytest.raises(ValueError, match=r"step-.*pt holds a run with model.mixers.0.name = 'softmax', not 'power'"):
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+
+
+def test_a_truncated_checkpoint_is_refused_not_skipped(tmp_path, make_config, make_batches):
+    config = make_config(steps=12)
+    train(config, StopAfter(make_batches(config), 9), tmp_path / "run", quiet=True)
+    older, newest = list_checkpoints(tmp_path / "run")
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.raises(CheckpointError) as caught:
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+    assert str(caught.value) == f"{newest} is truncated; remove it to continue from {older}"
+    newest.unlink()
+    assert train(config, make_batches(config), tmp_path / "run", quiet=True).step == 12
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path, make_config, make_batches):
+    config = make_config()
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(FileExistsError, match="holds other things than a run"):
+        train(config, make_batches(config), tmp_path, quiet=True)
+    with pytest.raises(FileExistsError, match=r"thesis.tex is a file; a run needs a folder"):
+        train(config, make_batches(config), tmp_path / "thesis.tex", quiet=True)
+    with pytest.raises(FileNotFoundError, match=r"no run at .* nothing in it is removed"):
+        clear_run_folder(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_clearing_removes_only_what_a_run_wrote(tmp_path, make_config, make_batches):
+    config = make_config(steps=4)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    clear_run_folder(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+    clear_run_folder(tmp_path / "nothing here")
+
+
+def test_loading_what_is_no_run(tmp_path, make_config, make_batches):
+    with pytest.raises(FileNotFoundError, match=r"it has no config.json"):
+        load_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        load_model(tmp_path / "nothing")
+    module.open_run_folder(tmp_path / "run", make_config())
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
+        load_model(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text('{"name": ')
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        load_model(tmp_path / "run")
+
+
+def test_devices():
+    assert resolve_device("auto").type in ("cpu", "cuda")
+    assert resolve_device("cpu") == CPU
+    for name in ("tpu9", "meta:x", "cuda:99"):
+        with pytest.raises(ValueError, match=f"device '{name}' cannot be used here") as caught:
+            resolve_device(name)
+        assert "\n" not in str(caught.value)

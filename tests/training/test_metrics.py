@@ -1,0 +1,92 @@
+"""Metrics on disk: one line a step, also after a kill; and what the terminal sees."""
+
+import builtins
+import io
+import sys
+
+import pytest
+
+from sympow.training.metrics import MetricsWriter, Terminal, read_metrics
+
+
+def write(run_dir, start, steps):
+    metrics = MetricsWriter(run_dir, start)
+    for step in steps:
+        metrics.write({"step": step, "loss": 1 / step})
+    metrics.sync()
+    metrics.close()
+
+
+def test_rows_come_back_exactly(tmp_path):
+    assert read_metrics(tmp_path) == []
+    write(tmp_path, 0, [1, 2, 3])
+    assert read_metrics(tmp_path) == [{"step": step, "loss": 1 / step} for step in (1, 2, 3)]
+
+
+def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
+    write(tmp_path, 0, [1, 2, 3, 4, 5])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')  # killed while writing
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    write(tmp_path, 3, [4, 5])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    write(tmp_path, 0, [1])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_tensorboard_has_every_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, 0, [1, 2, 3, 4])
+    write(tmp_path, 2, [3, 4])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(event.step for event in events.Scalars("loss")) == [1, 2, 3, 4]
+
+
+def test_foreign_metrics_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("step,loss\n1,2\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl is not a file of JSON lines: "):
+        MetricsWriter(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "message", "use"),
+    [
+        ("tensorboard", r"training metrics need tensorboard: pip install 'sympow\[train\]'", "metrics"),
+        ("tqdm", r"the progress bar needs tqdm: pip install 'sympow\[train\]'", "terminal"),
+    ],
+)
+def test_missing_extra_is_named(tmp_path, monkeypatch, module, message, use):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == module or name == "torch.utils.tensorboard":
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with pytest.raises(ImportError, match=message):
+        MetricsWriter(tmp_path, 0) if use == "metrics" else Terminal(False, 0, 10)
+
+
+class Console(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch, stream: io.StringIO, quiet: bool) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    terminal = Terminal(quiet, 3, 10)
+    terminal.advance(1.25)
+    terminal.say("a line")
+    terminal.close()
+    return stream.getvalue()
+
+
+def test_a_bar_on_a_terminal_only(monkeypatch):
+    on_console = shown(monkeypatch, Console(), quiet=False)
+    assert "4/10" in on_console and "loss 1.2500" in on_console and "a line\n" in on_console
+    assert shown(monkeypatch, io.StringIO(), quiet=False) == "a line\n"
+    assert shown(monkeypatch, Console(), quiet=True) == ""
