@@ -9,8 +9,8 @@ Batches are of two sorts, never mixed:
 - packed: tails joined to rows of T, and B rows joined to tokens [1, B T], with cu_seqlens around each tail.
   Only these are padded, at the end of a row: the padding is a sequence of its own, and its targets are -100.
 Both sorts run through their rows in an order of their own, reshuffled each epoch, without end; packed batches
-come among the full ones in the proportion of the rows. So over any whole number of epochs every target is
-predicted equally often, a batch may reach over the border of two epochs, and no row is ever left out.
+come among the full ones in the proportion of the rows. A batch may reach over the border of two epochs, and
+no row is ever left out: `Batches.rows` batches, which are B epochs, predict every target exactly B times.
 """
 
 from __future__ import annotations
