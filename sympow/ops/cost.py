@@ -59,8 +59,7 @@ def power_state(
     return kv_heads * dim * (value_dim + normalizer)
 
 
-def softmax_state(context: int, key_dim: int, value_dim: int, *, kv_heads: int = 1, window: int | None =
-None) -> int:
+def softmax_state(context: int, key_dim: int, value_dim: int, *, kv_heads: int = 1, window: int | None = None) -> int:
     """Elements of the key/value cache after `context` tokens: G (K + V) a token, of the last `window` if
     given.
     """
@@ -287,7 +286,16 @@ def format_ratio(ratio: float) -> str:
         raise ValueError(f"a ratio is positive, got {ratio}")
     larger = max(ratio, 1 / ratio)
     printed = round(larger) if larger < 9.5 else 5 * round(larger / 5)
-    return f"{printed}:1" if ratio >= 1 else f"1:{printed}"
+    return f"{printed:,}:1" if ratio >= 1 else f"1:{printed:,}"
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes in decimal units, "39 MB" or "2.2 TB"."""
+    units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
+    size, unit = float(count), 0
+    while size >= 999.5 and unit < len(units) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {units[unit]}" if size < 9.95 and unit > 0 else f"{size:,.0f} {units[unit]}"
 
 
 def _io_bytes(time: int, key_dim: int, value_dim: int, heads: int, kv_heads: int, element_bytes: int) -> int:

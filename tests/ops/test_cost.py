@@ -30,10 +30,26 @@ sizes = st.integers(1, 24)
     ],
 )
 def test_published_state_of_the_124m_model(basis, p, published):
-    number, unit = published.split()
     held = 12 * cost.power_state(64, 64, p, kv_heads=12, basis=basis) * 2
-    digits = len(number.partition(".")[2])
-    assert f"{held / 10 ** {'MB': 6, 'GB': 9, 'TB': 12, 'PB': 15, 'EB': 18}[unit]:.{digits}f}" == number
+    assert cost.format_bytes(held) == published
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (9_949, "9.9 kB"),
+        (9_960, "10 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.0 MB"),
+        (10**21, "1,000 EB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert cost.format_bytes(count) == text
 
 
 @pytest.mark.parametrize(

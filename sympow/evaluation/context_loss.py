@@ -1,0 +1,211 @@
+"""Held-out loss by context position: the in-context-learning curve, and the best-context loss.
+
+A model that uses its context predicts better the more of it there is, so its mean loss falls with the position.
+Positions are put in bins that double in width, as the curve is close to a line over the logarithm of the context.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one row
+
+
+class Documents(Protocol):
+    """What is needed of a corpus: documents as 1-D integer arrays, and their lengths."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+
+class Bin(NamedTuple):
+    """Positions start..end-1, of which position t is predicted from t + 1 tokens.
+
+    loss: mean in nats; stderr: its standard error over the rows, NaN for a single row; tokens: targets in the bin.
+    """
+
+    start: int
+    end: int
+    loss: float
+    stderr: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ContextLosses:
+    """Losses of one model on rows of `context` predictions.
+
+    position_losses: mean over the rows of the loss at every position, nats, float64 [context].
+    row_losses: mean of every row in every bin, nats, float64 [rows, bins].
+    """
+
+    position_losses: np.ndarray
+    row_losses: np.ndarray
+
+    @property
+    def context(self) -> int:
+        return len(self.position_losses)
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_losses)
+
+    @property
+    def tokens(self) -> int:
+        """Targets predicted in all."""
+        return self.rows * self.context
+
+    @property
+    def loss(self) -> float:
+        """Mean over all positions, nats."""
+        return float(self.position_losses.mean())
+
+    @property
+    def bins(self) -> list[Bin]:
+        """The curve. Rows count as independent for the standard error, which windows of one document are not quite."""
+        means = self.row_losses.mean(axis=0)
+        errors = np.full(len(means), np.nan)
+        if self.rows > 1:
+            errors = self.row_losses.std(axis=0, ddof=1) / self.rows**0.5
+        edges = bin_edges(self.context)
+        return [
+            Bin(start, end, float(mean), float(error), self.rows * (end - start))
+            for start, end, mean, error in zip(edges[:-1], edges[1:], means, errors, strict=True)
+        ]
+
+    @property
+    def best(self) -> Bin:
+        """The bin of the lowest loss. Its loss is the best-context loss: how well the model predicts where its context
+        suits it best, whatever it was trained or evaluated on [Buckman & Gelada, Compute-Optimal Context Size, 2024].
+        """
+        return min(self.bins, key=lambda each: each.loss)
+
+
+class Curve(NamedTuple):
+    """A run's losses under its name, with the context it was trained on if known."""
+
+    run: str
+    losses: ContextLosses
+    train_context: int | None = None
+
+
+def bin_edges(context: int) -> list[int]:
+    """Edges of the bins of positions 0..context-1: 0, 1, 2, 4, 8, ... and `context`."""
+    if context < 1:
+        raise ValueError(f"context must be at least 1, got {context}")
+    return [0, *(1 << k for k in range((context - 1).bit_length())), context]
+
+
+def choose_rows(corpus: Documents, context: int, rows: int, seed: int = 0) -> np.ndarray:
+    """Which stretches of a corpus to evaluate on: int64 [rows, 2], document and first token, in reading order.
+
+    Documents of at least context + 1 tokens are cut into windows of context + 1, of which `rows` are drawn
+    without replacement, or all if there are no more. The draw depends on the lengths and the arguments
+    alone, so every model of one tokenizer is evaluated on the same rows.
+
+    Raises ValueError where no document is long enough, naming the longest.
+    """
+    if context < 1 or rows < 1:
+        raise ValueError(f"context and rows must be at least 1, got context={context} and rows={rows}")
+    width = context + 1
+    lengths = np.asarray(corpus.lengths)
+    windows = lengths // width
+    ends = np.cumsum(windows)
+    if not len(lengths):
+        raise ValueError("the corpus to evaluate on has no documents")
+    if ends[-1] == 0:
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"a context of {context:,} needs a document of {width:,} tokens; the longest is document {longest} "
+            f"with {lengths[longest]:,}"
+        )
+    drawn = np.random.default_rng(seed).choice(ends[-1], size=min(rows, int(ends[-1])), replace=False)
+    drawn.sort()
+    documents = np.searchsorted(ends, drawn, side="right")
+    first = drawn - (ends[documents] - windows[documents])
+    return np.stack([documents, first * width], axis=1).astype(np.int64)
+
+
+def context_losses(
+    model: Any, corpus: Documents, context: int, rows: int = 16, *, seed: int = 0, progress: str | None = None
+) -> ContextLosses:
+    """Losses of a model at every position of held-out rows.
+
+    Args:
+        model: a module with `token_losses(tokens, targets) -> [B, T]`, as `sympow.models.LanguageModel`. It is put in
+            evaluation mode meanwhile. Rows go to the device of its parameters.
+        corpus: documents, a `sympow.data` corpus.
+        context: predictions in a row; may exceed what the model was trained on.
+        rows, seed: see `choose_rows`.
+        progress: label of a progress bar on stderr, which shows where that is a terminal; needs tqdm.
+
+    Raises ValueError where no document is long enough; ImportError without tqdm if a bar is asked for.
+    """
+    chosen = choose_rows(corpus, context, rows, seed)
+    device = next(model.parameters()).device
+    edges = bin_edges(context)
+    widths = np.diff(edges)
+    sums = torch.zeros(context, dtype=torch.float64)
+    row_losses = []
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _progress_bar(progress, len(chosen)) as advance:
+            for batch in _batches(chosen, max(1, BATCH_TOKENS // context)):
+                text = np.stack([corpus[int(i)][start : start + context + 1] for i, start in batch])
+                tokens = torch.from_numpy(text.astype(np.int64)).to(device)
+                losses = model.token_losses(tokens[:, :-1], tokens[:, 1:]).double().cpu()
+                sums += losses.sum(dim=0)
+                row_losses.append(np.add.reduceat(losses.numpy(), edges[:-1], axis=1) / widths)
+                advance(len(batch))
+    finally:
+        model.train(training)
+    return ContextLosses((sums / len(chosen)).numpy(), np.concatenate(row_losses))
+
+
+def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
+    """The curves of several runs as one tidy table, a line a bin.
+
+    Columns: run, bin_start, bin_end (exclusive), loss and stderr in nats a token, tokens, train_context (empty where
+    it is not known).
+    """
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["run", "bin_start", "bin_end", "loss", "stderr", "tokens", "train_context"])
+        for run, losses, train_context in curves:
+            for start, end, loss, stderr, tokens in losses.bins:
+                writer.writerow([run, start, end, f"{loss:.6f}", f"{stderr:.6f}", tokens, train_context])
+
+
+def _batches(rows: np.ndarray, size: int) -> Iterator[Sequence[np.ndarray]]:
+    for start in range(0, len(rows), size):
+        yield list(rows[start : start + size])
+
+
+class _progress_bar:
+    """A context that gives the function to advance a bar with; without a label it does nothing."""
+
+    def __init__(self, label: str | None, total: int):
+        self._bar: Any = None
+        if label is not None:
+            try:
+                from tqdm import tqdm
+            except ImportError as error:
+                raise ImportError("a progress bar needs tqdm: pip install 'sympow[train]'") from error
+            self._bar = tqdm(total=total, desc=label, unit="row", disable=None, dynamic_ncols=True)
+
+    def __enter__(self) -> Callable[[int], Any]:
+        return self._bar.update if self._bar is not None else lambda count: None
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

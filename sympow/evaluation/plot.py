@@ -1,0 +1,87 @@
+"""In-context-learning curves of several runs in one image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from sympow.evaluation.context_loss import Bin, Curve
+
+# Okabe and Ito's palette, told apart by colour-blind readers too; markers tell the curves apart in black and white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+FIRST_CONTEXT = 16  # shorter contexts are left out of the image: their losses are high and would flatten the rest
+
+
+def plot_context_losses(
+    curves: Sequence[Curve], path: str | os.PathLike[str], title: str = "Loss by context length"
+) -> None:
+    """Draw the curves into an image, whose format follows from the suffix of `path` (.png, .svg, .pdf).
+
+    A point is the mean loss of a bin, at the geometric middle of its context lengths; the band is one standard
+    error. Vertical lines mark the contexts trained on, where they lie within the image.
+
+    Raises ValueError without curves, ImportError without matplotlib.
+    """
+    if not curves:
+        raise ValueError("a plot needs at least one curve")
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    except ImportError as error:
+        raise ImportError("drawing curves needs matplotlib: pip install 'sympow[eval]'") from error
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for n, curve in enumerate(curves):
+        bins = shown_bins(curve)
+        middles = [((each.start + 1) * each.end) ** 0.5 for each in bins]
+        losses = [each.loss for each in bins]
+        best = curve.losses.best
+        label = f"{curve.run}: best-context loss {best.loss:.3f} at {_tokens(best.end)} tokens"
+        colour = COLOURS[n % len(COLOURS)]
+        axes.plot(middles, losses, marker=MARKERS[n % len(MARKERS)], markersize=5, label=label, color=colour)
+        low = [each.loss - each.stderr for each in bins]
+        high = [each.loss + each.stderr for each in bins]
+        axes.fill_between(middles, low, high, alpha=0.2, linewidth=0, color=colour)
+    longest = max(curve.losses.context for curve in curves)
+    for context in sorted({curve.train_context or 0 for curve in curves}):
+        if not 0 < context <= longest:
+            continue
+        axes.axvline(context, color="0.35", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"trained on {_tokens(context)}",
+            xy=(context, 0.98),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            color="0.35",
+            fontsize=9,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(right=longest * 1.1)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=32))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tokens(x)))
+    axes.set_xlabel("context length (tokens)")
+    axes.set_ylabel("held-out loss (nats a token)")
+    axes.set_title(title)
+    axes.grid(True, color="0.9")
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=9)
+    figure.savefig(path)
+
+
+def shown_bins(curve: Curve) -> list[Bin]:
+    """The bins that are drawn: those from FIRST_CONTEXT on, or all where the curve ends before."""
+    bins = curve.losses.bins
+    return [each for each in bins if each.start >= FIRST_CONTEXT] or bins
+
+
+def _tokens(count: float) -> str:
+    """1,024 as 1k, as contexts are named."""
+    whole = round(count)
+    return f"{whole // 1024:,}k" if whole >= 1024 and whole % 1024 == 0 else f"{whole:,}"
