@@ -90,16 +90,22 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     sizes = ([past] if past else []) + [piece.shape[2] for piece in queries]
     # split, not slices: the gradient of a slice is as long as the whole sequence
     keys, values = k.split(sizes, dim=2), v.split(sizes, dim=2)
-    outs = []
+    outs: list[Tensor] = []
+    # Additive and shared: of a bool mask the backward would keep a float copy for every block.
+    masks: dict[tuple[int, int], Tensor] = {}
     for own, piece in enumerate(queries, start=len(keys) - len(queries)):
         seen = slice(0 if past and own <= reach else max(0, own - reach), own + 1)
         key, value = torch.cat(keys[seen], dim=2), torch.cat(values[seen], dim=2)
-        outs.append(attend(piece, key, value, mask=_band(piece.shape[2], key.shape[2], window, q.device)))
+        shape = piece.shape[2], key.shape[2]
+        if shape not in masks:
+            masks[shape] = _band(*shape, window, q)
+        outs.append(attend(piece, key, value, mask=masks[shape]))
     return torch.cat(outs, dim=2)
 
 
-def _band(new: int, total: int, window: int, device: torch.device) -> Tensor:
-    """bool [new, total]: which of `total` tokens each of the last `new` sees."""
-    position = torch.arange(total, device=device)
+def _band(new: int, total: int, window: int, like: Tensor) -> Tensor:
+    """[new, total]: 0 where one of the last `new` of `total` tokens sees another, -inf where not."""
+    position = torch.arange(total, device=like.device)
     distance = position[total - new :, None] - position
-    return (distance >= 0) & (distance < window)
+    seen = (distance >= 0) & (distance < window)
+    return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
