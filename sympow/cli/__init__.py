@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
 
     train = command("train", "train a recipe, or continue it", TRAIN)
     train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
-    train.add_argument("overrides", metavar="key=value", nargs="*", help="such as training.learning_rate=1e-3")
+    train.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="such as training.learning_rate=1e-3"
+    )
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ and the run's name)")
     train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
     train.add_argument("--quiet", action="store_true", help="no progress, only the last line")
@@ -54,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", "held-out loss by context position", EVALUATE)
     evaluate.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder or a checkpoint")
     evaluate.add_argument(
-        "--context", metavar="N", type=int, help="tokens to predict in a row (default: 4 x the first run's)"
+        "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: 4 x the trained)"
     )
-    evaluate.add_argument("--rows", metavar="N", type=int, default=16, help="rows to average over (default: 16)")
+    evaluate.add_argument("--rows", metavar="N", type=_positive, default=16, help="rows to average over (default: 16)")
     evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
                           help="another corpus than the run's own, such as kind=text; may be repeated")  # fmt: skip
     evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
@@ -78,6 +80,21 @@ def parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+
+    sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
+    sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
+    for name, what in (("d-model", "width"), ("layers", "layers"), ("heads", "query heads"),
+                       ("kv-heads", "key/value heads"), ("key-dim", "K"), ("value-dim", "V")):  # fmt: skip
+        sizes.add_argument(f"--{name}", metavar="N", type=_positive, help=f"{what}, in place of the preset's")
+    sizes.add_argument("--p", metavar="P", type=_positive, nargs="+", help="powers")
+    sizes.add_argument("--context", metavar="N", type=_positive, nargs="+", help="contexts, in tokens")
+    sizes.add_argument("--window", metavar="N", type=_positive, help="of window attention, in tokens")
+    sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes an element of a state")
+    sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
+
+    demo = command("demo", "train, compare and sample two small models", DEMO)
+    demo.add_argument("--out", metavar="DIR", default="runs/demo", help="folder of the runs (default: runs/demo)")
+    demo.add_argument("--quiet", action="store_true", help="no progress")
     return top
 
 
@@ -92,11 +109,29 @@ GENERATE = """Reads a prompt in chunks and continues it token by token from the 
 output, the state's size and the speed to standard error."""
 
 
+SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
+for a model shape: a preset, with single sizes changed."""
+
+DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
+standard library, evaluates both at four times the context they were trained on, draws the curves, and generates. What
+is done already is not done again."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, as all others here."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+_positive.__name__ = "integer"  # argparse says "invalid integer value"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,26 +3,100 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from sympow.cli.runs import load_run, train_run
-from sympow.data import StreamDecoder
-from sympow.models import LanguageModel, ModelState, stream
+from sympow.cli.runs import Run, load_run, train_run
+from sympow.data import Corpus, StreamDecoder, open_corpus
+from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
+from sympow.models import PRESETS, LanguageModel, ModelState, stream
+from sympow.ops.cost import ModelShape, format_bytes
 from sympow.recipes import load_recipe
-from sympow.training import override
+from sympow.training import RunConfig, override
 from sympow.training.loop import resolve_device
 
 
 def train(options: argparse.Namespace) -> int | None:
     """`sympow train`."""
     config = override(load_recipe(options.recipe), options.overrides)
-    folder = Path(options.out or f"runs/{config.name}")
-    result = train_run(config, folder, quiet=options.quiet, restart=options.restart)
+    return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """`sympow evaluate`."""
+    runs = _load_runs(options.runs, resolve_device(options.device))
+    context = options.context or 4 * max(run.config.training.context for run in runs.values())
+    curves = _evaluate(runs, context, options.rows, options.data)
+    _print_curves(curves)
+    if options.csv:
+        write_csv(options.csv, curves)
+    if options.plot:
+        plot_context_losses(curves, options.plot)
+
+
+def generate(options: argparse.Namespace) -> None:
+    """`sympow generate`."""
+    prompt = options.prompt if options.prompt is not None else _read_text(options.prompt_file)
+    run = load_run(options.run, resolve_device(options.device))
+    _generate(
+        run,
+        prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+
+
+def sizes(options: argparse.Namespace) -> None:
+    """`sympow sizes`."""
+    if options.preset not in PRESETS:
+        raise ValueError(f"a preset is one of {', '.join(PRESETS)}; got {options.preset!r}")
+    d_model, n_layers, n_heads = PRESETS[options.preset]
+    d_model = options.d_model or d_model
+    n_layers = options.layers or n_layers
+    n_heads = options.heads or n_heads
+    key_dim = options.key_dim or ModelShape.of(d_model, n_layers, n_heads).key_dim
+    value_dim, kv_heads = options.value_dim or key_dim, options.kv_heads or n_heads
+    choices = {"powers": options.p, "contexts": options.context, "window": options.window,
+               "element_bytes": options.element_bytes}  # fmt: skip
+    shape = ModelShape(d_model, n_layers, n_heads, key_dim, value_dim, kv_heads)
+    tables = size_tables(shape, **{name: choice for name, choice in choices.items() if choice is not None})
+    if options.json:
+        print(json.dumps([table.to_dict() for table in tables], indent=2))
+    else:
+        print("\n\n".join(table.text() for table in tables))
+
+
+def demo(options: argparse.Namespace) -> int | None:
+    """`sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
+    folder = Path(options.out)
+    folders = []
+    for name in ("power", "softmax"):
+        config = load_recipe(f"demo:{name}")
+        folders.append(folder / config.name)
+        code = _train(config, folders[-1], options.quiet)
+        if code:
+            return code
+    runs = _load_runs([str(each) for each in folders], resolve_device("auto"))
+    curves = _evaluate(runs, 4 * max(run.config.training.context for run in runs.values()), rows=16)
+    _print_curves(curves)
+    write_csv(folder / "context_loss.csv", curves)
+    plot_context_losses(curves, folder / "context_loss.png")
+    print(f"drawn: {folder / 'context_loss.png'}\n")
+    _generate(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
+    return None
+
+
+def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) -> int | None:
+    result = train_run(config, folder, quiet=quiet, restart=restart)
     if result.stopped_by:
         print(
             f"stopped by {result.stopped_by} at step {result.step} of {result.steps}, checkpoint saved; "
@@ -36,27 +110,73 @@ def train(options: argparse.Namespace) -> int | None:
     return None
 
 
-def generate(options: argparse.Namespace) -> None:
-    """`sympow generate`."""
-    run = load_run(options.run, resolve_device(options.device))
+def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
+    """Runs by label: the last part of the path if that tells them apart, else the whole."""
+    last = [Path(path).resolve().name for path in paths]
+    labels = last if len(set(last)) == len(last) else paths
+    if len(set(labels)) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(paths)}")
+    runs = {label: load_run(path, device) for label, path in zip(labels, paths, strict=True)}
+    (first, run), *others = runs.items()
+    for label, other in others:
+        if _tokenizer_id(other) != _tokenizer_id(run):
+            raise ValueError(f"{first} and {label} have different tokenizers: losses per token do not compare")
+    return runs
+
+
+def _tokenizer_id(run: Run) -> str | None:
+    return run.tokenizer.fingerprint if run.tokenizer else None
+
+
+def _evaluate(runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = ()) -> list[Curve]:
+    """Every run on its held-out documents, or on those of its data config with the assignments in `data`."""
+    opened: dict[str, Corpus] = {}
+    curves = []
+    for label, run in runs.items():
+        config = override(run.config.data, data)
+        if str(config) not in opened:
+            opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
+        progress = label if sys.stderr.isatty() else None
+        losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
+        curves.append(Curve(label, losses, run.config.training.context))
+    return curves
+
+
+def _print_curves(curves: Sequence[Curve]) -> None:
+    """A row a bin, a column a run, then a line a run."""
+    width = max(14, *(len(curve.run) + 2 for curve in curves))
+    print(f"{'context':>17}", *(f"{curve.run:>{width}}" for curve in curves), sep="")
+    for bins in zip(*(curve.losses.bins for curve in curves), strict=True):
+        first, last = bins[0].start + 1, bins[0].end
+        name = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        print(f"{name:>17}", *(f"{each.loss:>{width}.4f}" for each in bins), sep="")
+    for run, losses, train_context in curves:
+        best = losses.best
+        print(
+            f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
+            f"best-context loss {best.loss:.4f} at {best.start + 1:,} to {best.end:,}, trained on {train_context:,}"
+        )
+
+
+def _generate(
+    run: Run,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
     if run.tokenizer is None:
-        raise ValueError(f"the data of {options.run} were tokens without a tokenizer: no text can be generated")
-    prompt = options.prompt if options.prompt is not None else _read_text(options.prompt_file)
+        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
     if not prompt:
         raise ValueError("the prompt is empty; a model continues a text of at least one token")
     tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
-    decoder = StreamDecoder(run.tokenizer)
-    sizes = _state_sizes(run.model)
+    decoder, state_nbytes = StreamDecoder(run.tokenizer), _watch_state(run.model)
     started = time.perf_counter()
-    drawn = stream(
-        run.model,
-        tokens,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    drawn = stream(run.model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     print(prompt, end="", flush=True)
     first, count = started, 0
     for token in drawn:
@@ -69,32 +189,23 @@ def generate(options: argparse.Namespace) -> None:
     print(decoder.finish())
     speed = f", {(count - 1) / (ended - first):,.1f} tokens/s" if count > 1 else ""
     print(
-        f"state {sizes[-1]:,} bytes ({human_bytes(sizes[-1])}), "
+        f"state {state_nbytes[0]:,} bytes ({format_bytes(state_nbytes[0])}), "
         f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
         file=sys.stderr,
     )
 
 
-def _state_sizes(model: LanguageModel) -> list[int]:
+def _watch_state(model: LanguageModel) -> list[int]:
     """A list that will hold the bytes of the last state the model gave: `stream` passes on the tokens only."""
-    step, sizes = model.step, [0]
+    step, nbytes = model.step, [0]
 
-    def measured_step(tokens: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, ModelState]:
+    def watched_step(tokens: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, ModelState]:
         logits, state = step(tokens, state)
-        sizes[0] = state.nbytes
+        nbytes[0] = state.nbytes
         return logits, state
 
-    model.step = measured_step  # type: ignore[method-assign]
-    return sizes
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes in decimal units, three digits at most: 39 MB."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    power = 0
-    while count >= 999.5 * 1000**power and power < len(units) - 1:
-        power += 1
-    return f"{count / 1000**power:.3g} {units[power]}"
+    model.step = watched_step  # type: ignore[method-assign]
+    return nbytes
 
 
 def _read_text(file: str) -> str:

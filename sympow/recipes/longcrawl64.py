@@ -26,8 +26,8 @@ def softmax() -> RunConfig:
 
 
 def window() -> RunConfig:
-    """Softmax attention over a sliding window."""
-    return _config("longcrawl64-window", MixerConfig("window"))
+    """Softmax attention over a sliding window of 8,192 tokens."""
+    return _config("longcrawl64-window", MixerConfig("window", {"window": 8192}))
 
 
 def linear() -> RunConfig:

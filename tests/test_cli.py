@@ -1,0 +1,358 @@
+"""The command line: every command, and every expected error in one line without a traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sympow.cli import main
+from sympow.cli.runs import load_run
+from sympow.training import latest, load_checkpoint, read_metrics
+from sympow.training.checkpoint import list_checkpoints
+
+RECIPE = """
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training import RunConfig, TrainingConfig
+
+def power():
+    return _config("tiny-power", "power")
+
+def softmax():
+    return _config("tiny-softmax", "softmax")
+
+def nothing():
+    return 3
+
+def needy(argument):
+    return argument
+
+def _config(name, mixer):
+    return RunConfig(
+        name,
+        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),)),
+        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
+        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, log_every=1, checkpoint_every=2,
+                       evaluate_every=4, evaluation_batches=1),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a corpus, a recipe file, and two finished runs."""
+    folder = tmp_path_factory.mktemp("cli")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        (folder / "corpus").mkdir()
+        for i in range(4):
+            (folder / "corpus" / f"{i}.txt").write_text(f"{i} ± the quick brown fox jumps over it. " * 20)
+        (folder / "tiny.py").write_text(RECIPE.format(corpus=str(folder / "corpus")))
+        for name in ("power", "softmax"):
+            assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
+        yield folder
+
+
+@pytest.fixture
+def fails(capsys):
+    """fails(arguments) runs a command that must fail, and returns its one line."""
+
+    def run(*arguments) -> str:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        lines = err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("sympow: error: "), err
+        return lines[0].removeprefix("sympow: error: ")
+
+    return run
+
+
+def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
+    run = folder / "power"
+    assert json.loads((run / "config.json").read_text())["name"] == "tiny-power"
+    assert (run / "tokenizer.json").exists() and list((run / "tensorboard").iterdir())
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002.pt", "step-00000004.pt"]
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    before = latest(run).stat().st_mtime_ns
+    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{run} has finished already, at step 4 of 4\n" and err == ""
+    assert latest(run).stat().st_mtime_ns == before
+
+
+def test_train_says_what_it_does(folder, tmp_path, capsys):
+    arguments = [
+        "train",
+        f"{folder}/tiny.py:power",
+        "training.steps=2",
+        "--out",
+        str(tmp_path / "run"),
+        "data.pack=false",
+    ]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("finished at step 2 of 2, loss ") and out.count("\n") == 1
+    assert err.startswith("step 2 of 2: loss ") and err.count("\n") == 1
+    config = load_run(tmp_path / "run").config
+    assert (config.training.steps, config.data.pack) == (2, False)  # words before and after an option
+    assert main([*arguments, "training.seed=1", "--restart", "--quiet"]) == 0
+    assert load_run(tmp_path / "run").config.training.seed == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_runs_go_to_a_folder_of_their_name(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", f"{folder}/tiny.py:softmax", "training.steps=1", "--quiet"]) == 0
+    assert latest("runs/tiny-softmax") is not None
+
+
+def test_evaluate_compares_runs(folder, tmp_path, capsys):
+    runs = [str(folder / "power"), str(latest(folder / "softmax"))]
+    files = {name: tmp_path / f"curves.{name}" for name in ("csv", "png")}
+    options = ["--context", "100", "--rows", "3", "--csv", str(files["csv"]), "--plot", str(files["png"])]
+    assert main(["evaluate", runs[0], *options, runs[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["context", "power", "step-00000004.pt"]
+    assert [line.split()[0] for line in lines[1:9]] == ["1", "2", "3", "5", "9", "17", "33", "65"]
+    assert lines[9].startswith("power: mean ") and "3 rows of 100 tokens" in lines[9] and "trained on 32" in lines[9]
+    assert len(files["csv"].read_text().splitlines()) == 1 + 2 * 8
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluate_on_other_data_and_by_default_beyond_the_trained_context(folder, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("other words than those " * 100)
+    assert main(["evaluate", str(folder / "power"), "--data", f"held_out_path={tmp_path}/other.txt"]) == 0
+    other = capsys.readouterr().out
+    assert "of 128 tokens" in other
+    assert main(["evaluate", str(folder / "power")]) == 0
+    assert capsys.readouterr().out != other
+
+
+def test_generate_is_reproducible_and_says_what_it_cost(folder, tmp_path, capsys, monkeypatch):
+    arguments = [
+        "generate",
+        str(folder / "power"),
+        "--max-new-tokens",
+        "30",
+        "--seed",
+        "3",
+        "--top-k",
+        "40",
+        "--top-p",
+        "0.9",
+    ]
+    assert main([*arguments, "--prompt", "the ±"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("the ±") and len(out) > 10
+    state = load_run(folder / "power").model.init_state(1).nbytes
+    assert err.startswith(f"state {state:,} bytes (") and "prefill of 6 tokens " in err and err.endswith(" tokens/s\n")
+    (tmp_path / "prompt").write_text("the ±", encoding="utf-8")
+    assert main([*arguments, "--prompt-file", str(tmp_path / "prompt")]) == 0
+    assert capsys.readouterr().out == out
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt").open(encoding="utf-8"))
+    assert main([*arguments, "--prompt-file", "-"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_generated_state_of_softmax_grows(folder, capsys):
+    def state(new: int) -> int:
+        assert main(["generate", str(folder / "softmax"), "--prompt", "x" * 8, "--max-new-tokens", str(new)]) == 0
+        return int(capsys.readouterr().err.split()[1].replace(",", ""))
+
+    assert state(200) > state(1)
+
+
+def test_sizes_are_the_published_ones(capsys):
+    assert main(["sizes"]) == 0
+    text = capsys.readouterr().out
+    assert "39 MB" in text and "77 MB" in text
+    assert main(["sizes", "small", "--p", "2", "--context", "1024", "--json"]) == 0
+    tables = {table["name"]: table["rows"] for table in json.loads(capsys.readouterr().out)}
+    assert [row["spow"] for row in tables["dimension"]] == [2080]
+    assert main(["sizes", "--key-dim", "32", "--heads", "4", "--layers", "2", "--p", "2", "--json"]) == 0
+    tables = {table["name"]: table["rows"] for table in json.loads(capsys.readouterr().out)}
+    assert tables["power_state"][0]["spow_elements"] == 2 * 4 * 528 * 33
+
+
+def test_demo_trains_compares_and_generates(folder, tmp_path, capsys, monkeypatch):
+    import sympow.cli.commands as commands
+
+    real = commands.load_recipe
+    monkeypatch.setattr(commands, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("finished at step 4 of 4") == 2 and "def main(" in out and "tiny-softmax: mean" in out
+    assert (tmp_path / "demo" / "context_loss.png").exists() and (tmp_path / "demo" / "context_loss.csv").exists()
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--quiet"]) == 0
+    assert capsys.readouterr().out.count("has finished already") == 2
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_words_on_the_command_line(folder, fails):
+    assert fails() == "the following arguments are required: COMMAND (see sympow --help)"
+    assert fails("tarin").startswith("argument COMMAND: invalid choice: 'tarin'")
+    assert fails("train") == "the following arguments are required: RECIPE (see sympow train --help)"
+    assert fails("train", "demo", "--fast").startswith("unrecognized arguments: --fast")
+    assert fails("generate", folder / "power", "--prompt", "x", "more").startswith("unrecognized arguments: more")
+    assert fails("evaluate", folder / "power", "--context", "0").startswith("argument --context: must be at least 1")
+    assert fails("evaluate", folder / "power", "--rows", "x").startswith("argument --rows: invalid integer value: 'x'")
+    assert "one of the arguments --prompt --prompt-file is required" in fails("generate", folder / "power")
+
+
+def test_unknown_recipes(folder, fails):
+    assert fails("train", "dmo") == "unknown recipe 'dmo'; did you mean 'demo'? known: demo, longcrawl64"
+    assert fails("train", "demo:sotfmax").startswith("unknown recipe in demo 'sotfmax'; did you mean 'softmax'?")
+    assert fails("train", "/nowhere/x.py:f") == "no recipe file at /nowhere/x.py"
+    assert fails("train", "no.such.module:f") == "No module named 'no'"
+    tiny = f"{folder}/tiny.py"
+    assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
+    assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
+    assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
+    assert (
+        fails("train", "sympow.recipes:x") == "unknown recipe in sympow.recipes 'x'; known: load_recipe, recipe_names"
+    )
+
+
+def test_unknown_and_wrong_options(folder, fails, tmp_path):
+    def refused(*overrides) -> str:
+        line = fails("train", f"{folder}/tiny.py:power", *overrides, "--out", tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        return line
+
+    assert refused("training.step=3").startswith("unknown field 'training.step'; did you mean 'training.steps'?")
+    assert refused("training.steps=x") == "training.steps takes an integer, got 'x'"
+    assert refused("training.steps=-1") == "training.steps must be at least 1, got -1"
+    assert refused("steps") == "an override is written key=value, got 'steps'"
+    assert "no option 'q'" in refused("model.mixers.0.options.q=1")
+    assert "data held_out must be above 0" in refused("data.held_out=2")
+    assert "device 'warp' cannot be used here" in fails(
+        "generate", folder / "power", "--prompt", "x", "--device", "warp"
+    )
+
+
+def test_missing_and_empty_corpora(folder, fails, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("")
+
+    def refused(path) -> str:
+        return fails("train", f"{folder}/tiny.py:power", f"data.path={path}", "--out", tmp_path / "run")
+
+    assert refused("/nowhere/at/all") == "text corpus does not exist: /nowhere/at/all"
+    assert refused(tmp_path / "empty") == f"text corpus {tmp_path}/empty is empty: no text file in it"
+    assert refused(tmp_path / "blank.txt") == f"text corpus {tmp_path}/blank.txt is empty: its files hold no text"
+    # a mistyped path does not spoil the folder
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+
+
+def test_a_vocabulary_larger_than_the_models(folder, fails, tmp_path):
+    line = fails("train", f"{folder}/tiny.py:power", "model.vocab_size=100", "--out", tmp_path / "run")
+    assert line == "the corpus has a vocabulary of 256 tokens, more than model.vocab_size = 100"
+
+
+def test_another_config_in_the_same_folder(folder, fails):
+    line = fails("train", f"{folder}/tiny.py:power", "training.steps=9", "--out", folder / "power")
+    assert line.startswith(f"{folder}/power holds a run with training.steps = 4, not 9: ")
+
+
+def test_what_is_no_run(folder, fails, tmp_path):
+    assert fails("evaluate", tmp_path) == f"no run at {tmp_path}: it has no config.json"
+    assert fails("generate", tmp_path / "x", "--prompt", "x") == f"no checkpoint at {tmp_path}/x"
+    checkpoint = tmp_path / "step-00000004.pt"
+    good = latest(folder / "power").read_bytes()
+    checkpoint.write_bytes(good[:-1000])
+    assert fails("evaluate", checkpoint) == f"{checkpoint} is truncated"
+    checkpoint.write_text("not a checkpoint")
+    assert fails("evaluate", checkpoint).startswith(f"{checkpoint} is no sympow checkpoint: ")
+    torch.save({"weight": torch.ones(2)}, checkpoint)
+    assert fails("generate", checkpoint, "--prompt", "x").endswith("it has no 'sympow-checkpoint' mark")
+    checkpoint.write_bytes(good)
+    assert "without a tokenizer" in fails("generate", checkpoint, "--prompt", "x")  # taken out of its folder
+
+
+def test_prompts_and_contexts(folder, fails, tmp_path):
+    power = folder / "power"
+    assert (
+        fails("generate", power, "--prompt", "")
+        == "the prompt is empty; a model continues a text of at least one token"
+    )
+    assert fails("generate", power, "--prompt", "x", "--top-k", "0") == "top_k must be an integer of at least 1; got 0"
+    assert fails("generate", power, "--prompt-file", "/nowhere") == "/nowhere: No such file or directory"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in fails("generate", power, "--prompt-file", tmp_path / "binary")
+    assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")
+    assert fails("evaluate", power, power).startswith("a run is given twice: ")
+    assert fails("sizes", "smal").startswith("a preset is one of nano, ")
+
+
+def test_runs_with_different_tokenizers_do_not_compare(folder, fails, tmp_path):
+    bpe = ["data.tokenizer=bpe", "data.vocab_size=260", "model.vocab_size=260", "training.steps=1"]
+    assert main(["train", f"{folder}/tiny.py:power", *bpe, "--out", str(tmp_path / "bpe"), "--quiet"]) == 0
+    assert "power and bpe have different tokenizers" in fails("evaluate", folder / "power", tmp_path / "bpe")
+
+
+def test_traceback_on_request(folder):
+    with pytest.raises(ValueError, match="unknown recipe"):
+        main(["train", "dmo", "--traceback"])
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+
+def command(*arguments, script: str = "", **options) -> subprocess.CompletedProcess:
+    """A command in a process of its own, after a line of Python."""
+    code = f"import sys; {script}\nfrom sympow.cli import main\nsys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent.parent, **options)
+
+
+def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path):
+    """A real write that the system cuts off, as on a full disk; afterwards the run goes on."""
+    run = tmp_path / "run"
+    words = ["train", f"{folder}/tiny.py:power", "--out", str(run), "--quiet"]
+    (good,) = (path for path in list_checkpoints(folder / "power") if path.name == "step-00000002.pt")
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (run / name).write_bytes((folder / "power" / name).read_bytes())
+    (run / "checkpoints" / good.name).write_bytes(good.read_bytes())
+    limit = good.stat().st_size // 2
+    done = command(*words, script=f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"sympow: error: cannot save checkpoint {run}/checkpoints/step-00000004.pt: File too large; "
+        f"the last good one stays: {run}/checkpoints/step-00000002.pt\n"
+    )
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002.pt"]
+    assert main(words) == 0
+    assert torch.equal(*(load_checkpoint(latest(each)).model["embedding.weight"] for each in (run, folder / "power")))
+
+
+def test_a_reader_that_leaves_is_no_error(folder):
+    words = [sys.executable, "-m", "sympow", "sizes"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_parsing_needs_nothing_heavy():
+    """The parser alone, so that help comes at once: no part of sympow but the command line, and no numpy."""
+    script = (
+        "import sys, types; package = types.ModuleType('sympow'); package.__path__ = ['sympow']; "
+        "sys.modules['sympow'] = package; import sympow.cli; sympow.cli.parser().format_help(); "
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('sympow', 'torch', 'numpy')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert done.stdout == "['sympow', 'sympow.cli']\n", done.stderr
