@@ -21,8 +21,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sympow.ops.cost import power_flops
 from sympow.ops.feature_map import multinomials, spow, spow_dim, spow_offset
 from sympow.ops.types import PowerState
+
+# What else takes time, in floating-point operations of matrix products that take as long, measured on two CPU cores:
+# a score's passes from decay to power, an element of phi, a call into torch; and how many calls a chunk and one block
+# of its scores make, apart from those that form phi.
+_SCORE_FLOPS, _FEATURE_FLOPS, _CALL_FLOPS = 40, 8, 8e5
+_CHUNK_CALLS, _BLOCK_CALLS = 30, 12
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 _SCORE_ROWS = 128
@@ -84,8 +91,29 @@ def step(
     return out.flatten(2, 3).to(v.dtype), PowerState(s, z, p, key_dim)
 
 
-def chunk_size(time: int, *, p: int, heads: int, key_dim: int, value_dim: int, has_state: bool) -> int:
-    return min(time, 256)
+def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool = False) -> int:
+    """The chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
+
+    has_state: a state comes in or goes out, so that even a single chunk meets one.
+    """
+    (batch, time, groups, key_dim), value_dim = k.shape, v.shape[3]
+    rows = q.shape[2] // groups
+    dim = spow_dim(key_dim, p)
+    feature = _FEATURE_FLOPS * dim + (2 * dim * (value_dim + 1))
+
+    def cost(chunk: int) -> float:
+        flops = power_flops(time, key_dim, value_dim, p, chunk, heads=rows)
+        flops += _SCORE_FLOPS * rows * time * chunk / 2
+        chunks = -(-time // chunk)
+        first, last = chunk, time - (chunks - 1) * chunk
+        flops += _FEATURE_FLOPS * dim * (rows * (time - first) + time - last)
+        flops += feature * (rows * first + last) if has_state else 0
+        calls = _CHUNK_CALLS + _BLOCK_CALLS * rows * chunk / _SCORE_ROWS
+        calls += 2 * (p - 1) * key_dim if chunks > 1 or has_state else 0
+        return flops * batch * groups + _CALL_FLOPS * calls * chunks
+
+    sizes = [2**i for i in range(6, 14) if 2**i < time]
+    return min([*sizes, time], key=cost)
 
 
 class _Options(NamedTuple):

@@ -130,8 +130,7 @@ def power_attention_step(
 def _eager(q, k, v, log_g, state, *, chunk_size, return_state, **options):
     if chunk_size is None:
         has_state = state is not None or return_state
-        shape = {"heads": q.shape[2] // k.shape[2], "key_dim": q.shape[3], "value_dim": v.shape[3]}
-        chunk_size = eager.chunk_size(q.shape[1], p=options["p"], has_state=has_state, **shape)
+        chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)
     return eager.chunked(q, k, v, log_g, state, chunk_size=chunk_size, return_state=return_state, **options)
 
 

@@ -1,0 +1,68 @@
+"""How time and memory are measured."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def milliseconds(call: Callable[[], object], device: str, *, least: int = 3, budget: float = 2.0) -> float:
+    """Median time of a call: at least `least` calls, more while they fit in `budget` seconds, after one to warm up."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    timed()
+    times: list[float] = []
+    while len(times) < least or (sum(times) < budget * 1e3 and len(times) < 100):
+        times.append(timed())
+    return statistics.median(times)
+
+
+def peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
+    """What the process holds at the peak of a call, beyond what it held before and the tensors that the call returns.
+
+    Of the CPU, and Linux only. Meant for a fresh process: memory that an earlier call freed but the allocator kept
+    would hide a part.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    before = _status("VmRSS")
+    kept = call()
+    return _status("VmHWM") - before - sum(x.nbytes for x in kept)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def commit() -> str:
+    """The commit that is measured; with a + if files differ from it."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def processor(device: str) -> str:
+    """The device by name, and for a CPU how many threads were used."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    names = [
+        x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")
+    ]
+    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
