@@ -88,7 +88,7 @@ def train(
     current step with a checkpoint; a second one ends it at once.
 
     Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
-    or its gradient is not finite (the weights of that step are not kept), CheckpointError where a checkpoint
+    or its gradient is not finite (that step is not saved), CheckpointError where a checkpoint
     cannot be read or written.
     """
     settings = config.training
@@ -168,10 +168,7 @@ def _train_step(
     settings: TrainingConfig,
     device: torch.device,
 ) -> tuple[float, float, int]:
-    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets).
-
-    Where loss or norm is not finite the weights stay as they were.
-    """
+    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets)."""
     targets = sum(int((rows.targets != -100).sum()) for rows in passes)
     if targets == 0:
         raise ValueError("a training step needs at least one target; every target of this one is -100")
@@ -182,12 +179,10 @@ def _train_step(
         loss.backward()
         total += loss.detach()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
-    mean = float(total)
-    if math.isfinite(mean) and math.isfinite(norm):
-        set_learning_rate(optimizer, rate)
-        optimizer.step()
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return mean, norm, targets
+    return float(total), norm, targets
 
 
 @torch.no_grad()

@@ -141,8 +141,13 @@ def test_damaged(tmp_path):
 
 
 class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
     def __reduce__(self):
-        return (os.abort, ())
+        return os.mkdir, (str(self.folder),)
 
 
 def test_foreign_files(tmp_path):
@@ -151,13 +156,15 @@ def test_foreign_files(tmp_path):
     assert refusal(path).endswith("is no sympow checkpoint: it is empty")
     path.write_bytes(b"hello world")
     assert refusal(path).endswith("is no sympow checkpoint: it is not an archive as torch.save writes it")
-    path.write_bytes(pickle.dumps(Evil()))
+    evil = Evil(tmp_path / "executed")
+    path.write_bytes(pickle.dumps(evil))
     assert refusal(path).endswith("it is not an archive as torch.save writes it")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", "b")
     assert refusal(path).endswith("it is not an archive of plain tensors")
-    torch.save({"format": Evil()}, path)  # must be refused, not executed
+    torch.save({"format": evil}, path)
     assert refusal(path).endswith("it is not an archive of plain tensors")
+    assert not evil.folder.exists()
     torch.save(nn.Linear(2, 2).state_dict(), path)
     assert refusal(path).endswith("is no sympow checkpoint: it has no 'sympow-checkpoint' mark")
     torch.save([1, 2], path)

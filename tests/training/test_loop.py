@@ -90,7 +90,6 @@ def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_
 
 
 def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_config, make_batches):
-    before = torch.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         config = make_config(steps=3, seed=seed)
         train(config, make_batches(config), tmp_path / name, quiet=True)
@@ -98,7 +97,7 @@ def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_
     assert same_end(tmp_path / "a", tmp_path / "b")
     weights = [load_model(tmp_path / name).model.embedding.weight for name in "ac"]
     assert not torch.equal(*weights)
-    torch.set_rng_state(before)
+    before = torch.manual_seed(1234).get_state()
     train(make_config(steps=1, warmup_steps=1), make_batches(make_config()), tmp_path / "d", quiet=True)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -145,6 +144,20 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(make_config, make_batch
     torch.testing.assert_close(split_grad, grad, rtol=1e-4, atol=1e-7)
     model = LanguageModel(config.model, seed=0)
     assert loss == pytest.approx(float(model.token_losses(whole.tokens, targets).sum().detach()) / 19, rel=1e-6)
+
+
+def test_the_held_out_loss_is_taken_in_evaluation_mode(tmp_path, make_config, make_batches, monkeypatch):
+    real, modes = module._loss_sum, []
+
+    def observed(model, *rest):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return real(model, *rest)
+
+    monkeypatch.setattr(module, "_loss_sum", observed)
+    config = make_config(steps=3, evaluate_every=2, evaluation_batches=1)
+    train(config, make_batches(config), tmp_path / "run", held_out=make_batches(config), quiet=True)
+    training, evaluating = (True, True), (False, False)
+    assert modes == [training, training, evaluating, training, evaluating]
 
 
 def test_gradients_are_clipped(tmp_path, make_config, make_batches, monkeypatch):
