@@ -55,10 +55,12 @@ def test_seed_decides_the_tokens_and_nothing_else_is_touched():
 
 def test_stream_gives_the_tokens_of_generate_and_leaves_gradients_on():
     options = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "seed": 3}
-    streamed = []
-    for token in stream(model(), prompt(), 12, **options):
-        assert torch.is_grad_enabled() and not token.requires_grad
+    built, streamed, inside = model(), [], []
+    built.final_norm.register_forward_hook(lambda *_: inside.append(torch.is_grad_enabled()))
+    for token in stream(built, prompt(), 12, **options):
+        assert torch.is_grad_enabled()
         streamed.append(token)
+    assert len(inside) == 12 and not any(inside)
     assert torch.equal(torch.stack(streamed, dim=1), generate(model(), prompt(), 12, **options).tokens)
 
 

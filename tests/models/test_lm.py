@@ -149,6 +149,19 @@ def test_bfloat16_autocast_is_close_to_float32():
     assert (half - losses).abs().mean() < 0.03 * losses.mean()
 
 
+@torch.no_grad()
+def test_bfloat16_weights():
+    built, x = model().float(), tokens()
+    losses = built.token_losses(x, x)
+    half = built.bfloat16().token_losses(x, x)
+    assert half.dtype == torch.float32 and built(x).dtype == torch.bfloat16
+    assert (half - losses).abs().mean() < 0.05 * losses.mean()
+    logits, state = built.step(x[:, :20], built.init_state(2))
+    for t in range(20, 30):
+        logits, state = built.step(x[:, t : t + 1], state)
+    assert (logits - built(x)[:, -1]).abs().mean() < 0.05 * logits.abs().mean()
+
+
 def test_weights_save_and_load(tmp_path):
     built, other = model(), model(seed=1)
     torch.save(built.state_dict(), tmp_path / "model.pt")
