@@ -10,8 +10,7 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0; 2 after an error, told in one line on stderr; 130 after
-    Ctrl-C.
+    """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
 
     A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
     """

@@ -1,5 +1,4 @@
-"""A run is a Python function that returns a `RunConfig`; this package holds the recipes of the project, one
-file each.
+"""A run is a Python function that returns a `RunConfig`; this package holds those of the project, by subject.
 
 A recipe is named by its file and function, "demo:softmax"; without a function it is the first one of the
 file. Recipes of one's own are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".

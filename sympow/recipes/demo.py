@@ -1,5 +1,4 @@
-"""The demonstration: a small model on the source of Python's standard library, with power attention and with
-softmax.
+"""The demonstration: power attention beside softmax attention, on the source of Python's standard library.
 
 The two recipes differ in the mixer alone.
 """

@@ -82,7 +82,7 @@ def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], kee
             raise
         last = latest(run_dir)
         kept = f"the last good one stays: {last}" if last else "there is no older one"
-        raise CheckpointError(f"cannot save checkpoint {path}: {cause.strerror}; {kept}") from error
+        raise CheckpointError(f"cannot save checkpoint {path}: {cause.strerror or cause}; {kept}") from error
     unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote
     for old in [*list_checkpoints(run_dir)[:-keep], *unfinished]:
         old.unlink()

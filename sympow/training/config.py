@@ -185,9 +185,7 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
 
 
 def check_fields(cls: type, values: Any, kind: str) -> None:
-    """Raises TypeError unless `values` is a dict, ValueError at the first key that is no field of dataclass
-    `cls`.
-    """
+    """Raises TypeError unless `values` is a dict, ValueError at a key that is no field of the dataclass `cls`."""
     if not isinstance(values, dict):
         raise TypeError(f"the {kind} config must be a dict of fields, got {values!r}")
     known = [f.name for f in fields(cls)]

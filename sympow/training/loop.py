@@ -1,6 +1,4 @@
-"""The training loop: batches in, a run folder with metrics and checkpoints out; it goes on where it was
-stopped.
-"""
+"""The training loop: batches in, a run folder with metrics and checkpoints out; it goes on where it was stopped."""
 
 import math
 import os
@@ -198,9 +196,7 @@ def held_out_loss(model: LanguageModel, rows: RowSource, settings: TrainingConfi
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device `name` stands for; "auto" is CUDA where there is one, else the CPU. ValueError if it
-    is none.
-    """
+    """The torch device of a name, "auto" being CUDA where there is one, else the CPU; ValueError if it is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -231,9 +227,7 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> Checkpoint | None:
-    """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is
-    none.
-    """
+    """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is none."""
     path = latest(run_dir)
     if path is None:
         return None

@@ -64,9 +64,7 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
 
 
 class LoadedModel(NamedTuple):
-    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained
-    for.
-    """
+    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for."""
 
     model: LanguageModel
     config: RunConfig
