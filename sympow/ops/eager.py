@@ -14,7 +14,7 @@ where phi(k_i) does, as exp(-L_i), and phi is homogeneous of degree p: hence dL_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,17 +22,19 @@ import torch
 from torch import Tensor
 
 from sympow.ops.cost import power_flops
-from sympow.ops.feature_map import multinomials, spow, spow_dim, spow_offset
+from sympow.ops.feature_map import multinomials, spow, spow_dim, spow_indices, spow_offset
 from sympow.ops.types import PowerState
 
 # What else takes time, in floating-point operations of matrix products that take as long, measured on two CPU cores:
 # a score's passes from decay to power, an element of phi, a call into torch; and how many calls a chunk and one block
 # of its scores make, apart from those that form phi.
-_SCORE_FLOPS, _FEATURE_FLOPS, _CALL_FLOPS = 40, 8, 8e5
-_CHUNK_CALLS, _BLOCK_CALLS = 30, 12
+_SCORE_FLOPS, _FEATURE_FLOPS, _CALL_FLOPS = 16, 16, 2e6
+_CHUNK_CALLS, _BLOCK_CALLS = 100, 12
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 _SCORE_ROWS = 128
+# First indices of monomials are taken in at most this many groups: few calls, at the price of some rows twice.
+_GROUPS = 8
 # Elements of phi formed at once, over all heads: small enough to stay in a cache.
 _TILE_ELEMENTS = 1 << 19
 
@@ -99,17 +101,17 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
     (batch, time, groups, key_dim), value_dim = k.shape, v.shape[3]
     rows = q.shape[2] // groups
     dim = spow_dim(key_dim, p)
-    feature = _FEATURE_FLOPS * dim + (2 * dim * (value_dim + 1))
 
     def cost(chunk: int) -> float:
-        flops = power_flops(time, key_dim, value_dim, p, chunk, heads=rows)
-        flops += _SCORE_FLOPS * rows * time * chunk / 2
         chunks = -(-time // chunk)
+        flops: float = power_flops(time, key_dim, value_dim, p, chunk, heads=rows)
+        flops += _SCORE_FLOPS * rows * time * (chunk + _SCORE_ROWS) / 2
+        # Chunk 0 reads no state and the last makes none, unless one comes in or goes out.
         first, last = chunk, time - (chunks - 1) * chunk
-        flops += _FEATURE_FLOPS * dim * (rows * (time - first) + time - last)
-        flops += feature * (rows * first + last) if has_state else 0
-        calls = _CHUNK_CALLS + _BLOCK_CALLS * rows * chunk / _SCORE_ROWS
-        calls += 2 * (p - 1) * key_dim if chunks > 1 or has_state else 0
+        meetings = (rows + 1) * time - (0 if has_state else rows * first + last)
+        flops += _FEATURE_FLOPS * dim * meetings
+        flops += 2 * dim * (value_dim + 1) * (rows * first + last) if has_state else 0
+        calls = _CHUNK_CALLS + _BLOCK_CALLS * chunk / _SCORE_ROWS
         return flops * batch * groups + _CALL_FLOPS * calls * chunks
 
     sizes = [2**i for i in range(6, 14) if 2**i < time]
@@ -125,117 +127,148 @@ class _Options(NamedTuple):
     return_state: bool
 
 
-class _Tile(NamedTuple):
-    """Rows [start, stop) of the state: the monomials whose first index lies in [first, last)."""
+class _Group(NamedTuple):
+    """Rows [start, stop) of the state: x_first to x_(last-1), each times the monomials one degree lower from `rest` on."""
 
     first: int
     last: int
+    rest: int
     start: int
     stop: int
 
 
-@lru_cache(maxsize=64)
-def _tiles(key_dim: int, p: int, max_rows: int) -> tuple[_Tile, ...]:
-    """Cuts the D rows between first indices, into tiles of at most max_rows where one first index allows it."""
-    tiles: list[_Tile] = []
-    for a in range(key_dim):
-        start, stop = spow_offset(key_dim, p, a), spow_offset(key_dim, p, a + 1)
-        if tiles and stop - tiles[-1].start <= max_rows:
-            tiles[-1] = tiles[-1]._replace(last=a + 1, stop=stop)
+class _Basis:
+    """The rows of the state inside this file, for one K and p.
+
+    Row (a, t) is the monomial x_a x_t1 ... x_t(p-1), for t sorted. First indices stand in groups, [first, last), that
+    share the tuples t from x_first on: a group is one product of a few rows with many, at the price that a monomial
+    with several factors in one group has a row for each. Such rows share its weight.
+    """
+
+    def __init__(self, key_dim: int, p: int):
+        self.groups: list[_Group] = []
+        if p == 1:
+            index = torch.arange(key_dim)
         else:
-            tiles.append(_Tile(a, a + 1, start, stop))
-    return tuple(tiles)
+            lower, tuples, start = spow_indices(key_dim, p - 1), [], 0
+            width = -(-key_dim // _GROUPS)
+            for first in range(0, key_dim, width):
+                last, rest = min(first + width, key_dim), spow_offset(key_dim, p - 1, first)
+                tail = lower[rest:]
+                heads = torch.arange(first, last).repeat_interleave(len(tail))
+                tuples.append(torch.cat([heads[:, None], tail.repeat(last - first, 1)], dim=1))
+                self.groups.append(_Group(first, last, rest, start, start + len(heads)))
+                start += len(heads)
+            # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+            base = key_dim ** torch.arange(p - 1, -1, -1)
+            numbers = (torch.cat(tuples).sort(dim=1).values * base).sum(1)
+            index = torch.searchsorted((spow_indices(key_dim, p) * base).sum(1), numbers)
+        self.index = index  # of each row, the row of the public state (M7) that holds its monomial
+        self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
+        self.representative[index] = torch.arange(len(index))
+        public = multinomials(key_dim, p)
+        self.roots = public.sqrt()
+        self.weights = (public / index.bincount())[index]
+
+
+_basis = lru_cache(maxsize=64)(_Basis)
 
 
 class _Features:
     """The monomials of x [N, K, C] (heads, channels, time), formed a tile of rows at a time.
 
-    Three things are done with them, for a state [N, D, V'] and rows of values [N, C, V']: `read`, `accumulate`, and the
+    Three things are done with them, for a state [N, V', D] and values [N, V', C]: `read`, `accumulate`, and the
     gradient of `read` with respect to x.
     """
 
     def __init__(self, x: Tensor, p: int):
         self.x, self.p = x, p
         self.heads, self.key_dim, self.time = x.shape
-        max_rows = max(1, _TILE_ELEMENTS // max(1, self.heads * self.time))
-        self.tiles = _tiles(self.key_dim, p, max_rows) if p > 1 else (_Tile(0, self.key_dim, 0, self.key_dim),)
-        # levels[m] holds the monomials of degree m + 1; those of degree p are only formed in tiles.
+        self.groups = _basis(self.key_dim, p).groups
+        # levels[m] holds the monomials of degree m + 1 in the order of (M7); those of degree p are formed in tiles.
         self.levels = [x]
         for degree in range(2, p):
             level = x.new_empty(self.heads, spow_dim(self.key_dim, degree), self.time)
-            self._fill(level, degree, 0, self.key_dim)
+            for a, rows, rest in self._blocks(degree):
+                torch.mul(x[:, a : a + 1], self.levels[-1][:, rest:], out=level[:, rows])
             self.levels.append(level)
 
     def read(self, state: Tensor) -> Tensor:
-        """phi(x)^T state: [N, C, V']."""
-        out = state.new_zeros(self.heads, self.time, state.shape[2])
-        for tile, phi in self._formed():
-            out.baddbmm_(phi.transpose(1, 2), state[:, tile.start : tile.stop])
+        """state phi(x): [N, V', C]."""
+        out = state.new_zeros(self.heads, state.shape[1], self.time)
+        for rows, phi in self._tiles():
+            out += state[:, :, rows] @ phi
         return out
 
     def accumulate(self, state: Tensor, values: Tensor) -> None:
-        """state += phi(x) values."""
-        for tile, phi in self._formed():
-            state[:, tile.start : tile.stop].baddbmm_(phi, values)
+        """state += values phi(x)^T."""
+        for rows, phi in self._tiles():
+            state[:, :, rows] += values @ phi.transpose(1, 2)
 
     def read_gradient(self, state: Tensor, dout: Tensor) -> Tensor:
         """The gradient [N, K, C] of `read` with respect to x."""
-        dout = dout.transpose(1, 2).contiguous()
+        if self.p == 1:
+            return state.transpose(1, 2) @ dout
         dlevels = [torch.zeros_like(level) for level in self.levels]
-        for tile in self.tiles:
-            dphi = state[:, tile.start : tile.stop] @ dout
-            if self.p == 1:
-                return dphi
-            self._unfill(dphi, dlevels, self.p, tile.first, tile.last)
+        for first, last, rest, start, stop in self.groups:
+            dphi = (state[:, :, start:stop].transpose(1, 2) @ dout).unflatten(1, (last - first, -1))
+            dlevels[-1][:, rest:] += (self.x[:, first:last, None] * dphi).sum(1)
+            dlevels[0][:, first:last] += dphi.mul_(self.levels[-1][:, None, rest:]).sum(2)
         for degree in range(self.p - 1, 1, -1):
-            self._unfill(dlevels[degree - 1], dlevels, degree, 0, self.key_dim)
+            lower, dlower, dlevel = self.levels[degree - 2], dlevels[degree - 2], dlevels[degree - 1]
+            for a, rows, rest in self._blocks(degree):
+                dlower[:, rest:].addcmul_(self.x[:, a : a + 1], dlevel[:, rows])
+                dlevels[0][:, a] += (lower[:, rest:] * dlevel[:, rows]).sum(1)
         return dlevels[0]
 
-    def _formed(self) -> Iterator[tuple[_Tile, Tensor]]:
-        """Every tile with its features [N, rows, C]; a tile's features are overwritten by the next one's."""
+    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the state and their features [N, rows, C]; a tile's features are overwritten by the next one's."""
         if self.p == 1:
-            yield self.tiles[0], self.x
+            yield slice(0, self.key_dim), self.x
             return
-        buffer = self.x.new_empty(self.heads * max(t.stop - t.start for t in self.tiles) * self.time)
-        for tile in self.tiles:
-            rows = tile.stop - tile.start
-            phi = buffer[: self.heads * rows * self.time].view(self.heads, rows, self.time)
-            self._fill(phi, self.p, tile.first, tile.last)
-            yield tile, phi
+        most = max(1, _TILE_ELEMENTS // max(1, self.heads * self.time))
+        tiles: list[list[_Group]] = []
+        for group in self.groups:
+            if tiles and group.stop - tiles[-1][0].start <= most:
+                tiles[-1].append(group)
+            else:
+                tiles.append([group])
+        rows = [tile[-1].stop - tile[0].start for tile in tiles]
+        buffer = self.x.new_empty(self.heads * max(rows) * self.time)
+        for tile, count in zip(tiles, rows, strict=True):
+            phi = buffer[: self.heads * count * self.time].view(self.heads, count, self.time)
+            origin = tile[0].start
+            for first, last, rest, start, stop in tile:
+                out = phi[:, start - origin : stop - origin].unflatten(1, (last - first, -1))
+                torch.mul(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out=out)
+            yield slice(origin, origin + count), phi
 
-    def _blocks(self, degree: int, first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
-        """Each first index a in [first, last), the rows it takes, and the rows of one degree less that x_a multiplies.
+    def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
+        """For a level below p: each first index a, the rows it takes, and from where on x_a multiplies the level below.
 
-        Those are the monomials in the channels from a on: a suffix of the lexicographic list.
+        What it multiplies are the monomials in the channels from a on: a suffix of the lexicographic list.
         """
         row, end = 0, spow_dim(self.key_dim, degree - 1)
-        for a in range(first, last):
-            start = spow_offset(self.key_dim, degree - 1, a)
-            yield a, slice(row, row + end - start), slice(start, end)
-            row += end - start
-
-    def _fill(self, out: Tensor, degree: int, first: int, last: int) -> None:
-        lower = self.levels[degree - 2]
-        for a, rows, rest in self._blocks(degree, first, last):
-            torch.mul(self.x[:, a : a + 1], lower[:, rest], out=out[:, rows])
-
-    def _unfill(self, dout: Tensor, dlevels: list[Tensor], degree: int, first: int, last: int) -> None:
-        lower, dlower = self.levels[degree - 2], dlevels[degree - 2]
-        for a, rows, rest in self._blocks(degree, first, last):
-            dlower[:, rest].addcmul_(self.x[:, a : a + 1], dout[:, rows])
-            dlevels[0][:, a] += (lower[:, rest] * dout[:, rows]).sum(1)
+        for a in range(self.key_dim):
+            rest = spow_offset(self.key_dim, degree - 1, a)
+            yield a, slice(row, row + end - rest), rest
+            row += end - rest
 
 
 class _Chunk(NamedTuple):
-    """One chunk of the inputs, N = B G heads; the R query heads of a group lie one after the other along time."""
+    """One chunk of the inputs, filled up with zeros to whole blocks of scores; N = B G heads, time last."""
 
-    q: Tensor  # [N, K, R C], times scale
+    q: Tensor  # [N, K, R, C], times scale
     k: Tensor  # [N, K, C]
-    v: Tensor  # [N, C, V + 1], the last column 1
-    past: Tensor  # [N, R C, 1]: what is left, at each query, of the state from before
-    kept: Tensor  # [N, C, 1]: what is left of each token at the chunk's end
-    left: Tensor  # [N, 1, 1]: what is left, at the chunk's end, of the state from before
+    v: Tensor  # [N, V + 1, C], the last channel 1
+    past: Tensor  # [N, 1, 1, C]: what is left, at each query, of the state from before
+    kept: Tensor  # [N, 1, C]: what is left of each token at the chunk's end
     decay: Tensor | None  # [N, C]: log decay from the chunk's start up to and with each token
+
+    @property
+    def left(self) -> Tensor:
+        """What is left, at the chunk's end, of the state from before: [N, 1, 1]."""
+        return self.past[..., -1]
 
 
 class _Sequence:
@@ -246,52 +279,66 @@ class _Sequence:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.batch, self.time, self.groups, self.key_dim = k.shape
         self.rows = q.shape[2] // self.groups  # R
-        self.weights = multinomials(self.key_dim, options.p).to(q.device, self.dtype)[:, None]
-        self.spans = [slice(i, min(i + options.chunk_size, self.time)) for i in range(0, self.time, options.chunk_size)]
+        self.basis = _basis(self.key_dim, options.p)
+        self.weights = self.basis.weights.to(q.device, self.dtype)
+        size = options.chunk_size
+        self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
 
     def chunk(self, span: slice) -> _Chunk:
-        q = self.queries(self.q[:, span]).transpose(1, 2).mul(self.options.scale).contiguous()
-        k = self.keys(self.k[:, span]).transpose(1, 2).contiguous()
-        v = self.keys(self.v[:, span])
-        v = torch.cat([v, v.new_ones(*v.shape[:2], 1)], dim=2)
+        q = self.queries(self.q[:, span]).mul_(self.options.scale)
+        k, v = self.keys(self.k[:, span]), self.keys(self.v[:, span], ones=True)
         if self.log_g is None:
             one = v.new_ones(1, 1, 1)
-            return _Chunk(q, k, v, one, one, one, None)
-        decay = self.keys(self.log_g[:, span, :, None])[..., 0].cumsum(1)
-        past = decay.exp().repeat(1, self.rows)[..., None]
-        kept = (decay[:, -1:] - decay).exp()[..., None]
-        return _Chunk(q, k, v, past, kept, past[:, -1:], decay)
+            return _Chunk(q, k, v, one[None], one, None)
+        decay = self.keys(self.log_g[:, span, :, None])[:, 0].cumsum(1)
+        return _Chunk(q, k, v, decay.exp()[:, None, None], (decay[:, -1:] - decay).exp()[:, None], decay)
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, C, H, *] -> [N, R C, *]."""
-        grouped = x.to(self.dtype).unflatten(2, (self.groups, self.rows))
-        return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+        """[B, C, H, *] -> a new [N, *, R, C], C filled up."""
+        grouped = x.unflatten(2, (self.groups, self.rows)).permute(0, 2, 4, 3, 1)
+        out = self._filled(grouped.shape)
+        out[..., : x.shape[1]] = grouped
+        return out.flatten(0, 1)
 
-    def from_queries(self, x: Tensor) -> Tensor:
-        """[N, R C, *] -> [B, C, H, *]."""
-        grouped = x.unflatten(1, (self.rows, x.shape[1] // self.rows)).unflatten(0, (self.batch, self.groups))
-        return grouped.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    def keys(self, x: Tensor, ones: bool = False) -> Tensor:
+        """[B, C, G, *] -> a new [N, *, C], C filled up, with one more channel of ones if asked."""
+        grouped = x.permute(0, 2, 3, 1)
+        out = self._filled((*grouped.shape[:2], grouped.shape[2] + ones, grouped.shape[3]))
+        out[:, :, : grouped.shape[2], : x.shape[1]] = grouped
+        out[:, :, grouped.shape[2] :] = 1
+        return out.flatten(0, 1)
 
-    def keys(self, x: Tensor) -> Tensor:
-        """[B, C, G, *] -> [N, C, *]."""
-        return x.to(self.dtype).transpose(1, 2).flatten(0, 1)
+    def _filled(self, shape: Sequence[int]) -> Tensor:
+        """An uninitialised tensor for `shape` with whole blocks of scores along time, zero where that is longer."""
+        *channels, time = shape
+        out = self.q.new_empty(*channels, _whole_blocks(time), dtype=self.dtype)
+        out[..., time:] = 0
+        return out
 
-    def from_keys(self, x: Tensor) -> Tensor:
-        """[N, C, *] -> [B, C, G, *]."""
-        return x.unflatten(0, (self.batch, self.groups)).transpose(1, 2)
+    def from_queries(self, x: Tensor, span: slice) -> Tensor:
+        """[N, *, R, C] -> [B, span, H, *]."""
+        grouped = x.unflatten(0, (self.batch, self.groups))[..., : span.stop - span.start]
+        return grouped.permute(0, 4, 1, 3, 2).flatten(2, 3)
+
+    def from_keys(self, x: Tensor, span: slice) -> Tensor:
+        """[N, *, C] -> [B, span, G, *]."""
+        return x.unflatten(0, (self.batch, self.groups))[..., : span.stop - span.start].permute(0, 3, 1, 2)
 
     def state(self, s: Tensor | None, z: Tensor | None) -> Tensor:
-        """The state in the monomial basis, s and z side by side: [N, D, V + 1], to be written to."""
-        rows, width = len(self.weights), self.v.shape[3] + 1
+        """The state in the basis of this file, s and z side by side: [N, V + 1, D], to be written to."""
         if s is None and z is None:
-            return self.q.new_zeros(self.batch * self.groups, rows, width, dtype=self.dtype)
-        s = self.q.new_zeros(self.batch, self.groups, rows, width - 1) if s is None else s
-        z = self.q.new_zeros(self.batch, self.groups, rows) if z is None else z
-        return torch.cat([s, z[..., None]], dim=3).flatten(0, 1).to(self.dtype) / self.weights.sqrt()
+            shape = (self.batch * self.groups, self.v.shape[3] + 1, len(self.weights))
+            return self.q.new_zeros(shape, dtype=self.dtype)
+        public = (self.batch, self.groups, len(self.basis.roots))
+        s = self.q.new_zeros(*public, self.v.shape[3]) if s is None else s
+        z = self.q.new_zeros(public) if z is None else z
+        both = torch.cat([s, z[..., None]], dim=3).to(self.dtype).flatten(0, 1).transpose(1, 2)
+        return (both / self.basis.roots.to(both))[:, :, self.basis.index.to(both.device)].contiguous()
 
     def public_state(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `state`: s [B, G, D, V] and z [B, G, D] in the basis (M7)."""
-        state = (state * self.weights.sqrt()).unflatten(0, (self.batch, self.groups))
+        state = state[:, :, self.basis.representative.to(state.device)] * self.basis.roots.to(state)
+        state = state.transpose(1, 2).unflatten(0, (self.batch, self.groups))
         return state[..., :-1].contiguous(), state[..., -1].contiguous()
 
     def advance(self, state: Tensor, chunk: _Chunk) -> None:
@@ -300,34 +347,102 @@ class _Sequence:
         _Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
 
     def attend(self, chunk: _Chunk, state: Tensor | None) -> Tensor:
-        """Numerator and normalizer of a chunk's outputs (M11), side by side: [N, R C, V + 1]."""
+        """Numerator and normalizer of a chunk's outputs (M11), side by side: [N, V + 1, R, C]."""
         if state is None:
-            total = chunk.v.new_zeros(chunk.q.shape[0], chunk.q.shape[2], chunk.v.shape[2])
+            total = chunk.q.new_zeros(chunk.q.shape[0], chunk.v.shape[1], *chunk.q.shape[2:])
         else:
-            total = _Features(chunk.q, self.options.p).read(state * self.weights).mul_(chunk.past)
-        for rows, keys, s, b in _scores(chunk):
-            total[:, rows].baddbmm_(_power(s, self.options.p).mul_(b), chunk.v[:, keys])
+            total = _Features(chunk.q.flatten(2), self.options.p).read(state * self.weights)
+            total = total.unflatten(2, chunk.q.shape[2:]).mul_(chunk.past)
+        for block in _score_blocks(chunk):
+            weight = block.decayed(_power(block.scores(), self.options.p))
+            block.add_rows(total, (block.v @ weight), block.row_decay)
         return total
 
 
-def _scores(chunk: _Chunk) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """The chunk's own scores s and decays b (M1), (M2), zero in the future, in blocks: query rows, keys, s, b."""
-    time = chunk.k.shape[2]
-    block = min(_SCORE_ROWS, time)
-    causal = torch.ones(block, block, dtype=torch.bool, device=chunk.k.device).tril()
-    for start in range(0, time, block):
-        stop = min(start + block, time)
-        keys, here = slice(0, stop), causal[: stop - start, : stop - start]
-        if chunk.decay is None:
-            b = chunk.k.new_ones(1, stop - start, stop)
-            b[..., start:] = here
-        else:
-            b = chunk.decay[:, start:stop, None] - chunk.decay[:, None, keys]
-            b[..., start:].masked_fill_(~here, -torch.inf)
-            b.exp_()
-        for first in range(start, chunk.q.shape[2], time):  # the heads of the group share their decays
-            rows = slice(first, first + stop - start)
-            yield rows, keys, chunk.q[:, :, rows].transpose(1, 2) @ chunk.k[:, :, keys], b
+class _Block:
+    """Scores of some query rows with some keys: s [M, n, R c], keys along dim 1, rows of the group's heads along dim 2.
+
+    Either all blocks on the diagonal as one batch, M = N blocks of c rows and n = c keys, with a decay (or just a mask)
+    for each score; or one block of rows, M = N, with all n keys before it. Then the decay from key to row is that from
+    the key to the block's start times that from there to the row, both at most 1, and no score needs an exponential.
+    """
+
+    def __init__(self, chunk: _Chunk, index: int | None):
+        self.index, self.size = index, min(_SCORE_ROWS, chunk.k.shape[2])
+        self.q, self.k, self.v = self.rows(chunk.q), self.keys(chunk.k), self.keys(chunk.v)
+        self.row_decay: Tensor | None = None
+        self.key_decay: Tensor | None = None
+        self.pair_decay: Tensor | None = None
+        if index is None:
+            future = chunk.k.new_full((self.size, self.size), -torch.inf).tril(-1)  # keys along dim 0, rows along dim 1
+            pair = future[None]
+            if chunk.decay is not None:
+                decay = self.keys(chunk.decay[:, None])
+                pair = (decay - decay.transpose(1, 2)).add_(future)
+            self.pair_decay = pair.exp()[:, :, None]  # [M, n, 1, c]
+        elif chunk.decay is not None:
+            start = index * self.size
+            before = chunk.decay[:, None, start - 1 : start]
+            self.key_decay = (before - chunk.decay[:, None, :start]).exp_()
+            self.row_decay = (chunk.decay[:, None, None, start : start + self.size] - before[..., None]).exp_()
+            self.v = self.v * self.key_decay
+
+    def scores(self) -> Tensor:
+        return self.k.transpose(1, 2) @ self.q
+
+    def decayed(self, scores: Tensor) -> Tensor:
+        """Scores times their own decays, in place."""
+        if self.pair_decay is not None:
+            scores.unflatten(2, (-1, self.size)).mul_(self.pair_decay)
+        return scores
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[N, *, R, C] -> [M, *, R c]."""
+        if self.index is None:
+            return x.unflatten(3, (-1, self.size)).permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
+        return x[..., self.index * self.size : (self.index + 1) * self.size].flatten(2)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[N, *, C] -> [M, *, n]."""
+        if self.index is None:
+            return x.unflatten(2, (-1, self.size)).transpose(1, 2).flatten(0, 1)
+        return x[..., : self.index * self.size]
+
+    def decayed_rows(self, x: Tensor) -> Tensor:
+        """`rows` of x times their decay."""
+        rows = self.rows(x)
+        if self.row_decay is None:
+            return rows
+        return (rows.unflatten(2, (-1, self.size)) * self.row_decay).flatten(2)
+
+    def add_rows(self, out: Tensor, rows: Tensor, decay: Tensor | None = None) -> None:
+        """out [N, *, R, C] += rows [M, *, R c], times their decay."""
+        rows = rows.unflatten(2, (out.shape[2], self.size))
+        if self.index is None:
+            rows = rows.unflatten(0, (out.shape[0], -1)).permute(0, 2, 3, 1, 4)
+            out.unflatten(3, (-1, self.size)).add_(rows)
+            return
+        own = out[..., self.index * self.size : (self.index + 1) * self.size]
+        own.add_(rows) if decay is None else own.addcmul_(rows, decay)
+
+    def add_keys(self, out: Tensor, keys: Tensor, decay: Tensor | None = None) -> None:
+        """out [N, *, C] += keys [M, *, n], times their decay."""
+        if self.index is None:
+            out.unflatten(2, (-1, self.size)).add_(keys.unflatten(0, (out.shape[0], -1)).transpose(1, 2))
+            return
+        own = out[..., : self.index * self.size]
+        own.add_(keys) if decay is None else own.addcmul_(keys, decay)
+
+
+def _score_blocks(chunk: _Chunk) -> Iterator[_Block]:
+    """All scores of a chunk with itself; those in the future are left out or masked."""
+    yield _Block(chunk, None)
+    for index in range(1, -(-chunk.k.shape[2] // _SCORE_ROWS)):
+        yield _Block(chunk, index)
+
+
+def _whole_blocks(time: int) -> int:
+    return time if time <= _SCORE_ROWS else -(-time // _SCORE_ROWS) * _SCORE_ROWS
 
 
 def _power(s: Tensor, p: int) -> Tensor:
@@ -345,12 +460,13 @@ class _Chunked(torch.autograd.Function):
         state = None if s is None else sequence.state(s, z)
         for span in sequence.spans:
             chunk = sequence.chunk(span)
-            total = sequence.from_queries(sequence.attend(chunk, state))
+            total = sequence.attend(chunk, state)
             if normalizer is None:
-                out[:, span] = total[..., :-1]
+                out[:, span] = sequence.from_queries(total[:, :-1], span)
             else:
-                normalizer[:, span] = total[..., -1] + options.eps
-                out[:, span] = total[..., :-1] / normalizer[:, span, :, None]
+                z_chunk = total[:, -1:] + options.eps
+                normalizer[:, span] = sequence.from_queries(z_chunk, span)[..., 0]
+                out[:, span] = sequence.from_queries(total[:, :-1] / z_chunk, span)
             if span != last or options.return_state:
                 state = sequence.state(None, None) if state is None else state
                 sequence.advance(state, chunk)
@@ -365,71 +481,78 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_out, dz_out):
-        q, k, v, log_g, s, z, out, normalizer, s_out, z_out = ctx.saved_tensors
-        p = ctx.options.p
-        sequence = _Sequence(q, k, v, log_g, ctx.options)
-        first, last = sequence.spans[0], sequence.spans[-1]
-        dq, dk, dv = (torch.empty_like(x, dtype=sequence.dtype) for x in (q, k, v))
-        dout = torch.zeros_like(out) if dout is None else dout
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _backward(ctx, dout, ds_out, dz_out)
 
-        def dtotal(span: slice) -> Tensor:
-            """The gradient of numerator and normalizer, [N, R C, V + 1]."""
-            d = dout[:, span].to(sequence.dtype)
-            if normalizer is None:
-                return sequence.queries(torch.cat([d, torch.zeros_like(d[..., :1])], dim=3))
-            d = d / normalizer[:, span, :, None]
-            return sequence.queries(torch.cat([d, -(d * out[:, span]).sum(3, keepdim=True)], dim=3))
 
-        # Forwards, with the state: what reaches q through it.
-        state = None if s is None else sequence.state(s, z)
-        for span in sequence.spans:
-            chunk = sequence.chunk(span)
-            if state is None:
-                dq[:, span] = 0
-                state = sequence.state(None, None) if span != last else None
-            else:
-                gradient = _Features(chunk.q, p).read_gradient(state * sequence.weights, dtotal(span) * chunk.past)
-                dq[:, span] = sequence.from_queries(gradient.transpose(1, 2))
-            if span != last:
-                sequence.advance(state, chunk)
+def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+    q, k, v, log_g, s, z, out, normalizer, s_out, z_out = ctx.saved_tensors
+    p = ctx.options.p
+    sequence = _Sequence(q, k, v, log_g, ctx.options)
+    first, last = sequence.spans[0], sequence.spans[-1]
+    dq, dk, dv = (torch.empty_like(x, dtype=sequence.dtype) for x in (q, k, v))
+    dout = torch.zeros_like(out) if dout is None else dout
 
-        # Backwards, with the state's gradient: it runs over queries as the state runs over keys, in the same basis.
-        dstate = None if ds_out is None and dz_out is None else sequence.state(ds_out, dz_out)
-        for span in reversed(sequence.spans):
-            chunk, d = sequence.chunk(span), dtotal(span)
-            dq_c, dk_c, dv_c = _own_gradients(chunk, d, p)
-            if dstate is not None:
-                features, weighted = _Features(chunk.k, p), dstate * sequence.weights
-                dk_c += features.read_gradient(weighted, chunk.v * chunk.kept)
-                dv_c += features.read(weighted).mul_(chunk.kept)
-            dq[:, span] += sequence.from_queries(dq_c.transpose(1, 2))
-            dk[:, span] = sequence.from_keys(dk_c.transpose(1, 2))
-            dv[:, span] = sequence.from_keys(dv_c[..., :-1])
-            if span != first or s is not None:
-                dstate = sequence.state(None, None) if dstate is None else dstate.mul_(chunk.left)
-                _Features(chunk.q, p).accumulate(dstate, d * chunk.past)
-        dq *= ctx.options.scale
+    def dtotal(span: slice) -> Tensor:
+        """The gradient of numerator and normalizer, [N, V + 1, R, C]."""
+        d = dout[:, span].to(sequence.dtype)
+        if normalizer is None:
+            return sequence.queries(torch.cat([d, torch.zeros_like(d[..., :1])], dim=3))
+        d = d / normalizer[:, span, :, None]
+        return sequence.queries(torch.cat([d, -(d * out[:, span]).sum(3, keepdim=True)], dim=3))
 
-        dlog_g = None
-        if log_g is not None and ctx.needs_input_grad[3]:
-            queries = (q * dq).unflatten(2, (sequence.groups, -1)).sum((3, 4), dtype=torch.float64)
-            dlog = (queries - (k * dk).sum(3, dtype=torch.float64)) / p
-            for x, dx in ((s_out, ds_out), (z_out, dz_out)):
-                if dx is not None:
-                    dlog[:, -1] += (x * dx).flatten(2).sum(2, dtype=torch.float64)
-            dlog_g = dlog.flip(1).cumsum(1).flip(1).to(log_g.dtype)
-        ds, dz = (None, None) if s is None else sequence.public_state(dstate)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dlog_g, ds, dz, None
+    # Forwards, with the state: what reaches q through it.
+    state = None if s is None else sequence.state(s, z)
+    for span in sequence.spans:
+        chunk = sequence.chunk(span)
+        if state is None:
+            dq[:, span] = 0
+            state = sequence.state(None, None) if span != last else None
+        else:
+            d = (dtotal(span) * chunk.past).flatten(2)
+            gradient = _Features(chunk.q.flatten(2), p).read_gradient(state * sequence.weights, d)
+            dq[:, span] = sequence.from_queries(gradient.view_as(chunk.q), span)
+        if state is not None and span != last:
+            sequence.advance(state, chunk)
+
+    # Backwards, with the state's gradient: it runs over queries as the state runs over keys, in the same basis.
+    dstate = None if ds_out is None and dz_out is None else sequence.state(ds_out, dz_out)
+    for span in reversed(sequence.spans):
+        chunk, d = sequence.chunk(span), dtotal(span)
+        dq_c, dk_c, dv_c = _own_gradients(chunk, d, p)
+        if dstate is not None:
+            features, weighted = _Features(chunk.k, p), dstate * sequence.weights
+            dk_c += features.read_gradient(weighted, chunk.v * chunk.kept)
+            dv_c += features.read(weighted).mul_(chunk.kept)
+        dq[:, span] += sequence.from_queries(dq_c, span)
+        dk[:, span] = sequence.from_keys(dk_c, span)
+        dv[:, span] = sequence.from_keys(dv_c[:, :-1], span)
+        if span != first or s is not None:
+            dstate = sequence.state(None, None) if dstate is None else dstate.mul_(chunk.left)
+            _Features(chunk.q.flatten(2), p).accumulate(dstate, (d * chunk.past).flatten(2))
+    dq *= ctx.options.scale
+
+    dlog_g = None
+    if log_g is not None and ctx.needs_input_grad[3]:
+        queries = (q * dq).unflatten(2, (sequence.groups, -1)).sum((3, 4), dtype=torch.float64)
+        dlog = (queries - (k * dk).sum(3, dtype=torch.float64)) / p
+        for x, dx in ((s_out, ds_out), (z_out, dz_out)):
+            if dx is not None:
+                dlog[:, -1] += (x * dx).flatten(2).sum(2, dtype=torch.float64)
+        dlog_g = dlog.flip(1).cumsum(1).flip(1).to(log_g.dtype)
+    ds, dz = (None, None) if s is None or dstate is None else sequence.public_state(dstate)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dlog_g, ds, dz, None
 
 
 def _own_gradients(chunk: _Chunk, dtotal: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [N, K, R C], dk [N, K, C] and dv [N, C, V + 1] through the chunk's own scores."""
+    """dq [N, K, R, C], dk [N, K, C] and dv [N, V + 1, C] through the chunk's own scores."""
     dq, dk, dv = torch.zeros_like(chunk.q), torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
-    for rows, keys, s, b in _scores(chunk):
-        d = dtotal[:, rows]
-        slope = _power(s, p - 1).mul_(b)
-        dv[:, keys].baddbmm_((slope * s).transpose(1, 2), d)
-        ds = (d @ chunk.v[:, keys].transpose(1, 2)).mul_(slope).mul_(p)
-        dq[:, :, rows] += chunk.k[:, :, keys] @ ds.transpose(1, 2)
-        dk[:, :, keys].baddbmm_(chunk.q[:, :, rows], ds)
+    for block in _score_blocks(chunk):
+        d = block.decayed_rows(dtotal)
+        s = block.scores()
+        slope = block.decayed(_power(s, p - 1))
+        ds = (block.v.transpose(1, 2) @ d).mul_(slope).mul_(p)
+        block.add_keys(dv, d @ slope.mul_(s).transpose(1, 2), block.key_decay)
+        block.add_rows(dq, block.k @ ds)
+        block.add_keys(dk, block.q @ ds.transpose(1, 2))
     return dq, dk, dv

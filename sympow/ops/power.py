@@ -116,7 +116,7 @@ def power_attention_step(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     _implementation(impl)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if impl != "reference":
             return PowerOutput(*eager.step(q, k, v, log_g, state, inplace=inplace, **options))
         inputs = _reference_inputs(q, k, v, log_g)
@@ -128,6 +128,8 @@ def power_attention_step(
 
 
 def _eager(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    if q.shape[0] == 0:  # nothing to be fast about
+        return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
     if chunk_size is None:
         has_state = state is not None or return_state
         chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)

@@ -76,12 +76,18 @@ def test_strong_decay_does_not_overflow():
     torch.testing.assert_close(results["out"], own / (own + 1e-6) * inputs["v"])
 
 
-def test_autocast_does_not_lower_the_precision():
-    inputs = {n: x.detach() for n, x in make_inputs(Case(T=50, K=4, V=3), dtype=torch.float32).items() if x is not None}
-    plain = power_attention(**inputs).out
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+def test_autocast_does_not_lower_the_precision(impl):
+    """Neither of the forward, nor of a backward inside autocast, nor of a step."""
+    case = Case(T=50, K=4, V=3)
+    plain, inputs = run(case, make_inputs(case, dtype=torch.float32), impl, 16), make_inputs(case, dtype=torch.float32)
+    tokens = {n: x.detach() for n, x in inputs.items() if x is not None}
+    stepped = power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3), impl=impl).out
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for impl in ("eager", "reference"):
-            torch.testing.assert_close(power_attention(**inputs, impl=impl).out, plain)
+        torch.testing.assert_close(run(case, inputs, impl, 16), plain)
+        torch.testing.assert_close(
+            power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3), impl=impl).out, stepped
+        )
 
 
 def test_only_what_asks_gets_a_gradient():
