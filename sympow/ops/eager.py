@@ -128,7 +128,7 @@ class _Options(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Rows [start, stop) of the state: x_first to x_(last-1), each times the monomials one degree lower from `rest` on."""
+    """Rows [start, stop) of the state: x_first .. x_(last-1), each times the monomials a degree lower from `rest` on."""
 
     first: int
     last: int

@@ -76,7 +76,7 @@ def test_strong_decay_does_not_overflow():
     torch.testing.assert_close(results["out"], own / (own + 1e-6) * inputs["v"])
 
 
-@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_autocast_does_not_lower_the_precision(impl):
     """Neither of the forward, nor of a backward inside autocast, nor of a step."""
     case = Case(T=50, K=4, V=3)
