@@ -15,14 +15,14 @@ where phi(k_i) does, as exp(-L_i), and phi is homogeneous of degree p: hence dL_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sympow.ops.cost import power_flops
-from sympow.ops.feature_map import multinomials, spow, spow_dim, spow_indices, spow_offset
+from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.monomials import Features, basis
 from sympow.ops.types import PowerState
 
 # What else takes time, in floating-point operations of matrix products that take as long, measured on two CPU cores:
@@ -33,10 +33,6 @@ _CHUNK_CALLS, _BLOCK_CALLS = 100, 12
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 _SCORE_ROWS = 128
-# First indices of monomials are taken in at most this many groups: few calls, at the price of some rows twice.
-_GROUPS = 8
-# Elements of phi formed at once, over all heads: small enough to stay in a cache.
-_TILE_ELEMENTS = 1 << 19
 
 
 def chunked(
@@ -127,134 +123,6 @@ class _Options(NamedTuple):
     return_state: bool
 
 
-class _Group(NamedTuple):
-    """Rows [start, stop) of the state: x_first .. x_(last-1), each times the monomials a degree lower from `rest` on."""
-
-    first: int
-    last: int
-    rest: int
-    start: int
-    stop: int
-
-
-class _Basis:
-    """The rows of the state inside this file, for one K and p.
-
-    Row (a, t) is the monomial x_a x_t1 ... x_t(p-1), for t sorted. First indices stand in groups, [first, last), that
-    share the tuples t from x_first on: a group is one product of a few rows with many, at the price that a monomial
-    with several factors in one group has a row for each. Such rows share its weight.
-    """
-
-    def __init__(self, key_dim: int, p: int):
-        self.groups: list[_Group] = []
-        if p == 1:
-            index = torch.arange(key_dim)
-        else:
-            lower, tuples, start = spow_indices(key_dim, p - 1), [], 0
-            width = -(-key_dim // _GROUPS)
-            for first in range(0, key_dim, width):
-                last, rest = min(first + width, key_dim), spow_offset(key_dim, p - 1, first)
-                tail = lower[rest:]
-                heads = torch.arange(first, last).repeat_interleave(len(tail))
-                tuples.append(torch.cat([heads[:, None], tail.repeat(last - first, 1)], dim=1))
-                self.groups.append(_Group(first, last, rest, start, start + len(heads)))
-                start += len(heads)
-            # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
-            base = key_dim ** torch.arange(p - 1, -1, -1)
-            numbers = (torch.cat(tuples).sort(dim=1).values * base).sum(1)
-            index = torch.searchsorted((spow_indices(key_dim, p) * base).sum(1), numbers)
-        self.index = index  # of each row, the row of the public state (M7) that holds its monomial
-        self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
-        self.representative[index] = torch.arange(len(index))
-        public = multinomials(key_dim, p)
-        self.roots = public.sqrt()
-        self.weights = (public / index.bincount())[index]
-
-
-_basis = lru_cache(maxsize=64)(_Basis)
-
-
-class _Features:
-    """The monomials of x [N, K, C] (heads, channels, time), formed a tile of rows at a time.
-
-    Three things are done with them, for a state [N, V', D] and values [N, V', C]: `read`, `accumulate`, and the
-    gradient of `read` with respect to x.
-    """
-
-    def __init__(self, x: Tensor, p: int):
-        self.x, self.p = x, p
-        self.heads, self.key_dim, self.time = x.shape
-        self.groups = _basis(self.key_dim, p).groups
-        # levels[m] holds the monomials of degree m + 1 in the order of (M7); those of degree p are formed in tiles.
-        self.levels = [x]
-        for degree in range(2, p):
-            level = x.new_empty(self.heads, spow_dim(self.key_dim, degree), self.time)
-            for a, rows, rest in self._blocks(degree):
-                torch.mul(x[:, a : a + 1], self.levels[-1][:, rest:], out=level[:, rows])
-            self.levels.append(level)
-
-    def read(self, state: Tensor) -> Tensor:
-        """state phi(x): [N, V', C]."""
-        out = state.new_zeros(self.heads, state.shape[1], self.time)
-        for rows, phi in self._tiles():
-            out += state[:, :, rows] @ phi
-        return out
-
-    def accumulate(self, state: Tensor, values: Tensor) -> None:
-        """state += values phi(x)^T."""
-        for rows, phi in self._tiles():
-            state[:, :, rows] += values @ phi.transpose(1, 2)
-
-    def read_gradient(self, state: Tensor, dout: Tensor) -> Tensor:
-        """The gradient [N, K, C] of `read` with respect to x."""
-        if self.p == 1:
-            return state.transpose(1, 2) @ dout
-        dlevels = [torch.zeros_like(level) for level in self.levels]
-        for first, last, rest, start, stop in self.groups:
-            dphi = (state[:, :, start:stop].transpose(1, 2) @ dout).unflatten(1, (last - first, -1))
-            dlevels[-1][:, rest:] += (self.x[:, first:last, None] * dphi).sum(1)
-            dlevels[0][:, first:last] += dphi.mul_(self.levels[-1][:, None, rest:]).sum(2)
-        for degree in range(self.p - 1, 1, -1):
-            lower, dlower, dlevel = self.levels[degree - 2], dlevels[degree - 2], dlevels[degree - 1]
-            for a, rows, rest in self._blocks(degree):
-                dlower[:, rest:].addcmul_(self.x[:, a : a + 1], dlevel[:, rows])
-                dlevels[0][:, a] += (lower[:, rest:] * dlevel[:, rows]).sum(1)
-        return dlevels[0]
-
-    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of the state and their features [N, rows, C]; a tile's features are overwritten by the next one's."""
-        if self.p == 1:
-            yield slice(0, self.key_dim), self.x
-            return
-        most = max(1, _TILE_ELEMENTS // max(1, self.heads * self.time))
-        tiles: list[list[_Group]] = []
-        for group in self.groups:
-            if tiles and group.stop - tiles[-1][0].start <= most:
-                tiles[-1].append(group)
-            else:
-                tiles.append([group])
-        rows = [tile[-1].stop - tile[0].start for tile in tiles]
-        buffer = self.x.new_empty(self.heads * max(rows) * self.time)
-        for tile, count in zip(tiles, rows, strict=True):
-            phi = buffer[: self.heads * count * self.time].view(self.heads, count, self.time)
-            origin = tile[0].start
-            for first, last, rest, start, stop in tile:
-                out = phi[:, start - origin : stop - origin].unflatten(1, (last - first, -1))
-                torch.mul(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out=out)
-            yield slice(origin, origin + count), phi
-
-    def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
-        """For a level below p: each first index a, the rows it takes, and from where on x_a multiplies the level below.
-
-        What it multiplies are the monomials in the channels from a on: a suffix of the lexicographic list.
-        """
-        row, end = 0, spow_dim(self.key_dim, degree - 1)
-        for a in range(self.key_dim):
-            rest = spow_offset(self.key_dim, degree - 1, a)
-            yield a, slice(row, row + end - rest), rest
-            row += end - rest
-
-
 class _Chunk(NamedTuple):
     """One chunk of the inputs, filled up with zeros to whole blocks of scores; N = B G heads, time last."""
 
@@ -279,7 +147,7 @@ class _Sequence:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.batch, self.time, self.groups, self.key_dim = k.shape
         self.rows = q.shape[2] // self.groups  # R
-        self.basis = _basis(self.key_dim, options.p)
+        self.basis = basis(self.key_dim, options.p)
         self.weights = self.basis.weights.to(q.device, self.dtype)
         size = options.chunk_size
         self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
@@ -325,7 +193,7 @@ class _Sequence:
         return x.unflatten(0, (self.batch, self.groups))[..., : span.stop - span.start].permute(0, 3, 1, 2)
 
     def state(self, s: Tensor | None, z: Tensor | None) -> Tensor:
-        """The state in the basis of this file, s and z side by side: [N, V + 1, D], to be written to."""
+        """The state in the basis of `monomials`, s and z side by side: [N, V + 1, D], to be written to."""
         if s is None and z is None:
             shape = (self.batch * self.groups, self.v.shape[3] + 1, len(self.weights))
             return self.q.new_zeros(shape, dtype=self.dtype)
@@ -344,14 +212,14 @@ class _Sequence:
     def advance(self, state: Tensor, chunk: _Chunk) -> None:
         """(M12), in place."""
         state *= chunk.left
-        _Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
+        Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
 
     def attend(self, chunk: _Chunk, state: Tensor | None) -> Tensor:
         """Numerator and normalizer of a chunk's outputs (M11), side by side: [N, V + 1, R, C]."""
         if state is None:
             total = chunk.q.new_zeros(chunk.q.shape[0], chunk.v.shape[1], *chunk.q.shape[2:])
         else:
-            total = _Features(chunk.q.flatten(2), self.options.p).read(state * self.weights)
+            total = Features(chunk.q.flatten(2), self.options.p).read(state * self.weights)
             total = total.unflatten(2, chunk.q.shape[2:]).mul_(chunk.past)
         for block in _score_blocks(chunk):
             weight = block.decayed(_power(block.scores(), self.options.p))
@@ -510,7 +378,7 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
             state = sequence.state(None, None) if span != last else None
         else:
             d = (dtotal(span) * chunk.past).flatten(2)
-            gradient = _Features(chunk.q.flatten(2), p).read_gradient(state * sequence.weights, d)
+            gradient = Features(chunk.q.flatten(2), p).read_gradient(state * sequence.weights, d)
             dq[:, span] = sequence.from_queries(gradient.view_as(chunk.q), span)
         if state is not None and span != last:
             sequence.advance(state, chunk)
@@ -521,7 +389,7 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
         chunk, d = sequence.chunk(span), dtotal(span)
         dq_c, dk_c, dv_c = _own_gradients(chunk, d, p)
         if dstate is not None:
-            features, weighted = _Features(chunk.k, p), dstate * sequence.weights
+            features, weighted = Features(chunk.k, p), dstate * sequence.weights
             dk_c += features.read_gradient(weighted, chunk.v * chunk.kept)
             dv_c += features.read(weighted).mul_(chunk.kept)
         dq[:, span] += sequence.from_queries(dq_c, span)
@@ -529,7 +397,7 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
         dv[:, span] = sequence.from_keys(dv_c[:, :-1], span)
         if span != first or s is not None:
             dstate = sequence.state(None, None) if dstate is None else dstate.mul_(chunk.left)
-            _Features(chunk.q.flatten(2), p).accumulate(dstate, (d * chunk.past).flatten(2))
+            Features(chunk.q.flatten(2), p).accumulate(dstate, (d * chunk.past).flatten(2))
     dq *= ctx.options.scale
 
     dlog_g = None

@@ -1,0 +1,150 @@
+"""The features phi(x) as the eager path forms them: monomials x_i1 ... x_ip, in few and large operations.
+
+Time runs along the last axis. The multinomial weights of (M7) are left out here; they multiply the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
+
+# First indices of monomials are taken in at most this many groups: few calls, at the price of some rows twice.
+_GROUPS = 8
+# Elements of phi formed at once, over all heads: small enough to stay in a cache.
+_TILE_ELEMENTS = 1 << 19
+
+
+class Group(NamedTuple):
+    """Rows [start, stop): x_first .. x_(last-1), each times the monomials of one degree less from `rest` on."""
+
+    first: int
+    last: int
+    rest: int
+    start: int
+    stop: int
+
+
+class Basis:
+    """The rows of the state while it is worked on, for one K and p.
+
+    Row (a, t) is the monomial x_a x_t1 ... x_t(p-1), for t sorted. First indices stand in groups, [first, last), that
+    share the tuples t from x_first on: a group is one product of a few rows with many, at the price that a monomial
+    with several factors in one group has a row for each. Such rows share its weight.
+    """
+
+    def __init__(self, key_dim: int, p: int):
+        self.groups: list[Group] = []
+        if p == 1:
+            index = torch.arange(key_dim)
+        else:
+            lower, tuples, start = spow_indices(key_dim, p - 1), [], 0
+            width = -(-key_dim // _GROUPS)
+            for first in range(0, key_dim, width):
+                last, rest = min(first + width, key_dim), spow_offset(key_dim, p - 1, first)
+                tail = lower[rest:]
+                heads = torch.arange(first, last).repeat_interleave(len(tail))
+                tuples.append(torch.cat([heads[:, None], tail.repeat(last - first, 1)], dim=1))
+                self.groups.append(Group(first, last, rest, start, start + len(heads)))
+                start += len(heads)
+            # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+            base = key_dim ** torch.arange(p - 1, -1, -1)
+            numbers = (torch.cat(tuples).sort(dim=1).values * base).sum(1)
+            index = torch.searchsorted((spow_indices(key_dim, p) * base).sum(1), numbers)
+        self.index = index  # of each row, the row of the public state (M7) that holds its monomial
+        self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
+        self.representative[index] = torch.arange(len(index))
+        public = multinomials(key_dim, p)
+        self.roots = public.sqrt()
+        self.weights = (public / index.bincount())[index]
+
+
+@lru_cache(maxsize=64)
+def basis(key_dim: int, p: int) -> Basis:
+    return Basis(key_dim, p)
+
+
+class Features:
+    """The monomials of x [N, K, C] (heads, channels, time), formed a tile of rows at a time.
+
+    Three things are done with them, for a state [N, V', D] and values [N, V', C]: `read`, `accumulate`, and the
+    gradient of `read` with respect to x.
+    """
+
+    def __init__(self, x: Tensor, p: int):
+        self.x, self.p = x, p
+        self.heads, self.key_dim, self.time = x.shape
+        self.groups = basis(self.key_dim, p).groups
+        # levels[m] holds the monomials of degree m + 1 in the order of (M7); those of degree p are formed in tiles.
+        self.levels = [x]
+        for degree in range(2, p):
+            level = x.new_empty(self.heads, spow_dim(self.key_dim, degree), self.time)
+            for a, rows, rest in self._blocks(degree):
+                torch.mul(x[:, a : a + 1], self.levels[-1][:, rest:], out=level[:, rows])
+            self.levels.append(level)
+
+    def read(self, state: Tensor) -> Tensor:
+        """state phi(x): [N, V', C]."""
+        out = state.new_zeros(self.heads, state.shape[1], self.time)
+        for rows, phi in self._tiles():
+            out += state[:, :, rows] @ phi
+        return out
+
+    def accumulate(self, state: Tensor, values: Tensor) -> None:
+        """state += values phi(x)^T."""
+        for rows, phi in self._tiles():
+            state[:, :, rows] += values @ phi.transpose(1, 2)
+
+    def read_gradient(self, state: Tensor, dout: Tensor) -> Tensor:
+        """The gradient [N, K, C] of `read` with respect to x."""
+        if self.p == 1:
+            return state.transpose(1, 2) @ dout
+        dlevels = [torch.zeros_like(level) for level in self.levels]
+        for first, last, rest, start, stop in self.groups:
+            dphi = (state[:, :, start:stop].transpose(1, 2) @ dout).unflatten(1, (last - first, -1))
+            dlevels[-1][:, rest:] += (self.x[:, first:last, None] * dphi).sum(1)
+            dlevels[0][:, first:last] += dphi.mul_(self.levels[-1][:, None, rest:]).sum(2)
+        for degree in range(self.p - 1, 1, -1):
+            lower, dlower, dlevel = self.levels[degree - 2], dlevels[degree - 2], dlevels[degree - 1]
+            for a, rows, rest in self._blocks(degree):
+                dlower[:, rest:].addcmul_(self.x[:, a : a + 1], dlevel[:, rows])
+                dlevels[0][:, a] += (lower[:, rest:] * dlevel[:, rows]).sum(1)
+        return dlevels[0]
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the state and their features [N, rows, C]; a tile's features are overwritten by the next one's."""
+        if self.p == 1:
+            yield slice(0, self.key_dim), self.x
+            return
+        most = max(1, _TILE_ELEMENTS // max(1, self.heads * self.time))
+        tiles: list[list[Group]] = []
+        for group in self.groups:
+            if tiles and group.stop - tiles[-1][0].start <= most:
+                tiles[-1].append(group)
+            else:
+                tiles.append([group])
+        rows = [tile[-1].stop - tile[0].start for tile in tiles]
+        buffer = self.x.new_empty(self.heads * max(rows) * self.time)
+        for tile, count in zip(tiles, rows, strict=True):
+            phi = buffer[: self.heads * count * self.time].view(self.heads, count, self.time)
+            origin = tile[0].start
+            for first, last, rest, start, stop in tile:
+                out = phi[:, start - origin : stop - origin].unflatten(1, (last - first, -1))
+                torch.mul(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out=out)
+            yield slice(origin, origin + count), phi
+
+    def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
+        """For a level below p: each first index a, the rows it takes, and from where on x_a multiplies the level below.
+
+        What it multiplies are the monomials in the channels from a on: a suffix of the lexicographic list.
+        """
+        row, end = 0, spow_dim(self.key_dim, degree - 1)
+        for a in range(self.key_dim):
+            rest = spow_offset(self.key_dim, degree - 1, a)
+            yield a, slice(row, row + end - rest), rest
+            row += end - rest
