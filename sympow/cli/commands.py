@@ -15,7 +15,7 @@ import torch
 from sympow.cli.runs import Run, load_run, train_run
 from sympow.data import Corpus, StreamDecoder, open_corpus
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
-from sympow.models import PRESETS, LanguageModel, ModelState, stream
+from sympow.models import PRESETS, stream
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override
@@ -174,38 +174,23 @@ def _generate(
     if not prompt:
         raise ValueError("the prompt is empty; a model continues a text of at least one token")
     tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
-    decoder, state_nbytes = StreamDecoder(run.tokenizer), _watch_state(run.model)
+    decoder = StreamDecoder(run.tokenizer)
     started = time.perf_counter()
     drawn = stream(run.model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     print(prompt, end="", flush=True)
-    first, count = started, 0
-    for token in drawn:
-        text = decoder.push([int(token)])
+    for count, last in enumerate(drawn):
+        text = decoder.push([int(last.token)])
         if count == 0:
             first = time.perf_counter()
-        count += 1
         print(text, end="", flush=True)
     ended = time.perf_counter()
     print(decoder.finish())
-    speed = f", {(count - 1) / (ended - first):,.1f} tokens/s" if count > 1 else ""
+    speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
     print(
-        f"state {state_nbytes[0]:,} bytes ({format_bytes(state_nbytes[0])}), "
+        f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
         f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
         file=sys.stderr,
     )
-
-
-def _watch_state(model: LanguageModel) -> list[int]:
-    """A list that will hold the bytes of the last state the model gave: `stream` passes on the tokens only."""
-    step, nbytes = model.step, [0]
-
-    def watched_step(tokens: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, ModelState]:
-        logits, state = step(tokens, state)
-        nbytes[0] = state.nbytes
-        return logits, state
-
-    model.step = watched_step  # type: ignore[method-assign]
-    return nbytes
 
 
 def _read_text(file: str) -> str:

@@ -1,11 +1,12 @@
 """Language models built from a config, and generation."""
 
 from sympow.models.config import PRESETS, MixerConfig, ModelConfig, preset
-from sympow.models.generation import Generation, generate, stream
+from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
 
 __all__ = [
     "PRESETS",
+    "Drawn",
     "Generation",
     "LanguageModel",
     "MixerConfig",

@@ -6,11 +6,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sympow.models.lm import LanguageModel, ModelState
+
+
+class Drawn(NamedTuple):
+    """A token as `stream` yields it.
+
+    Attributes:
+        token: int64 [B], the next of every row.
+        state: what it was drawn from, the token itself not yet read. The next token overwrites it.
+    """
+
+    token: Tensor
+    state: ModelState
 
 
 @dataclass(frozen=True)
@@ -57,21 +70,30 @@ def generate(
     Raises ValueError for arguments out of range and for tokens outside the vocabulary.
     """
     started = perf_counter()
-    steps = _checked_steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
-    token, state = next(steps)
-    tokens = [token.cpu()]  # waits for the device
+    drawn = stream(
+        model,
+        prompt,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+    )
+    last = next(drawn)
+    tokens = [last.token.cpu()]  # waits for the device
     decoding = perf_counter()
-    for token, state in steps:  # noqa: B007
-        tokens.append(token)
+    for last in drawn:
+        tokens.append(last.token)
     result = torch.stack([token.cpu() for token in tokens], dim=1)
     ended = perf_counter()
-    drawn = prompt.shape[0] * (max_new_tokens - 1)
+    decoded = prompt.shape[0] * (max_new_tokens - 1)
     return Generation(
         tokens=result,
-        state_nbytes=state.nbytes,
+        state_nbytes=last.state.nbytes,
         prefill_seconds=decoding - started,
         decode_seconds=ended - decoding,
-        tokens_per_second=drawn / (ended - decoding) if drawn else math.nan,
+        tokens_per_second=decoded / (ended - decoding) if decoded else math.nan,
     )
 
 
@@ -85,10 +107,19 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     prefill_chunk: int = 1024,
-) -> Iterator[Tensor]:
-    """The tokens of `generate` as they are drawn: int64 [B] each. Arguments are checked at once."""
-    steps = _checked_steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
-    return (token for token, _ in steps)
+) -> Iterator[Drawn]:
+    """The tokens of `generate` as they are drawn. Arguments are checked at once, not at the first token."""
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
+    counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
+    for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be at least 0; got {temperature}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
+    return _steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
 
 
 def sample(
@@ -113,29 +144,6 @@ def sample(
     return order.gather(-1, drawn).squeeze(-1)
 
 
-def _checked_steps(
-    model: LanguageModel,
-    prompt: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    prefill_chunk: int,
-) -> Iterator[tuple[Tensor, ModelState]]:
-    if prompt.ndim != 2 or 0 in prompt.shape:
-        raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
-    counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-    for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be at least 0; got {temperature}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
-    return _steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
-
-
 @torch.no_grad()
 def _steps(
     model: LanguageModel,
@@ -146,8 +154,7 @@ def _steps(
     top_p: float | None,
     seed: int,
     prefill_chunk: int,
-) -> Iterator[tuple[Tensor, ModelState]]:
-    """New tokens [B], each with the state it was drawn from."""
+) -> Iterator[Drawn]:
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)
     state = model.init_state(prompt.shape[0])
@@ -155,6 +162,6 @@ def _steps(
         logits, state = model.step(chunk, state)
     for remaining in range(max_new_tokens - 1, -1, -1):
         token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        yield token, state
+        yield Drawn(token, state)
         if remaining:
             logits, state = model.step(token[:, None], state)

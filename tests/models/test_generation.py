@@ -53,15 +53,18 @@ def test_seed_decides_the_tokens_and_nothing_else_is_touched():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_stream_gives_the_tokens_of_generate_and_leaves_gradients_on():
+def test_stream_gives_what_generate_gives_and_leaves_gradients_on():
     options = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "seed": 3}
-    built, streamed, inside = model(), [], []
+    built, streamed, inside = model(MIXERS["softmax"]), [], []
     built.final_norm.register_forward_hook(lambda *_: inside.append(torch.is_grad_enabled()))
-    for token in stream(built, prompt(), 12, **options):
+    for drawn in stream(built, prompt(), 12, **options):
         assert torch.is_grad_enabled()
-        streamed.append(token)
+        assert drawn.state.nbytes == 2 * 8 * built.state_size(13 + len(streamed))
+        streamed.append(drawn.token)
     assert len(inside) == 12 and not any(inside)
-    assert torch.equal(torch.stack(streamed, dim=1), generate(model(), prompt(), 12, **options).tokens)
+    whole = generate(built, prompt(), 12, **options)
+    assert torch.equal(torch.stack(streamed, dim=1), whole.tokens)
+    assert drawn.state.nbytes == whole.state_nbytes
 
 
 def test_result_says_what_it_cost():
