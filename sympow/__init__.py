@@ -1,6 +1,23 @@
 """Power attention: linear attention whose state size is chosen by one number, p."""
 
-from sympow.ops import PowerOutput, PowerState, power_attention, power_attention_step
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympow import ops as ops
+    from sympow.ops import PowerOutput, PowerState, power_attention, power_attention_step
 
 __version__ = "0.1.0"
 __all__ = ["PowerOutput", "PowerState", "__version__", "power_attention", "power_attention_step"]
+
+if not TYPE_CHECKING:  # so that a type checker still refuses names that do not exist
+
+    def __getattr__(name: str) -> object:
+        """`sympow.ops` and its names at their first use: importing torch takes seconds, `sympow --help` needs none."""
+        if name != "ops" and name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        ops = import_module("sympow.ops")
+        return ops if name == "ops" else getattr(ops, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, "ops"})

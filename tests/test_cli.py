@@ -343,16 +343,3 @@ def test_a_reader_that_leaves_is_no_error(folder):
     assert process.wait() == 1
     assert process.stderr.read() == b""
     process.stderr.close()
-
-
-def test_parsing_needs_nothing_heavy():
-    """The parser alone, so that help comes at once: no part of sympow but the command line, and no numpy."""
-    script = (
-        "import sys, types; package = types.ModuleType('sympow'); package.__path__ = ['sympow']; "
-        "sys.modules['sympow'] = package; import sympow.cli; sympow.cli.parser().format_help(); "
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('sympow', 'torch', 'numpy')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent.parent
-    )
-    assert done.stdout == "['sympow', 'sympow.cli']\n", done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import sympow
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sympow"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -97,6 +99,33 @@ if settings() != before or not torch.equal(generator, torch.get_rng_state()):
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_comes_at_once():
+    """Neither torch nor numpy, which take seconds, and no part of sympow but the command line."""
+    words = [sys.executable, "-X", "importtime", "-m", "sympow", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.stdout.startswith("usage: sympow")
+    assert {name for name in imported if name.split(".")[0] in ("sympow", "torch", "numpy")} == {"sympow", "sympow.cli"}
+
+
+@pytest.mark.parametrize("name", [*sympow.__all__, "ops"])
+def test_public_names(name):
+    """In a fresh module: each is found, listed, and imports torch only when asked for."""
+    script = (
+        f"import sys, sympow; listed = {name!r} in dir(sympow); lazy = 'torch' not in sys.modules; "
+        f"from sympow import {name}; print(listed, lazy, {name} is sympow.{name})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "True True True\n", done.stderr
+
+
+def test_other_names_are_refused():
+    with pytest.raises(AttributeError, match="module 'sympow' has no attribute 'power_atention'"):
+        _ = sympow.power_atention
+    with pytest.raises(ImportError, match="cannot import name 'power_atention'"):
+        from sympow import power_atention  # noqa: F401
 
 
 def test_version_is_that_of_the_changelog():
