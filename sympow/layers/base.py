@@ -106,8 +106,9 @@ class Mixer(nn.Module, ABC):
         self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        # Refuses what it cannot do now, not at the first use.
-        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length)
+        # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
+        # device, whose arithmetic imports torch._dynamo.
+        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length, device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
         self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)

@@ -78,12 +78,16 @@ class LanguageModel(nn.Module):
         self.config = config
         device = torch.get_default_device()
         with torch.device("meta"):  # no memory and no random numbers for weights that are drawn below
-            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+            # Not nn.Embedding(...): drawing from N(0, 1) on the meta device imports torch._dynamo, for seconds.
+            table = torch.empty(config.vocab_size, config.d_model)
+            self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
             self.embedding_norm = nn.LayerNorm(config.d_model)
             blocks = [Block(config, config.mixer(layer)) for layer in range(config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
             self.final_norm = nn.LayerNorm(config.d_model)
-        self.to_empty(device=device)
+        # Not to_empty: an empty_like of a meta tensor imports sympy.
+        empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.named_parameters()}
+        self.load_state_dict(empty, assign=True)
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:

@@ -1,11 +1,16 @@
 """The language model: causal, the same by steps as whole, losses that equal cross entropy, GPT-2's initialisation."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
 HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
 
@@ -108,6 +113,38 @@ def test_seed_decides_the_weights_and_nothing_else_is_touched():
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.embedding.weight, c.embedding.weight)
+
+
+def test_weights_are_drawn_once_and_on_the_device_asked_for():
+    """What torch's modules would draw for themselves is not: every number drawn is one of the weights."""
+    drawn = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal drawn
+            out = function(*args, **(kwargs or {}))
+            if {"normal_", "uniform_"} & {function.__name__.split(".")[0]} and not out.is_meta:
+                drawn += out.numel()
+            return out
+
+    config = ModelConfig(VOCAB, 24, 4, 3, HYBRID)
+    with Watch():
+        built = LanguageModel(config, seed=0)
+    assert drawn == sum(p.numel() for p in built.parameters() if p.dim() == 2)
+    assert all(p.requires_grad and p.is_leaf and p.device.type == "cpu" for p in built.parameters())
+    with torch.device("meta"):
+        assert all(p.is_meta for p in LanguageModel(config, seed=0).parameters())
+
+
+def test_building_a_model_does_not_load_the_compiler():
+    """Random numbers and copies of tensors on the meta device would import torch._dynamo and sympy, for seconds."""
+    script = (
+        "import sys, torch; before = {*sys.modules}; from sympow.models import LanguageModel, preset; "
+        "LanguageModel(preset('nano', 8), seed=0); heavy = {'torch._dynamo', 'sympy'} & ({*sys.modules} - before); "
+        "sys.exit(', '.join(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_initialisation_is_that_of_gpt2():
