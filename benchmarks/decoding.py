@@ -1,0 +1,122 @@
+"""Times decoding after short and long contexts: `python -m benchmarks.decoding --json FILE`.
+
+The same model with power and with softmax attention. Before it is timed, a step is checked against the full forward at
+the shortest context. Tokens after the different contexts are decoded in turn, so that whatever else the machine does
+falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import commit, processor
+from sympow.layers.cache import KVCache
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
+
+MIXERS = (MixerConfig("power", {"p": 2, "gate": True, "rotation": "data"}), MixerConfig("softmax"))
+VOCABULARY = 2048
+CHUNK = 512
+WARM_UP = 16  # tokens decoded before any is timed
+
+
+def error(model: LanguageModel, tokens: Tensor) -> float:
+    """Of the logits that a step gives after all tokens but the last, against the full forward: relative, in norm."""
+    _, state = read(model, tokens[:, :-1])
+    logits, _ = model.step(tokens[:, -1:], state)
+    expected = model(tokens)[:, -1]
+    return ((logits - expected).norm() / expected.norm()).item()
+
+
+def read(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, ModelState]:
+    """The logits after all tokens and the state, read in chunks."""
+    state = model.init_state(tokens.shape[0])
+    for chunk in tokens.split(CHUNK, dim=1):
+        logits, state = model.step(chunk, state)
+    return logits, state
+
+
+def state_after(model: LanguageModel, context: int) -> ModelState:
+    """A state that has seen `context` random tokens.
+
+    Key/value caches get random keys and values instead: the time to read them does not depend on these, and the time to
+    compute them grows with the square of the context.
+    """
+    gen = torch.Generator().manual_seed(0)
+    layers = []
+    for layer in model.init_state(1).layers:
+        if not isinstance(layer, KVCache):
+            return read(model, torch.randint(model.config.vocab_size, (1, context), generator=gen))[1]
+        k, v = (torch.randn(*x.shape[:2], context, x.shape[3], generator=gen) for x in (layer.k, layer.v))
+        layers.append(layer.extend(k, v))
+    return ModelState(layers)
+
+
+@torch.no_grad()
+def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[dict]:
+    """A row a context, the shortest first."""
+    model = LanguageModel(config, seed=0).eval()
+    gen = torch.Generator().manual_seed(1)
+    drawn = torch.randint(config.vocab_size, (1, min(contexts)), generator=gen)
+    wrong = error(model, drawn)
+    # A few roundings; float32 sums over T tokens round as the square root of T.
+    bound = 4 * min(contexts) ** 0.5 * torch.finfo(torch.float32).eps
+    if not wrong <= bound:
+        raise RuntimeError(
+            f"{config.mixers[0].name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed"
+        )
+    states = {context: state_after(model, context) for context in sorted(contexts)}
+    held = {context: state.nbytes for context, state in states.items()}
+    times: dict[int, list[float]] = {context: [] for context in states}
+    for token in torch.randint(config.vocab_size, (WARM_UP + tokens, 1, 1), generator=gen):
+        for context in states:
+            start = time.perf_counter()
+            _, states[context] = model.step(token, states[context])
+            times[context].append((time.perf_counter() - start) * 1e3)
+    ms = {context: statistics.median(each[WARM_UP:]) for context, each in times.items()}
+    return [
+        {"mixer": config.mixers[0].name, "options": config.mixers[0].options, "device": "cpu", "dtype": "float32"}
+        | {
+            "d_model": config.d_model,
+            "layers": config.n_layers,
+            "heads": config.n_heads,
+            "vocabulary": config.vocab_size,
+        }
+        | {"context": context, "tokens": tokens, "ms_per_token": round(ms[context], 4), "state_bytes": held[context]}
+        | {"ratio": round(ms[context] / ms[min(contexts)], 3), "err": float(f"{wrong:.2e}")}
+        | {"processor": processor("cpu"), "commit": commit(), "torch": torch.__version__}
+        for context in states
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny", help="shape of the model (default: tiny)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
+    parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    print(f"{'mixer':>8} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
+    for mixer in MIXERS:
+        for row in measure(preset(args.preset, VOCABULARY, mixer), args.contexts, args.tokens):
+            rows.append(row)
+            timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
+            print(
+                f"{row['mixer']:>8} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
+                flush=True,
+            )
+    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The benchmark of decoding on a very small model: what is checked before it is timed, and what the rows hold."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import decoding
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+
+
+def config(mixer: MixerConfig) -> ModelConfig:
+    return ModelConfig(29, 8, 2, 2, (mixer,))
+
+
+@pytest.mark.parametrize("mixer", decoding.MIXERS, ids=lambda mixer: mixer.name)
+def test_rows(mixer):
+    rows = decoding.measure(config(mixer), [40, 600], tokens=3)
+    model = LanguageModel(config(mixer))
+    assert [row["context"] for row in rows] == [40, 600]
+    for row in rows:
+        assert row["mixer"] == mixer.name and row["ms_per_token"] > 0
+        assert row["ratio"] == pytest.approx(row["ms_per_token"] / rows[0]["ms_per_token"], rel=0.01)
+        positions = sum(t.numel() for t in model.init_state(1).tensors() if t.dtype == torch.float64)
+        assert row["state_bytes"] == 4 * model.state_size(row["context"]) + 4 * positions
+    assert (rows[1]["state_bytes"] > rows[0]["state_bytes"]) == (mixer.name == "softmax")
+
+
+@pytest.mark.parametrize("mixer", decoding.MIXERS, ids=lambda mixer: mixer.name)
+@torch.no_grad()
+def test_the_state_stands_where_it_should(mixer):
+    """Decoding on it costs what it costs after so many tokens."""
+    model = LanguageModel(config(mixer), seed=0)
+    made = decoding.state_after(model, 600)
+    _, real = decoding.read(model, torch.zeros(1, 600, dtype=torch.int64))
+    assert [(t.shape, t.dtype) for t in made.tensors()] == [(t.shape, t.dtype) for t in real.tensors()]
+    assert [getattr(layer, "length", None) for layer in made.layers] == [
+        getattr(layer, "length", None) for layer in real.layers
+    ]
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    step = LanguageModel.step
+    monkeypatch.setattr(LanguageModel, "step", lambda self, x, state: step(self, x * 0, state))
+    with pytest.raises(RuntimeError, match=r"power: a step errs by .* where .* is allowed; not timed"):
+        decoding.measure(config(decoding.MIXERS[0]), [40], tokens=3)
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    threads, file = torch.get_num_threads(), tmp_path / "rows.json"
+    words = ["--preset", "nano", "--contexts", "8", "40", "--tokens", "2", "--threads", str(threads)]
+    monkeypatch.setattr(sys, "argv", ["decoding", *words, "--json", str(file)])
+    decoding.main()
+    assert [(row["mixer"], row["context"]) for row in json.loads(file.read_text())] == [
+        ("power", 8),
+        ("power", 40),
+        ("softmax", 8),
+        ("softmax", 40),
+    ]
+    assert len(capsys.readouterr().out.splitlines()) == 5
