@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+LEAST_POSITIONS = 64  # of a bin that the best-context loss may come from
 BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one row
 
 
@@ -86,8 +87,12 @@ class ContextLosses:
     def best(self) -> Bin:
         """The bin of the lowest loss. Its loss is the best-context loss: how well the model predicts where its context
         suits it best, whatever it was trained or evaluated on [Buckman & Gelada, Compute-Optimal Context Size, 2024].
+
+        Bins of fewer than LEAST_POSITIONS positions do not compete, unless the context is too short for others: their
+        loss tells how texts begin, not what a context is worth.
         """
-        return min(self.bins, key=lambda each: each.loss)
+        wide = [each for each in self.bins if each.end - each.start >= LEAST_POSITIONS]
+        return min(wide or self.bins, key=lambda each: each.loss)
 
 
 class Curve(NamedTuple):

@@ -30,11 +30,11 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
         training=TrainingConfig(
             context=2048,
             batch_size=2,
-            steps=300,
+            steps=220,
             learning_rate=4e-3,
-            warmup_steps=30,
-            checkpoint_every=100,
-            evaluate_every=100,
+            warmup_steps=22,
+            checkpoint_every=55,
+            evaluate_every=55,
             evaluation_batches=4,
         ),
     )

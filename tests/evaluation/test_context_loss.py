@@ -129,6 +129,13 @@ def test_best_context_is_the_lowest_bin():
     assert (best.start, best.end, best.loss) == (1, 2, 1.5)
 
 
+def test_best_context_is_no_artefact_of_how_texts_begin():
+    """The first tokens of a file may be easy to guess; bins of a few positions do not compete."""
+    losses = [0.1] * 64 + [3.0] * 64 + [2.0] * 128
+    best = losses_of([losses, losses]).best
+    assert (best.start, best.end, best.loss) == (128, 256, 2.0)
+
+
 def test_one_row_has_no_standard_error():
     assert np.isnan(losses_of([[5.0, 2.0, 3.0]]).bins[0].stderr)
 
