@@ -131,8 +131,9 @@ def test_best_context_is_the_lowest_bin():
 
 def test_best_context_is_no_artefact_of_how_texts_begin():
     """The first tokens of a file may be easy to guess; bins of a few positions do not compete."""
-    losses = [0.1] * 64 + [3.0] * 64 + [2.0] * 128
-    best = losses_of([losses, losses]).best
+    positions = np.repeat([0.1, 3.0, 2.0], [64, 64, 128])
+    bins = np.array([[0.1] * 7 + [3.0, 2.0]])  # 0, 1, 2-3, ... 32-63, then 64-127 and 128-255
+    best = ContextLosses(positions, bins).best
     assert (best.start, best.end, best.loss) == (128, 256, 2.0)
 
 
