@@ -1,6 +1,7 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sympow.cli import main
+from sympow.cli import commands, main
 from sympow.cli.runs import load_run
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
@@ -183,8 +184,6 @@ def test_sizes_are_the_published_ones(capsys):
 
 
 def test_demo_trains_compares_and_generates(folder, tmp_path, capsys, monkeypatch):
-    import sympow.cli.commands as commands
-
     real = commands.load_recipe
     monkeypatch.setattr(commands, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
     assert main(["demo", "--out", str(tmp_path / "demo"), "--quiet"]) == 0
@@ -207,6 +206,8 @@ def test_bad_words_on_the_command_line(folder, fails):
     assert fails("evaluate", folder / "power", "--context", "0").startswith("argument --context: must be at least 1")
     assert fails("evaluate", folder / "power", "--rows", "x").startswith("argument --rows: invalid integer value: 'x'")
     assert "one of the arguments --prompt --prompt-file is required" in fails("generate", folder / "power")
+    assert fails("train", "demo", "--out", "").startswith("argument --out: a path cannot be empty")
+    assert fails("evaluate", "").startswith("argument RUN: a path cannot be empty")
 
 
 def test_unknown_recipes(folder, fails):
@@ -214,6 +215,8 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", "demo:sotfmax").startswith("unknown recipe in demo 'sotfmax'; did you mean 'softmax'?")
     assert fails("train", "/nowhere/x.py:f") == "no recipe file at /nowhere/x.py"
     assert fails("train", "no.such.module:f") == "No module named 'no'"
+    for no_module in ("folder/recipe.txt", "..", "a..b:f"):
+        assert fails("train", no_module).startswith("unknown recipe ")
     tiny = f"{folder}/tiny.py"
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
@@ -221,6 +224,32 @@ def test_unknown_recipes(folder, fails):
     assert (
         fails("train", "sympow.recipes:x") == "unknown recipe in sympow.recipes 'x'; known: load_recipe, recipe_names"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (b"\ndef f(:", "line 2: SyntaxError: invalid syntax"),
+        (b"def f():\n    return {}['key']", "line 2: KeyError: 'key'"),
+        (b"x = 1\ny = x / 0", "line 2: ZeroDivisionError: division by zero"),
+        (b"import sympow.nothing", "line 1: ModuleNotFoundError: No module named 'sympow.nothing'"),
+        (
+            b"from sympow.models import preset\n\ndef f():\n    return preset('tiny', 0)",
+            "line 4: ValueError: vocab_size must be an integer of at least 1; got 0",
+        ),
+        (b"\xff", "line 1: SyntaxError: (unicode error) "),
+    ],
+)
+def test_recipes_that_fail(fails, tmp_path, monkeypatch, source, line):
+    """By their path and as a module: the line of the recipe, not that of the library."""
+    path = tmp_path / "broken_recipes" / "broken.py"
+    path.parent.mkdir()
+    path.write_bytes(source)
+    assert fails("train", f"{path}:f").startswith(f"{path}, {line}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fails("train", "broken_recipes.broken:f").startswith(f"{path}, {line}")
+    for name in ("broken_recipes", "broken_recipes.broken"):
+        sys.modules.pop(name, None)
 
 
 def test_unknown_and_wrong_options(folder, fails, tmp_path):
@@ -252,6 +281,19 @@ def test_missing_and_empty_corpora(folder, fails, tmp_path):
     assert refused(tmp_path / "blank.txt") == f"text corpus {tmp_path}/blank.txt is empty: its files hold no text"
     # a mistyped path does not spoil the folder
     assert main(["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+
+
+def test_places_that_cannot_be_written(folder, fails, tmp_path):
+    """Said before the work, not after it."""
+    file = tmp_path / "file"
+    file.write_text("")
+    train = ["train", f"{folder}/tiny.py:power", "--quiet", "--out"]
+    assert fails(*train, file) == f"{file} is a file; a run needs a folder"
+    assert fails(*train, file / "run") == f"{file}/run: Not a directory"
+    for option in ("--csv", "--plot"):
+        for place in (tmp_path, tmp_path / "no" / "x.png"):
+            line = fails("evaluate", folder / "power", option, place)
+            assert line == f"{place} cannot be written: it is a folder, or its folder does not exist"
 
 
 def test_a_vocabulary_larger_than_the_models(folder, fails, tmp_path):
@@ -289,6 +331,10 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
     assert fails("generate", power, "--prompt-file", "/nowhere") == "/nowhere: No such file or directory"
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in fails("generate", power, "--prompt-file", tmp_path / "binary")
+    assert (
+        fails("generate", power, "--prompt", "x", "--temperature", "-1") == "temperature must be at least 0; got -1.0"
+    )
+    assert fails("generate", power, "--prompt", "x", "--seed", "-1").startswith("seed must be an integer from 0 ")
     assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")
     assert fails("evaluate", power, power).startswith("a run is given twice: ")
     assert fails("sizes", "smal").startswith("a preset is one of nano, ")
@@ -334,6 +380,15 @@ def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002.pt"]
     assert main(words) == 0
     assert torch.equal(*(load_checkpoint(latest(each)).model["embedding.weight"] for each in (run, folder / "power")))
+
+
+@pytest.mark.parametrize("words", [["train", "demo"], ["evaluate", "x"], ["generate", "x", "--prompt", "x"], ["sizes"],
+                                   ["demo"]], ids=lambda words: words[0])  # fmt: skip
+def test_ctrl_c_is_silent(monkeypatch, capsys, words):
+    """Where a command does not handle it, as training does between its steps."""
+    monkeypatch.setattr(commands, words[0], lambda options: signal.raise_signal(signal.SIGINT))
+    assert main(words) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_leaves_is_no_error(folder):

@@ -51,12 +51,12 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="such as training.learning_rate=1e-3"
     )
-    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ and the run's name)")
+    train.add_argument("--out", metavar="DIR", type=_path, help="the run's folder (default: runs/ and the run's name)")
     train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
     train.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
     evaluate = command("evaluate", "held-out loss by context position", EVALUATE)
-    evaluate.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder or a checkpoint")
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=_path, help="a run's folder or a checkpoint")
     evaluate.add_argument(
         "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: 4 x the trained)"
     )
@@ -64,14 +64,14 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
                           help="another corpus than the run's own, such as kind=text; may be repeated")  # fmt: skip
     evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    evaluate.add_argument("--csv", metavar="FILE", help="write the losses to a file")
-    evaluate.add_argument("--plot", metavar="FILE", help="draw the curves of all runs into one image")
+    evaluate.add_argument("--csv", metavar="FILE", type=_path, help="write the losses to a file")
+    evaluate.add_argument("--plot", metavar="FILE", type=_path, help="draw the curves of all runs into one image")
 
     generate = command("generate", "continue a text", GENERATE)
-    generate.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
+    generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a file holding it; - for standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_path, help="a file holding it; - for standard input")
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="(default: 256)")
     generate.add_argument(
         "--temperature", metavar="X", type=float, default=1.0, help="0: the likeliest token (default: 1)"
@@ -95,7 +95,9 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
 
     demo = command("demo", "train, compare and sample two small models", DEMO)
-    demo.add_argument("--out", metavar="DIR", default="runs/demo", help="folder of the runs (default: runs/demo)")
+    demo.add_argument(
+        "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
+    )
     demo.add_argument("--quiet", action="store_true", help="no progress")
     return top
 
@@ -134,6 +136,13 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "integer"  # argparse says "invalid integer value"
+
+
+def _path(text: str) -> str:
+    """Not empty, as an unset variable of a shell script would give it: that would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path cannot be empty")
+    return text
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -30,6 +30,9 @@ def train(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """`sympow evaluate`."""
+    for file in filter(None, (options.csv, options.plot)):  # not after an evaluation of hours
+        if not Path(file).parent.is_dir() or Path(file).is_dir():
+            raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
     runs = _load_runs(options.runs, resolve_device(options.device))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, options.rows, options.data)

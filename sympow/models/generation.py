@@ -119,6 +119,8 @@ def stream(
         raise ValueError(f"temperature must be at least 0; got {temperature}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer from 0 to 2**63 - 1; got {seed!r}")
     return _steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
 
 

@@ -10,13 +10,19 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sympow.training.config import RunConfig
+
+
+class RecipeError(ValueError):
+    """What the code of a recipe raised, with the file and the line, in one line."""
 
 
 def recipe_names() -> list[str]:
@@ -28,7 +34,8 @@ def load_recipe(name: str) -> RunConfig:
     """The config that the recipe of this name returns.
 
     Raises ValueError for an unknown recipe or function, FileNotFoundError for a missing file, ImportError for
-    a module that cannot be imported, and TypeError for a function that is no recipe.
+    a module that cannot be imported, TypeError for a function that is no recipe, and RecipeError for whatever
+    the code of a recipe raises.
     """
     from sympow.training.config import RunConfig, unknown
 
@@ -45,7 +52,8 @@ def load_recipe(name: str) -> RunConfig:
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if needed:
         raise TypeError(f"{recipe.__name__} in {place} is no recipe: it needs the argument {needed[0]!r}")
-    config = recipe()
+    with _errors_of_recipes():
+        config = recipe()
     if not isinstance(config, RunConfig):
         raise TypeError(
             f"{recipe.__name__} in {place} is no recipe: it returned {type(config).__name__}, not RunConfig"
@@ -64,13 +72,33 @@ def _module(place: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with _errors_of_recipes():
+            spec.loader.exec_module(module)
         return module
-    if "." in place:
-        return importlib.import_module(place)
+    if "." in place and all(part.isidentifier() for part in place.split(".")):
+        with _errors_of_recipes():
+            return importlib.import_module(place)
     if place not in recipe_names():
         raise ValueError(unknown("recipe", place, recipe_names()))
     return importlib.import_module(f"{__name__}.{place}")
+
+
+@contextmanager
+def _errors_of_recipes() -> Iterator[None]:
+    """Turns what a recipe's code raises into a RecipeError that says where; other errors pass."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise RecipeError(f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}") from error
+    except Exception as error:
+        # The first frame outside this file and the import system is the recipe's.
+        frames = traceback.extract_tb(error.__traceback__)
+        passing = (__file__, importlib.__file__)
+        own = [frame for frame in frames if frame.filename not in passing and not frame.filename.startswith("<frozen")]
+        if not own:
+            raise
+        place = f"{own[0].filename}, line {own[0].lineno}"
+        raise RecipeError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def _recipes_of(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -112,6 +112,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     missing = [name for name in names if name not in content]
     if missing:
         raise CheckpointError(f"{path} is no complete sympow checkpoint: it has no {missing[0]!r}")
+    for name, kind in get_type_hints(Checkpoint).items():
+        if not isinstance(content[name], get_origin(kind) or kind):
+            found = type(content[name]).__name__
+            raise CheckpointError(f"{path} is no sympow checkpoint: its {name!r} is of type {found}")
     return Checkpoint(**{name: content[name] for name in names})
 
 
@@ -121,6 +125,8 @@ def restore_model(model: nn.Module, state: dict[str, torch.Tensor], path: str | 
     for name, tensor in own.items():
         if name not in state:
             raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
+        if not isinstance(state[name], torch.Tensor):
+            raise CheckpointError(f"{path} does not fit the model: {name!r} is no tensor")
         if state[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path} does not fit the model: {name!r} has shape {list(state[name].shape)}, "

@@ -68,6 +68,8 @@ class TrainingConfig:
             _check_integer(name, getattr(self, name), 1)
         for name in ("warmup_steps", "seed"):
             _check_integer(name, getattr(self, name), 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"training.seed must be below 2**63, got {self.seed}")
         for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:

@@ -233,15 +233,18 @@ def _restore(
         return None
     checkpoint = load_checkpoint(path)
     check_config(checkpoint.config, config, path)
-    batches.check_state(checkpoint.data["batches"])
+    batches.check_state(checkpoint.data.get("batches", {}))
     position = checkpoint.step * config.training.passes_per_step
-    if checkpoint.data["position"] != position:
-        raise CheckpointError(f"{path} is at position {checkpoint.data['position']} of the data, not {position}")
+    if checkpoint.data.get("position") != position:
+        raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")
     restore_model(model, checkpoint.model, path)
-    optimizer.load_state_dict(checkpoint.optimizer)
-    torch.set_rng_state(checkpoint.rng["cpu"])
-    if device.type == "cuda" and "cuda" in checkpoint.rng:
-        torch.cuda.set_rng_state(checkpoint.rng["cuda"], device)
+    try:
+        optimizer.load_state_dict(checkpoint.optimizer)
+        torch.set_rng_state(checkpoint.rng["cpu"])
+        if device.type == "cuda" and "cuda" in checkpoint.rng:
+            torch.cuda.set_rng_state(checkpoint.rng["cuda"], device)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no state of this run's optimizer and generators") from error
     return checkpoint
 
 

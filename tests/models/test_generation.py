@@ -121,6 +121,8 @@ def test_sample_keeps_the_likeliest(options, kept):
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1; got 1.1"),
         ({"temperature": -1}, "temperature must be at least 0; got -1"),
         ({"temperature": math.nan}, "temperature must be at least 0; got nan"),
+        ({"seed": -1}, r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
+        ({"seed": 2**63}, r"seed must be an integer from 0 to 2\*\*63 - 1; got 9223372036854775808"),
         ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, r"prompt must be \[B, T\], of at least one token"),
         ({"prompt": torch.full((1, 2), VOCAB)}, "vocabulary of 31 tokens; got 31"),
     ],

@@ -181,6 +181,13 @@ def test_versions_and_missing_parts(tmp_path):
     assert refusal(path).endswith("is no complete sympow checkpoint: it has no 'rng'")
 
 
+@pytest.mark.parametrize("name", ["config", "model", "optimizer", "step", "tokens", "seconds", "data", "rng"])
+def test_parts_of_another_type(tmp_path, name):
+    path = save_checkpoint(example(), tmp_path, keep=1)
+    torch.save({**torch.load(path, weights_only=True), name: "x"}, path)
+    assert refusal(path).endswith(f"is no sympow checkpoint: its {name!r} is of type str")
+
+
 def test_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {tmp_path}/x.pt"):
         load_checkpoint(tmp_path / "x.pt")
@@ -196,6 +203,8 @@ def test_weights_must_fit_the_model():
         restore_model(model, nn.Linear(4, 2).state_dict(), "x.pt")
     with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: it has no weight 'bias'"):
         restore_model(model, {"weight": state["weight"]}, "x.pt")
+    with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: 'weight' is no tensor"):
+        restore_model(model, {**state, "weight": 3}, "x.pt")
     with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: the model has no weight 'extra'"):
         restore_model(model, {**state, "extra": torch.ones(1)}, "x.pt")
     assert torch.equal(model.weight, before)

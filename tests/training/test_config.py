@@ -28,6 +28,7 @@ def test_passes_split_a_batch():
         ({"steps": 1.5}, TypeError, "training.steps must be an integer, got 1.5"),
         ({"batch_size": True}, TypeError, "training.batch_size must be an integer, got True"),
         ({"seed": -1}, ValueError, "training.seed must be at least 0, got -1"),
+        ({"seed": 2**63}, ValueError, r"training.seed must be below 2\*\*63, got 9223372036854775808"),
         (
             {"micro_batch_size": 3},
             ValueError,

@@ -266,6 +266,23 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, make_config, make_batc
         train(config, make_batches(config), tmp_path / "run", quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("optimizer", "holds no state of this run's optimizer and generators"),
+        ("rng", "holds no state of this run's optimizer and generators"),
+        ("data", "the data are not those of the checkpoint"),
+    ],
+)
+def test_a_checkpoint_with_an_empty_part_is_refused(tmp_path, make_config, make_batches, part, message):
+    config = make_config()
+    train(config, StopAfter(make_batches(config), 5), tmp_path / "run", quiet=True)
+    path = latest(tmp_path / "run")
+    torch.save({**torch.load(path, weights_only=True), part: {}}, path)
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+
+
 def test_a_truncated_checkpoint_is_refused_not_skipped(tmp_path, make_config, make_batches):
     config = make_config(steps=12)
     train(config, StopAfter(make_batches(config), 9), tmp_path / "run", quiet=True)
