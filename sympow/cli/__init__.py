@@ -16,9 +16,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parse(arguments)
-        # Read when torch starts its threads. By default a thread that waits for another keeps its core busy; beside any
-        # other busy process that made a training step on two cores 15 times slower.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from sympow.cli import commands
 
         code = getattr(commands, options.command)(options)
