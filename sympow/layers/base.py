@@ -175,6 +175,11 @@ class Mixer(nn.Module, ABC):
         """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
             raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
+        weight = self.qkv.weight
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the device of the weights, {weight.device}; got {x.device}")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
         q, k, v = self.qkv(x).split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:

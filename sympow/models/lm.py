@@ -170,6 +170,9 @@ class LanguageModel(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         if tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens must be [B, T >= 1]; got {list(tokens.shape)}")
+        if tokens.device != self.embedding.weight.device:
+            device = self.embedding.weight.device
+            raise ValueError(f"tokens must be on the device of the weights, {device}; got {tokens.device}")
         self._check_vocabulary(tokens, "tokens")
         return self.embedding_norm(self.embedding(tokens))
 

@@ -252,6 +252,12 @@ def test_bad_input_is_refused(case):
             mixer(bad)
         with pytest.raises(ValueError, match=r"x must be"):
             mixer.step(bad, mixer.init_state(2))
+    weights = mixer.out.weight.dtype
+    for dtype in {torch.float32, torch.float64, torch.int64} - {weights}:
+        with pytest.raises(TypeError, match=f"the dtype of the weights, {weights}, or autocast be on; got {dtype}"):
+            mixer(sequence().to(dtype))
+    with pytest.raises(ValueError, match="x must be on the device of the weights, cpu; got meta"):
+        mixer(sequence().to("meta"))
     for batch, bounds in ((2, [0, T]), (1, [0, 5]), (1, [0, 9, 5, T]), (1, [0.0, T]), (1, [[0, T]])):
         with pytest.raises((ValueError, TypeError), match="cu_seqlens"):
             mixer(sequence(batch), cu_seqlens=torch.tensor(bounds))

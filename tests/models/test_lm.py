@@ -214,6 +214,7 @@ def test_weights_save_and_load(tmp_path):
         (torch.zeros(2, 3, dtype=torch.int32), TypeError, "tokens must be int64; got torch.int32"),
         (torch.zeros(3, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3\]"),
         (torch.zeros(3, 0, dtype=torch.int64), ValueError, r"tokens must be \[B, T >= 1\]; got \[3, 0\]"),
+        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), ValueError, "device of the weights, cpu; got meta"),
     ],
 )
 def test_bad_tokens_are_refused(bad, error, message):
