@@ -160,6 +160,8 @@ def continue_power(
 def _control(linear: nn.Linear, x: Tensor) -> Tensor:
     """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
+        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
     bias = None if linear.bias is None else linear.bias.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
