@@ -1,0 +1,71 @@
+"""Writes the tables of the README from committed results: `python -m benchmarks.tables`, `--check` to only compare.
+
+A table stands between the lines `<!-- table: NAME.json -->` and `<!-- end -->`, NAME.json a file of benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def ops_table(rows: list[dict]) -> str:
+    """A row a length, forward and backward side by side."""
+    lines = ["| T | forward, ms | torch, ms | ratio | forward + backward, ms | torch, ms | ratio | extra memory, MB |"]
+    lines.append("|---|" + "---:|" * 7)
+    for time in sorted({row["T"] for row in rows}):
+        modes = {row["mode"]: row for row in rows if row["T"] == time}
+        cells = [f"{time:,}"]
+        for mode in ("forward", "forward+backward"):
+            row = modes[mode]
+            cells += [f"{row['ms']:,.0f}", f"{row['peer_ms']:,.0f}", f"{row['ratio']:.1f}x"]
+        lines.append(f"| {' | '.join(cells)} | {modes['forward+backward']['extra_mb']:,.0f} |")
+    row = rows[0]
+    shape = f"B {row['B']}, H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}"
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
+def decoding_table(rows: list[dict]) -> str:
+    """A row a mixer and context."""
+    lines = ["| mixer | context | ms a token | state, bytes |", "|---|---:|---:|---:|"]
+    for row in rows:
+        cells = [row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{rows[0]['processor']}; torch {rows[0]['torch']}, commit {rows[0]['commit']}."])
+
+
+TABLES = {"ops_cpu.json": ops_table, "decoding_cpu.json": decoding_table}
+
+
+def with_tables(text: str) -> str:
+    """`text` with every table written anew."""
+
+    def table(match: re.Match) -> str:
+        name = match[1]
+        rows = json.loads((RESULTS / name).read_text())
+        return f"<!-- table: {name} -->\n{TABLES[name](rows)}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = with_tables(old)
+    if args.check:
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+import json
+
+import pytest
+
+from benchmarks import ops, tables
+from benchmarks.cases import CASES, Case
+
+SMALL = Case(T=70, H=2, G=1, K=4, V=3)
+
+
+@pytest.fixture(autouse=True)
+def no_timing(monkeypatch):
+    monkeypatch.setattr(ops, "milliseconds", lambda call, device: 1.0)
+    monkeypatch.setattr(ops, "peak_extra_bytes", lambda call: 1)
+
+
+def test_rows(monkeypatch, tmp_path):
+    """The columns that results promise, from the command itself."""
+    monkeypatch.setitem(CASES, "cpu", [SMALL])
+    file = tmp_path / "ops.json"
+    monkeypatch.setattr("sys.argv", ["ops", "--device", "cpu", "--threads", "1", "--json", str(file)])
+    ops.main()
+    rows = json.loads(file.read_text())
+    assert [row["mode"] for row in rows] == ["forward", "forward+backward"]
+    columns = "op impl peer device dtype B T H G K V p chunk gated mode ms peer_ms ratio err commit torch"
+    assert set(columns.split()) <= rows[0].keys()
+    assert 0 < rows[1]["err"] < 1e-5
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    exact = ops.power_call
+
+    def wrong(case, inputs, impl, mode, chunk=None):
+        results = exact(case, inputs, impl, mode, chunk)
+        return [x * 1.01 if inputs["q"].dtype.itemsize == 4 else x for x in results]
+
+    monkeypatch.setattr(ops, "power_call", wrong)
+    with pytest.raises(RuntimeError, match="not timed"):
+        ops.measure(SMALL, "cpu", "eager")
+
+
+def test_the_readme_shows_the_committed_results():
+    readme = (tables.ROOT / "README.md").read_text()
+    assert tables.with_tables(readme) == readme
+    assert readme.count("<!-- table: ") == len(tables.TABLES)
