@@ -102,7 +102,7 @@ def measure(case: Case, device: str, impl: str) -> list[dict]:
         wrong = error(case, inputs, power_call(case, inputs, impl, mode))
         if not wrong <= bound(case):
             raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
-        ms = milliseconds(partial(power_call, case, inputs, impl, mode), device)
+        ms = milliseconds(partial(power_call, case, inputs, impl, mode), device, least=7)
         peer_ms = milliseconds(partial(sdpa_call, layout, mode), device)
         rows.append(
             {"op": "power_attention", "impl": impl, "peer": "torch scaled_dot_product_attention", "device": device}
