@@ -6,27 +6,32 @@ import gc
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 
-def milliseconds(call: Callable[[], object], device: str, *, least: int = 3, budget: float = 2.0) -> float:
-    """Median time of a call: at least `least` calls, more while they fit in `budget` seconds, after one to warm up."""
+def milliseconds(calls: Sequence[Callable[[], object]], device: str, *, rounds: int = 7, least: float = 0.3) -> list[float]:
+    """Median time of each call, in milliseconds.
 
-    def timed() -> float:
+    The calls take turns, so that a machine that slows down or speeds up over minutes does so for all of them and their
+    ratios stand. In a turn a call is repeated for `least` seconds; one turn before the first warms up.
+    """
+
+    def timed(call: Callable[[], object]) -> float:
         start = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    timed()
-    times: list[float] = []
-    while len(times) < least or (sum(times) < budget * 1e3 and len(times) < 100):
-        times.append(timed())
-    return statistics.median(times)
+    repeats = [max(1, min(50, int(least * 1e3 / timed(call)))) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, count, kept in zip(calls, repeats, times, strict=True):
+            kept += [timed(call) for _ in range(count)]
+    return [statistics.median(kept) for kept in times]
 
 
 def peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:

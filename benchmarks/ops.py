@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -88,32 +89,37 @@ def extra_memory(case: Case, impl: str) -> int:
     return peak_extra_bytes(partial(power_call, case, make_inputs(case, "cpu"), impl, MODES[1]))
 
 
-def measure(case: Case, device: str, impl: str) -> list[dict]:
-    """A row a mode."""
-    inputs = make_inputs(case, device)
+def peer_layout(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors as the peer wants them, heads before time."""
     layout = {name: x.detach().transpose(1, 2).contiguous() for name, x in inputs.items() if name != "log_g"}
-    layout = {name: x.requires_grad_(name != "dout") for name, x in layout.items()}
-    memory = None
-    if device == "cpu" and sys.platform == "linux":
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            memory = fresh.apply(extra_memory, (case, impl)) / 1e6
-    rows = []
-    for mode in MODES:
-        wrong = error(case, inputs, power_call(case, inputs, impl, mode))
-        if not wrong <= bound(case):
-            raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
-        ms = milliseconds(partial(power_call, case, inputs, impl, mode), device, least=7)
-        peer_ms = milliseconds(partial(sdpa_call, layout, mode), device)
-        rows.append(
-            {"op": "power_attention", "impl": impl, "peer": "torch scaled_dot_product_attention", "device": device}
-            | {"dtype": case.dtype, "B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
-            | {"p": case.p, "chunk": default_chunk_size(inputs["q"], inputs["k"], inputs["v"], case.p)}
-            | {"gated": case.gated, "mode": mode, "ms": round(ms, 3), "peer_ms": round(peer_ms, 3)}
-            | {"ratio": round(peer_ms / ms, 3), "err": float(f"{wrong:.2e}")}
-            | {"extra_mb": None if memory is None or mode == "forward" else round(memory, 1)}
-            | {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
+    return {name: x.requires_grad_(name != "dout") for name, x in layout.items()}
+
+
+def measure(cases: Sequence[Case], device: str, impl: str, mode: str) -> list[dict]:
+    """A row a case. All are checked first, then timed in turns."""
+    inputs = [make_inputs(case, device) for case in cases]
+    errors, memories = [], []
+    for case, tensors in zip(cases, inputs, strict=True):
+        errors.append(error(case, tensors, power_call(case, tensors, impl, mode)))
+        if not errors[-1] <= bound(case):
+            raise RuntimeError(f"{case}, {mode}: errs by {errors[-1]:.1e} where {bound(case):.1e} is allowed; not timed")
+        memories.append(None)
+        if device == "cpu" and sys.platform == "linux" and mode != "forward":
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:
+                memories[-1] = round(fresh.apply(extra_memory, (case, impl)) / 1e6, 1)
+    ours = milliseconds([partial(power_call, c, x, impl, mode) for c, x in zip(cases, inputs, strict=True)], device)
+    peers = milliseconds([partial(sdpa_call, peer_layout(x), mode) for x in inputs], device, rounds=3)
+    return [
+        {"op": "power_attention", "impl": impl, "peer": "torch scaled_dot_product_attention", "device": device}
+        | {"dtype": case.dtype, "B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
+        | {"p": case.p, "chunk": default_chunk_size(tensors["q"], tensors["k"], tensors["v"], case.p)}
+        | {"gated": case.gated, "mode": mode, "ms": round(ms, 3), "peer_ms": round(peer_ms, 3)}
+        | {"ratio": round(peer_ms / ms, 3), "err": float(f"{wrong:.2e}"), "extra_mb": memory}
+        | {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
+        for case, tensors, wrong, memory, ms, peer_ms in zip(
+            cases, inputs, errors, memories, ours, peers, strict=True
         )
-    return rows
+    ]
 
 
 def main() -> None:
@@ -126,12 +132,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = []
     print(f"{'T':>7} {'mode':>17} {'ms':>10} {'peer ms':>10} {'ratio':>6} {'err':>8} {'extra MB':>8}")
-    for case in CASES[args.device]:
-        for row in measure(case, args.device, args.impl):
+    for mode in MODES:
+        for row in measure(CASES[args.device], args.device, args.impl, mode):
             rows.append(row)
             memory = "" if row["extra_mb"] is None else f"{row['extra_mb']:.0f}"
             timing = f"{row['ms']:>10.1f} {row['peer_ms']:>10.1f} {row['ratio']:>6.2f}"
             print(f"{row['T']:>7} {row['mode']:>17} {timing} {row['err']:>8.1e} {memory:>8}", flush=True)
+    rows.sort(key=lambda row: row["T"])
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

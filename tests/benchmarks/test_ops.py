@@ -10,7 +10,7 @@ SMALL = Case(T=70, H=2, G=1, K=4, V=3)
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch):
-    monkeypatch.setattr(ops, "milliseconds", lambda call, device, least=3: 1.0)
+    monkeypatch.setattr(ops, "milliseconds", lambda calls, device, rounds=7: [1.0] * len(calls))
     monkeypatch.setattr(ops, "peak_extra_bytes", lambda call: 1)
 
 
@@ -36,7 +36,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(ops, "power_call", wrong)
     with pytest.raises(RuntimeError, match="not timed"):
-        ops.measure(SMALL, "cpu", "eager")
+        ops.measure([SMALL], "cpu", "eager", "forward+backward")
 
 
 def test_the_readme_shows_the_committed_results():
