@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 
-def milliseconds(calls: Sequence[Callable[[], object]], device: str, *, rounds: int = 7, least: float = 0.3) -> list[float]:
+def milliseconds(
+    calls: Sequence[Callable[[], object]], device: str, *, rounds: int = 7, least: float = 0.3
+) -> list[float]:
     """Median time of each call, in milliseconds.
 
     The calls take turns, so that a machine that slows down or speeds up over minutes does so for all of them and their

@@ -100,9 +100,10 @@ def measure(cases: Sequence[Case], device: str, impl: str, mode: str) -> list[di
     inputs = [make_inputs(case, device) for case in cases]
     errors, memories = [], []
     for case, tensors in zip(cases, inputs, strict=True):
-        errors.append(error(case, tensors, power_call(case, tensors, impl, mode)))
-        if not errors[-1] <= bound(case):
-            raise RuntimeError(f"{case}, {mode}: errs by {errors[-1]:.1e} where {bound(case):.1e} is allowed; not timed")
+        wrong = error(case, tensors, power_call(case, tensors, impl, mode))
+        if not wrong <= bound(case):
+            raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
+        errors.append(wrong)
         memories.append(None)
         if device == "cpu" and sys.platform == "linux" and mode != "forward":
             with multiprocessing.get_context("spawn").Pool(1) as fresh:
