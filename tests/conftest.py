@@ -1,8 +1,11 @@
-"""For every test: one thread a process, so that parallel workers do not fight, and reproducible examples."""
+"""For every test: one thread a process, so that parallel workers do not fight, reproducible examples, and a way to run
+kernels."""
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by subprocesses
+if not any(os.path.exists(x) for x in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd")):
+    os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels run in Triton's interpreter
 
 import torch
 from hypothesis import settings

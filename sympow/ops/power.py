@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,6 +15,7 @@ from sympow.ops import eager, reference
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -53,7 +55,8 @@ def power_attention(
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
             of which sees another. Documents may be empty.
-        impl: "auto", "eager" (plain torch, any device) or "reference" (the specification; slow).
+        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification; slow), or
+            "auto": "triton" where it can, else "eager".
 
     Returns:
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
@@ -71,12 +74,16 @@ def power_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     options |= {"chunk_size": chunk_size, "return_state": return_state}
-    run = _implementation(impl)
+    chunked = initial_state is not None or return_state
+    run = _implementation(impl, q, p, chunked)
     if cu_seqlens is None:
         _check_state(initial_state, q.shape[0], k, v, p)
         return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
     ends = _check_cu_seqlens(cu_seqlens, q)
     _check_state(initial_state, len(ends) - 1, k, v, p)
+    if run is _triton:
+        cu_seqlens = cu_seqlens.to(q.device, torch.int32)
+        return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
     return _packed(run, q, k, v, log_g, initial_state, ends, **options)
 
 
@@ -115,7 +122,8 @@ def power_attention_step(
     _check_state(state, q.shape[0], k, v, p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
-    _implementation(impl)
+    if impl not in ("auto", "eager", "reference"):
+        raise ValueError(f"impl of a step is one of auto, eager, reference; got {impl!r}")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if impl != "reference":
             return PowerOutput(*eager.step(q, k, v, log_g, state, inplace=inplace, **options))
@@ -146,13 +154,38 @@ def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
     return out.to(v.dtype), new if return_state else None
 
 
-_IMPLEMENTATIONS: dict[str, Callable] = {"auto": _eager, "eager": _eager, "reference": _reference}
+def _triton(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    from sympow.ops import triton
+
+    if 0 in q.shape[:2]:
+        return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
+    options |= {"chunk_size": chunk_size, "return_state": return_state}
+    return triton.attention(q, k, v, log_g, state, **options)
 
 
-def _implementation(impl: str) -> Callable:
+_IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "reference": _reference}
+
+
+def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
+    """`chunked`: whether the call needs states, which not every implementation has for every p and K."""
+    if impl == "auto":
+        return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
     if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl is one of {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
+        raise ValueError(f"impl is one of auto, {', '.join(_IMPLEMENTATIONS)}; got {impl!r}")
+    if impl == "triton":
+        refusal = _refusal_of_triton(q, p, chunked)
+        if refusal:
+            raise ValueError(f"impl='triton' {refusal}")
     return _IMPLEMENTATIONS[impl]
+
+
+def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
+    """Why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
+    if not _HAS_TRITON:
+        return "needs the package triton, which is not installed"
+    from sympow.ops import triton
+
+    return triton.unsupported(q, p, chunked)
 
 
 def _reference_inputs(

@@ -7,9 +7,11 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
 - lower precision, by comparison: an implementation may err by at most twice what the same mathematics errs in plain
   torch at that precision (matrix products of inputs rounded to it, the rest in float32), plus what any implementation
   rounds: one rounding of what is stored; the rounding of a float32 log decay L, which is one of exp(L) times |L|, for
-  the |L| up to 16 below which exp(L) is lost beside 1; and for the gate's gradient, a sum over up to T tokens of
-  q.dq - k.dk, one rounding of those terms, growing as the square root of their number. Errors are norms of differences
-  from float64.
+  the |L| up to 16 below which exp(L) is lost beside 1; for the state's z, one rounding of its terms phi(k), which the
+  peer adds up in float32 and a matrix product takes as it takes those of s; and for the gate's gradient, a sum over up
+  to T tokens of q.dq - k.dk, the rounding of those terms, each itself a float32 sum over up to T, growing as the square
+  root of their number. The peer is the quadratic form, or the chunked one at the same chunk size where p is so high
+  that forming phi rounds more often than forming scores. Errors are norms of differences from float64.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.nn.functional import logsigmoid
 from sympow.ops import PowerState, power_attention, reference
 
 FLOAT64_TOLERANCE = 1e-10
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -97,7 +100,7 @@ def make_inputs(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -
     compute = torch.promote_types(dtype, torch.float32)
     for name, x in inputs.items():
         if x is not None:
-            x = x.to(dtype if name in "qkv" else compute)
+            x = x.to(DEVICE, dtype if name in "qkv" else compute)
             inputs[name] = x.requires_grad_()
     return inputs
 
@@ -112,7 +115,7 @@ def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int
         chunk_size=chunk_size,
         initial_state=state,
         return_state=case.return_state,
-        cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32),
+        cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32, device=DEVICE),
         impl=impl,
     )
     return with_gradients({"out": out} | ({"s": after.s, "z": after.z} if after else {}), inputs)
@@ -123,7 +126,7 @@ def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) ->
     ends = (0, *(case.ends or (case.T,)))
     outs, states = [], []
     for n, span in enumerate(slice(a, b) for a, b in pairwise(ends)):
-        state = PowerState.zeros(1, case.G, case.K, case.V, case.p, dtype=inputs["k"].dtype)
+        state = PowerState.zeros(1, case.G, case.K, case.V, case.p, dtype=inputs["k"].dtype, device=DEVICE)
         if case.state:
             rows = slice(None) if case.ends is None else slice(n, n + 1)
             state = PowerState(inputs["s"][rows], inputs["z"][rows], case.p, case.K)
@@ -141,7 +144,7 @@ def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) ->
 def with_gradients(results: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """Adds the gradient of every input for fixed random gradients of the results, small enough for float16's range."""
     gen = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype) / 16 for x in results.values()]
+    weights = [torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x) / 16 for x in results.values()]
     loss = sum((x * w).sum() for x, w in zip(results.values(), weights, strict=True))
     leaves = {name: x for name, x in inputs.items() if x is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -161,21 +164,30 @@ def assert_equal_float64(actual: dict[str, Tensor], expected: dict[str, Tensor])
         assert error <= FLOAT64_TOLERANCE * max(want.norm().item(), floor), f"{name}: {error:.2e} of {want.norm():.2e}"
 
 
-def assert_within_budget(actual: dict[str, Tensor], case: Case, inputs: dict[str, Tensor | None]) -> None:
+def assert_within_budget(
+    actual: dict[str, Tensor], case: Case, inputs: dict[str, Tensor | None], chunk_size: int | None = None
+) -> None:
+    """`chunk_size`: the peer is the chunked form, as the implementation was; else the quadratic one."""
     dtype = inputs["q"].dtype
     high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
     oracle = run(case, high, "reference")
     low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in inputs.items()}
     options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": 1e-6}
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
-        peer = with_gradients(by_document(case, low, partial(reference.quadratic, **options)), low)
+    with torch.autocast(DEVICE, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        form = partial(reference.quadratic, **options)
+        if chunk_size:
+            form = partial(reference.chunked, chunk_size=chunk_size, **options)
+        peer = with_gradients(by_document(case, low, form), low)
     for name, want in oracle.items():
         got, norm = actual[name].double(), want.norm().item()
         assert torch.isfinite(got).all(), name
         rounding = (torch.finfo(actual[name].dtype).eps + 16 * EPS32) * norm
+        eps = torch.finfo(dtype).eps
+        if name == "z":
+            rounding += eps * norm
         if name == "dlog_g":
-            eps = torch.finfo(dtype).eps
-            rounding += eps * case.T**0.5 * (high["q"] * oracle["dq"]).sum(-1).norm().item() / case.p
+            terms = [(high[x] * oracle["d" + x]).sum(-1).norm().item() / case.p for x in "qk"]
+            rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * sum(terms)
         budget = 2 * (peer[name].double() - want).norm().item() + rounding
         error = (got - want).norm().item()
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sympow.ops import PowerState, power_attention, power_attention_step
-from tests.ops.contract import CASES, Case, assert_equal_float64, assert_within_budget, make_inputs, run
+from tests.ops.contract import CASES, DEVICE, Case, assert_equal_float64, assert_within_budget, make_inputs, run
 
 IMPLEMENTATIONS = ["eager", "auto"]
 
@@ -49,7 +49,7 @@ def test_step_continues_a_sequence(impl, name, inplace):
     inputs = {n: None if x is None else x.detach() for n, x in make_inputs(case).items()}
     s, z = inputs.pop("s"), inputs.pop("z")
     options = {"p": case.p, "normalize": case.divides}
-    state = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, dtype=torch.float64)
+    state = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, dtype=torch.float64, device=DEVICE)
     state = PowerState(s, z, case.p, case.K) if case.state else state
     whole, last = power_attention(**inputs, **options, initial_state=state, return_state=True, impl="reference")
     state, outs = state.clone(), []
@@ -82,11 +82,11 @@ def test_autocast_does_not_lower_the_precision(impl):
     case = Case(T=50, K=4, V=3)
     plain, inputs = run(case, make_inputs(case, dtype=torch.float32), impl, 16), make_inputs(case, dtype=torch.float32)
     tokens = {n: x.detach() for n, x in inputs.items() if x is not None}
-    stepped = power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3), impl=impl).out
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    stepped = power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3, device=DEVICE), impl=impl).out
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         torch.testing.assert_close(run(case, inputs, impl, 16), plain)
         torch.testing.assert_close(
-            power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3), impl=impl).out, stepped
+            power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3, device=DEVICE), impl=impl).out, stepped
         )
 
 

@@ -1,0 +1,119 @@
+"""Power attention in Triton: NVIDIA GPUs from Ampere on, AMD GPUs. How the kernels work is in docs/kernels.md.
+
+Head dims are padded to what the kernels hold (zeros change no product), values wider than 128 are done in parts, and
+for p other than 2 the normalizer is one more value channel, of ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from triton import knobs
+
+from sympow.ops.feature_map import spow_dim, spow_indices
+from sympow.ops.triton import config
+from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, power_forward
+from sympow.ops.types import PowerState
+
+_MAX_VALUE_DIM = 128
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    *,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk_size: int | None,
+    return_state: bool,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, PowerState | None]:
+    """The contract of `power_attention`, for inputs that it has checked and `unsupported` does not refuse.
+
+    chunk_size: at least T is the quadratic form; else it is rounded up to a multiple of the kernels' block.
+    """
+    dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
+    has_state = state is not None or return_state
+    if chunk_size is None:
+        chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time)
+    chunk = chunk_size if chunk_size < time else time if has_state else 0
+    if chunk and not has_state:
+        refusal = unsupported(q, p, chunked=True)
+        if refusal:
+            raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
+    tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
+        q, k, v = q.float(), k.float(), v.float()
+    tf32 = tf32 and q.dtype == torch.float32
+    width = padded_key_dim(key_dim)
+    if width != key_dim:
+        q, k = pad(q, (0, width - key_dim)), pad(k, (0, width - key_dim))
+    s = z = None
+    if state is not None:
+        s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
+    ones = p != 2 and (normalize or bool(chunk))
+    if ones:
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        s = None if s is None or z is None else torch.cat([s, z[..., None]], -1)
+    outs, ends = [], []
+    for first in range(0, v.shape[3], _MAX_VALUE_DIM):
+        part = slice(first, first + _MAX_VALUE_DIM)
+        out, _, s_end, z_end = power_forward(
+            q, k, v[..., part], log_g, None if s is None else s[..., part].contiguous(), z if p == 2 else None,
+            cu_seqlens, p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones,
+        )  # fmt: skip
+        outs.append(out)
+        ends.append(s_end)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+    if ones and normalize:
+        out, total = out[..., :value_dim].float(), out[..., value_dim:].float()
+        out = out / (total + eps)
+    out = out[..., :value_dim].to(dtype)
+    if not return_state:
+        return out, None
+    s = torch.cat(ends, -1)
+    if ones:
+        s, z_end = s[..., :value_dim], s[..., value_dim]
+    s, z = (_narrow(x, key_dim, width, p) for x in (s, z_end))
+    return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
+
+
+def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
+    """Why the kernels cannot do this call, as the end of a sentence; None if they can."""
+    key_dim = q.shape[3]
+    if q.device.type != "cuda" and not knobs.runtime.interpret:
+        return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {q.device}"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes in bfloat16, float16 and float32; got {q.dtype}"
+    if key_dim > MAX_KEY_DIM:
+        return f"takes key dims up to {MAX_KEY_DIM}; got K = {key_dim}"
+    if chunked and padded_key_dim(key_dim) > CHUNKED.get(p, 0):
+        limits = ", ".join(f"p = {power}: K <= {most}" for power, most in CHUNKED.items())
+        return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
+    return None
+
+
+def padded_key_dim(key_dim: int) -> int:
+    return max(16, 1 << (key_dim - 1).bit_length())
+
+
+def _inner(key_dim: int, width: int, p: int) -> Tensor:
+    """Of the rows of (M7) for `width` channels, those of the first `key_dim` alone."""
+    return (spow_indices(width, p)[:, -1] < key_dim).nonzero()[:, 0]
+
+
+def _widen(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+    if width == key_dim:
+        return x
+    rows = _inner(key_dim, width, p).to(x.device)
+    return x.new_zeros(*x.shape[:2], spow_dim(width, p), *x.shape[3:]).index_copy(2, rows, x)
+
+
+def _narrow(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+    return x if width == key_dim else x.index_select(2, _inner(key_dim, width, p).to(x.device))

@@ -1,0 +1,317 @@
+"""Gradients. With s~ = q . k, weights a_ij = b_ij s~_ij**p, and the normalizer folded into a factor per query, n_i, and
+delta_i = y_i . dy_i (0 without normalization):
+
+    dv_j = sum_i n_i a_ij dy_i,   dq_i = p n_i sum_j b_ij s~_ij**(p-1) (dy_i . v_j - delta_i) k_j,   dk_j likewise,
+
+and what goes through a state has the same form: with S = sum_j row(k_j) v_j^T, p sum over the prefixes of q_prefix
+(dy_i S[prefix]^T), the rows of every last index. The gate: the gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, since
+q_i . dq_i = p sum_j a_ij da_ij, and a gate reaches every L after it.
+"""
+
+import triton
+import triton.language as tl
+
+from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, times_prefix
+
+
+@triton.jit
+def row_factors(
+    out, dout, norm, factor, delta, dsums, starts, blocks, T, tokens, H, eps,
+    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. Grid: blocks, heads.
+
+    With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
+    Taken from dq it would be the rounding of terms that cancel.
+    """
+    _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    h = tl.cast(tl.program_id(1), tl.int64)
+    t = first + tl.arange(0, BLOCK)
+    valid = t < length
+    row = h * tokens + start + t
+    n = tl.full([BLOCK], 1.0, tl.float32)
+    d = tl.zeros([BLOCK], tl.float32)
+    if NORMALIZE:
+        col = tl.arange(0, COLUMNS)
+        tile = ((start + t) * H + h)[:, None] * V + col[None, :]
+        mask = valid[:, None] & (col < V)[None, :]
+        y = tl.load(out + tile, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dout + tile, mask=mask, other=0.0).to(tl.float32)
+        d = tl.sum(y * dy, 1)
+        n = 1.0 / tl.load(norm + row, mask=valid, other=1.0)
+        if GATED:
+            tl.store(dsums + row, P * eps * d * n, mask=valid)
+    tl.store(factor + row, n, mask=valid)
+    tl.store(delta + row, d, mask=valid)
+
+
+@triton.jit
+def _state_rows(i, lower, mirror, width, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
+    """[K]: where the rows (upper prefix i, every last index) are; those of a lower index stand under another prefix."""
+    UPPER: tl.constexpr = K - HALF
+    own = lower * K + (i - lower) * UPPER + (width - HALF)
+    if P == 2:
+        other = width * K + i
+    else:
+        other = tl.load(mirror + (i - lower) * HALF + tl.minimum(width, HALF - 1))
+    return tl.where(width >= HALF, own, other)
+
+
+@triton.jit
+def query_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums, prefixes, weights, mirror,
+    starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, grad_scale,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dq [tokens, H, K], and unless NORMALIZE dsums [H, tokens] = q . dq. Grid: blocks of queries, heads."""
+    n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:  # past the last block
+            return
+    h = tl.cast(tl.program_id(1), tl.int64)
+    g = h // R
+    t = tl.arange(0, BLOCK)
+    valid = first + t < length
+    width = tl.arange(0, K)
+    col = tl.arange(0, COLUMNS)
+    q_rows = q + (start + first) * q_st + h * q_sh + t * q_st
+    queries = tl.load(q_rows[:, None] + width[None, :], mask=valid[:, None], other=0.0)
+    dy_tile = ((start + first) * H + h) * V + (t[:, None] * (H * V) + col[None, :])
+    dy = tl.load(dout + dy_tile, mask=valid[:, None] & (col < V)[None, :], other=0.0)
+    row = h * tokens + start + first + t
+    d = tl.load(delta + row, mask=valid, other=0.0)
+    begin = 0
+    if CHUNK > 0:
+        begin = (first // CHUNK) * CHUNK
+    acc = tl.zeros([BLOCK, K], tl.float32)
+
+    if STATES:
+        if INIT or begin > 0:
+            chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + begin // CHUNK
+            rows = tl.cast(lower, tl.int64) * K + upper * (K - HALF)
+            state = s + (chunk * G + g) * rows * V
+            tile = state + width[None, :] * V + col[:, None]
+            for i in range(lower):
+                phi = times_prefix(dy, q_rows, valid, i, prefixes, weights, P)
+                part = tl.load(tile, mask=(col < V)[:, None], other=0.0)
+                acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+                tile += K * V
+            for i in range(lower, lower + upper):
+                phi = times_prefix(dy, q_rows, valid, i, prefixes, weights, P)
+                where = _state_rows(i, lower, mirror, width, K, HALF, P)
+                part = tl.load(state + where[None, :] * V + col[:, None], mask=(col < V)[:, None], other=0.0)
+                acc = tl.dot(phi, part, acc, input_precision=PRECISION)
+            if NORMALIZE:
+                matrix = tl.load(z + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
+                acc -= tl.dot(queries, matrix, input_precision=PRECISION) * d[:, None]
+
+    here = sums + g * tokens + start
+    if GATED:
+        own = tl.load(here + first + t, mask=valid, other=0.0)
+        ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
+        if STATES:
+            acc *= tl.exp(ref)
+    j = tl.arange(0, KEYS)
+    k_tile = k + (start + begin) * k_st + g * k_sh + (j[:, None] * k_st + width[None, :])
+    v_tile = v + (start + begin) * v_st + g * v_sh + (j[None, :] * v_st + col[:, None])
+    for s0 in range(begin, first, KEYS):
+        keys = tl.load(k_tile)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if P > 4:
+            scores *= score_scale
+        values = tl.load(v_tile, mask=(col < V)[:, None], other=0.0)
+        grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
+        grad *= power(scores, P - 1)
+        if GATED:
+            grad *= tl.exp(ref - tl.load(here + s0 + j))[None, :]
+        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        k_tile += KEYS * k_st
+        v_tile += KEYS * v_st
+    if GATED:
+        acc *= tl.exp(own - ref)[:, None]
+    for s0 in range(first, tl.minimum(first + BLOCK, length), KEYS):
+        past = s0 + j < length
+        keys = tl.load(k_tile, mask=past[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        if P > 4:
+            scores *= score_scale
+        values = tl.load(v_tile, mask=past[None, :] & (col < V)[:, None], other=0.0)
+        grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
+        grad *= power(scores, P - 1)
+        if GATED:
+            grad *= tl.exp(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
+        grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
+        acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
+        k_tile += KEYS * k_st
+        v_tile += KEYS * v_st
+
+    acc *= (tl.load(factor + row, mask=valid, other=0.0) * grad_scale)[:, None]
+    if GATED and not NORMALIZE:
+        tl.store(dsums + row, tl.sum(acc * queries.to(tl.float32), 1), mask=valid)
+    dq_tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + width[None, :])
+    tl.store(dq_tile, acc.to(dq.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def key_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
+    prefixes, weights, grad_weights, mirror,
+    starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, grad_scale,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, kv heads."""
+    n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    g = tl.cast(tl.program_id(1), tl.int64)
+    j = tl.arange(0, BLOCK)
+    valid = first + j < length
+    width = tl.arange(0, K)
+    col = tl.arange(0, COLUMNS)
+    k_rows = k + (start + first) * k_st + g * k_sh + j * k_st
+    keys = tl.load(k_rows[:, None] + width[None, :], mask=valid[:, None], other=0.0)
+    v_tile = v + (start + first) * v_st + g * v_sh + (j[:, None] * v_st + col[None, :])
+    values = tl.load(v_tile, mask=valid[:, None] & (col < V)[None, :], other=0.0)
+    end = length
+    chunk_index = 0
+    if CHUNK > 0:
+        chunk_index = first // CHUNK
+        end = tl.minimum((chunk_index + 1) * CHUNK, length)
+    dkeys = tl.zeros([BLOCK, K], tl.float32)
+    dvalues = tl.zeros([BLOCK, COLUMNS], tl.float32)
+
+    if STATES:
+        if FINAL or end < length:
+            chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + chunk_index
+            UPPER: tl.constexpr = K - HALF
+            rows = tl.cast(lower, tl.int64) * K + upper * UPPER
+            state = ds + (chunk * G + g) * rows * V
+            tile = state + width[:, None] * V + col[None, :]
+            base = lower_base(keys, width, HALF, P)
+            for i in range(lower):
+                part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
+                phi = times_prefix(base, k_rows, valid, i, prefixes, weights, P)
+                dvalues = tl.dot(phi, part, dvalues, input_precision=PRECISION)
+                phi = times_prefix(values, k_rows, valid, i, prefixes, grad_weights, P)
+                dkeys = tl.dot(phi, tl.trans(part), dkeys, input_precision=PRECISION)
+                tile += K * V
+            if UPPER > 0:
+                half = tl.arange(0, UPPER)
+                tile = state + lower * K * V + half[:, None] * V + col[None, :]
+                upper_base = tl.load(k_rows[:, None] + (HALF + half)[None, :], mask=valid[:, None], other=0.0)
+                for i in range(lower, lower + upper):
+                    part = tl.load(tile, mask=(col < V)[None, :], other=0.0)
+                    phi = times_prefix(upper_base, k_rows, valid, i, prefixes, weights, P)
+                    dvalues = tl.dot(phi, part, dvalues, input_precision=PRECISION)
+                    tile += UPPER * V
+                    where = _state_rows(i, lower, mirror, width, K, HALF, P)
+                    part = tl.load(state + where[None, :] * V + col[:, None], mask=(col < V)[:, None], other=0.0)
+                    phi = times_prefix(values, k_rows, valid, i, prefixes, grad_weights, P)
+                    dkeys = tl.dot(phi, part, dkeys, input_precision=PRECISION)
+            if Z:
+                matrix = tl.load(dz + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
+                dkeys = tl.dot(keys, matrix, dkeys, input_precision=PRECISION)
+
+    # Decays go through the last token of the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    last = tl.minimum(first + BLOCK, length) - 1
+    if GATED:
+        own = tl.load(here + first + j, mask=valid, other=0.0)
+        ref = tl.load(here + last)
+        if STATES:
+            decay = tl.exp(tl.load(here + end - 1) - ref)
+            dkeys *= decay
+            dvalues *= decay
+    i = tl.arange(0, QUERIES)
+    for head in range(R):
+        h = g * R + head
+        column = h * tokens + start
+        q_tile = q + start * q_st + h * q_sh + (i[None, :] * q_st + width[:, None])
+        dy_tile = dout + (start * H + h) * V + (i[:, None] * (H * V) + col[None, :])
+        for s0 in range(first + BLOCK, end, QUERIES):
+            there = s0 + i < end
+            queries = tl.load(q_tile + tl.cast(s0, tl.int64) * q_st, mask=there[None, :], other=0.0)
+            dy = tl.load(dy_tile + tl.cast(s0, tl.int64) * (H * V), mask=there[:, None] & (col < V)[None, :], other=0.0)
+            f = tl.load(factor + column + s0 + i, mask=there, other=0.0) * out_scale
+            d = tl.load(delta + column + s0 + i, mask=there, other=0.0)
+            if GATED:
+                f *= tl.exp(tl.load(here + s0 + i, mask=there, other=float("-inf")) - ref)
+            scores = tl.dot(keys, queries, input_precision=PRECISION)
+            if P > 4:
+                scores *= score_scale
+            slope = power(scores, P - 1) * f[None, :]
+            dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
+            grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
+            dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
+    if GATED:
+        decay = tl.exp(ref - own)[:, None]
+        dkeys *= decay
+        dvalues *= decay
+    for head in range(R):
+        h = g * R + head
+        column = h * tokens + start
+        q_tile = q + start * q_st + h * q_sh + (i[None, :] * q_st + width[:, None])
+        dy_tile = dout + (start * H + h) * V + (i[:, None] * (H * V) + col[None, :])
+        for s0 in range(first, last + 1, QUERIES):
+            there = s0 + i < end
+            queries = tl.load(q_tile + tl.cast(s0, tl.int64) * q_st, mask=there[None, :], other=0.0)
+            dy = tl.load(dy_tile + tl.cast(s0, tl.int64) * (H * V), mask=there[:, None] & (col < V)[None, :], other=0.0)
+            f = tl.load(factor + column + s0 + i, mask=there, other=0.0) * out_scale
+            d = tl.load(delta + column + s0 + i, mask=there, other=0.0)
+            scores = tl.dot(keys, queries, input_precision=PRECISION)
+            if P > 4:
+                scores *= score_scale
+            slope = power(scores, P - 1) * f[None, :]
+            if GATED:
+                slope *= tl.exp(tl.load(here + s0 + i, mask=there, other=float("-inf"))[None, :] - own[:, None])
+            slope = tl.where(((first + j)[:, None] <= (s0 + i)[None, :]) & valid[:, None], slope, 0.0)
+            dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
+            grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
+            dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
+
+    dkeys *= grad_scale
+    if GATED:
+        tl.store(dsums + g * tokens + start + first + j, tl.sum(dkeys * keys.to(tl.float32), 1), mask=valid)
+    dk_tile = dk + ((start + first) * G + g) * K + (j[:, None] * (G * K) + width[None, :])
+    tl.store(dk_tile, dkeys.to(dk.dtype.element_ty), mask=valid[:, None])
+    dv_tile = dv + ((start + first) * G + g) * V + (j[:, None] * (G * V) + col[None, :])
+    tl.store(dv_tile, dvalues.to(dv.dtype.element_ty), mask=valid[:, None] & (col < V)[None, :])
+
+
+@triton.jit
+def gate_gradient(
+    dq_sums, dk_sums, last, dlog_g, starts, T, tokens, G,
+    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dlog_g [tokens, G]: the sum, from each token to the end of its sequence, of (q . dq - k . dk) / p, the heads of
+    a group added up, and of `last` [N, G], what reaches the last token through the last state. Grid: sequences, G."""
+    n = tl.program_id(0)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    if PACKED:
+        start = tl.load(starts + n).to(tl.int64)
+        length = (tl.load(starts + n + 1) - start).to(tl.int32)
+    else:
+        start = tl.cast(n, tl.int64) * T
+        length = T
+    t = tl.arange(0, BLOCK)
+    # In float64: terms of either sign add up over the whole sequence.
+    carry = tl.zeros([1], tl.float64)
+    if FINAL:
+        carry += tl.load(last + n * G + g)
+    blocks = tl.cdiv(length, BLOCK)
+    for i in range(blocks):
+        at = (blocks - 1 - i) * BLOCK + t
+        valid = at < length
+        x = -tl.load(dk_sums + g * tokens + start + at, mask=valid, other=0.0)
+        for r in range(R):
+            x += tl.load(dq_sums + (g * R + r) * tokens + start + at, mask=valid, other=0.0)
+        x = x.to(tl.float64) / P
+        later = tl.cumsum(x, 0, reverse=True) + carry
+        tl.store(dlog_g + (start + at) * G + g, later.to(tl.float32), mask=valid)
+        carry += tl.sum(x, 0)

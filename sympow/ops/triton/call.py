@@ -1,0 +1,175 @@
+"""One call of the kernels: how its tokens are laid out, how kernels are launched for it, and its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from sympow.ops.triton import config, hopper_states, states
+from sympow.ops.triton.rows import Rows, rows_of
+
+WEIGH_BLOCK = 128
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How tokens are laid out: B rows of T, or N documents packed along one row. Tables for packed documents are made
+    on the device: a bound on the number of blocks is known without waiting for their lengths."""
+
+    sequences: int
+    length: int  # T
+    tokens: int  # over all sequences
+    cu_seqlens: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def blocks(self, size: int) -> int:
+        """Blocks of `size` over all sequences; for packed documents at most so many."""
+        if self.packed:
+            return self.tokens // size + self.sequences
+        return self.sequences * triton.cdiv(self.length, size)
+
+    def table(self, size: int) -> Tensor | None:
+        """int32 [blocks, 2]: of each block its sequence and its place there. Past the last, places beyond its end."""
+        if self.cu_seqlens is None:
+            return None
+        counts = (self.cu_seqlens.diff() + size - 1) // size
+        ends = counts.cumsum(0)
+        block = torch.arange(self.blocks(size), device=ends.device)
+        n = torch.searchsorted(ends, block, right=True).clamp_(max=self.sequences - 1)
+        return torch.stack([n, block - (ends - counts)[n]], 1).int()
+
+    def chunk_starts(self, size: int) -> Tensor | None:
+        if self.cu_seqlens is None:
+            return None
+        counts = (self.cu_seqlens.diff() + size - 1) // size
+        return (counts.cumsum(0) - counts).int()
+
+
+class Call:
+    """What the passes of one call share: shapes, layout, the row tables and the launch configuration."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32):
+        b, t, self.H, self.K = q.shape
+        self.G, self.V, self.p = k.shape[2], v.shape[3], p
+        self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
+        self.gated = log_g is not None
+        sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.layout = Tokens(sequences, t, b * t, cu_seqlens)
+        self.columns = max(16, triton.next_power_of_2(self.V))
+        self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
+        self.chunk = chunk
+        if chunk:
+            self.chunk = triton.cdiv(chunk, self.config.chunk_multiple) * self.config.chunk_multiple
+        # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
+        self.score_scale = scale if p > 4 else 1.0
+        self.out_scale = 1.0 if p > 4 else scale**p
+        self.grad_scale = p * (scale if p > 4 else 1.0)
+        self.hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16 and p == 2
+        self.hopper = self.hopper and self.K == self.V and self.K in config.HOPPER
+        self.precision = "tf32" if tf32 else "ieee"
+        self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Of the chunked form alone: for a high p they are many."""
+        return rows_of(self.K, self.p)
+
+    def _gate_sums(self, log_g: Tensor) -> Tensor:
+        sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
+        size = self.chunk or self.layout.length
+        states.gate_sums[(self.layout.blocks(size), self.G)](
+            log_g.float().contiguous(), sums, self.layout.cu_seqlens, self.layout.table(size), self.layout.length,
+            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK, PACKED=self.layout.packed,
+        )  # fmt: skip
+        return sums
+
+    def sequence_tables(self, size: int) -> tuple:
+        chunk_starts = self.layout.chunk_starts(self.chunk) if self.chunk else None
+        return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
+
+    def dims(self) -> dict:
+        half = self.rows.half if self.chunk else self.K
+        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": half, "COLUMNS": self.columns, "R": self.H // self.G}
+        return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
+
+    def hopper_dims(self, launch: config.Launch) -> dict:
+        dims = {"K": self.K, "V": self.V, "HALF": self.K // 2, "R": self.H // self.G, "CHUNK": self.chunk}
+        dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
+        return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
+
+    def tables(self) -> tuple[Tensor | None, ...]:
+        return self.rows.on(self.q.device) if self.chunk else (None,) * 4
+
+    def counts(self) -> tuple[int, int]:
+        return (self.rows.lower, self.rows.upper) if self.chunk else (0, 0)
+
+    def states(
+        self, s_init: Tensor | None, z_init: Tensor | None, final: bool, z: bool, gradient: tuple | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, and the last ones (float32).
+
+        `gradient` is (dout, factor, delta): then the same in reverse, for the gradient of the states.
+        """
+        x, y = (self.k, self.v) if gradient is None else (self.q, gradient[0])
+        heads = x.shape[2]
+        layout, device, dtype = self.layout, x.device, x.dtype
+        block = min(WEIGH_BLOCK, self.chunk)
+        stride = (triton.cdiv(layout.tokens, block) + layout.sequences) * block
+        per_head = 2 * self.K + 1 if self.p > 2 else self.K + 1
+        xt = torch.empty(heads * per_head + 16, stride, device=device, dtype=dtype)  # tiles may read past the last row
+        norm, delta = (None, None) if gradient is None else gradient[1:]
+        flags = {"REVERSE": gradient is not None, "PACKED": layout.packed}
+        states.weigh[(layout.blocks(block), heads)](
+            x, x.stride(1), x.stride(2), self.sums, norm, delta, xt, layout.cu_seqlens, layout.table(block),
+            layout.length, layout.tokens, stride, heads // self.G, self.out_scale,
+            K=self.K, P=self.p, BLOCK=block, CHUNK=self.chunk, GATED=self.gated, **flags,
+        )  # fmt: skip
+
+        chunks = layout.blocks(self.chunk)
+        ends = layout.sequences if final else 0
+        z = z or self.hopper  # which makes it along the way
+        s = torch.empty(chunks, self.G, self.rows.count, self.V, device=device, dtype=dtype)
+        zs = torch.empty(chunks if z else 0, self.G, self.K, self.K, device=device, dtype=dtype)
+        s_final = torch.empty(ends, self.G, self.rows.count, self.V, device=device, dtype=torch.float32)
+        z_final = torch.empty(ends if z else 0, self.G, self.K, self.K, device=device, dtype=torch.float32)
+        sources = (x, x.stride(1), x.stride(2), xt, stride, y, y.stride(1), y.stride(2), self.sums, s, zs)
+        flags |= {"INIT": s_init is not None, "FINAL": final, "ALIGN": block}
+        inits = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
+        sequences = (layout.cu_seqlens, layout.chunk_starts(self.chunk), layout.length, layout.tokens, self.G)
+        dims = self.dims() | {"R": heads // self.G}
+        launch = config.HOPPER[self.K].state if self.hopper else self.config.state
+        upper = self.K - self.rows.half
+        tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, 64 // self.K))
+        if upper:
+            tiles += triton.cdiv(self.rows.upper, launch.block * max(1, 64 // upper))
+        grid = (tiles, self.G, layout.sequences)
+        if self.hopper:
+            dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
+            hopper_states.state_pass[grid](
+                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, TILES=launch.block, STEP=launch.step,
+                STAGES=launch.stages, num_warps=launch.warps,
+            )  # fmt: skip
+        else:
+            states.state_pass[grid](
+                *sources, *inits, s_final, z_final, self.tables()[0], *sequences, *self.counts(), **dims, **flags,
+                TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
+            )  # fmt: skip
+        return s, zs, s_final, z_final
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Batch and time as one axis need stride(0) = T stride(1); rows of channels lie together, at multiples of 32
+    bytes."""
+    fits = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    if fits and x.data_ptr() % 16 == 0 and (x.is_contiguous() or (x.stride(1) % 16 == 0 and x.stride(2) % 16 == 0)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

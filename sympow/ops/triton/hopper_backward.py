@@ -1,0 +1,386 @@
+"""The gradients of p = 2 for Hopper, in Gluon: as `backward.query_pass` and `backward.key_pass`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from sympow.ops.triton.hopper_output import column, copy_rows, locate, stage_columns
+
+
+@gluon.jit
+def copy_state(
+    buffer, state, i, stop,
+    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of the rows of every last index of TILE / K prefixes, the i-th such group, if i < stop.
+
+    An upper prefix finds its lower last indices under the other order."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
+    r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    c = gl.arange(0, V, gl.SliceLayout(0, layout))
+    a = i * (TILE // K) + r // K
+    j = r % K
+    upper = gl.where(j >= HALF, HALF * K + (a - HALF) * (K - HALF) + (j - HALF), j * K + a)
+    row = gl.where(a < HALF, a * K + j, upper)
+    wanted = (a < gl.where(i < stop, K, 0))[:, None]
+    async_copy.async_copy_global_to_shared(buffer, state + (row[:, None] * V + c[None, :]), mask=wanted)
+
+
+@gluon.jit
+def query_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
+    starts, chunk_starts, blocks, T, tokens, H, G, grad_scale,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    h = gl.program_id(1).to(gl.int64)
+    g = h // R
+    begin = first * 0
+    if CHUNK > 0:
+        begin = (first // CHUNK) * CHUNK
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    STEPS: gl.constexpr = K * K // TILE
+    PER: gl.constexpr = TILE // K
+
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    dy_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
+    )
+    keys_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
+    )
+    values_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
+    )
+    q += (start + first) * q_st + h * q_sh
+    k += start * k_st + g * k_sh
+    v += start * v_st + g * v_sh
+    dout += ((start + first) * H + h) * V
+    copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
+    copy_rows(dy_s, dout, H * V, length - first, BLOCK, V, num_warps)
+    for early in gl.static_range(2):
+        s0 = begin + early * KEYS
+        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, num_warps)
+        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, num_warps)
+        async_copy.commit_group()
+
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
+    d = gl.load(delta + h * tokens + start + row, mask=row < length, other=0.0)
+    acc = gl.zeros([BLOCK, K], gl.float32, mma)
+    if STATES:
+        if INIT or begin > 0:
+            if PACKED:
+                chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
+            else:
+                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
+            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF)
+            state = s + (chunk * G + g) * (rows * V)
+            state_s = gl.allocate_shared_memory(
+                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+            )
+            if NORMALIZE:
+                z_s = gl.allocate_shared_memory(
+                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
+                )
+                copy_rows(z_s, z + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+            for early in gl.static_range(STAGES - 1):
+                copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
+                async_copy.commit_group()
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
+            if NORMALIZE:
+                inner = warpgroup_mma(queries_s, z_s, gl.zeros([BLOCK, K], gl.float32, mma))
+                acc -= inner * d[:, None]
+            dy = dy_s.load(left_layout)
+            for i in range(STEPS):
+                async_copy.wait_group(STAGES - 2)
+                fence_async_shared()
+                ahead = i + (STAGES - 1)
+                copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
+                async_copy.commit_group()
+                tile = state_s.index(i % STAGES)
+                for u in gl.static_range(PER):
+                    phi = dy * column(columns, i * PER + u, left_layout)
+                    acc = warpgroup_mma(phi, tile.slice(u * K, K, 0).permute([1, 0]), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            state_s._keep_alive()
+
+    # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    if GATED:
+        own = gl.load(here + score_row, mask=score_row < length, other=0.0)
+        ref = gl.load(here + gl.maximum(first - 1, 0))
+        ref = gl.where(first > begin, ref, 0.0)
+        if STATES:
+            acc *= gl.exp(ref)
+    end = gl.minimum(first + BLOCK, length)
+    steps = gl.cdiv(end - begin, KEYS)
+    before = (first - begin) // KEYS
+    for i in range(steps):
+        s0 = begin + i * KEYS
+        if GATED:
+            if i == before:
+                acc *= gl.convert_layout(gl.exp(own - ref), gl.SliceLayout(1, mma))[:, None]
+            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        s1 = s0 + 2 * KEYS
+        stage = (i + 2) % 3
+        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
+        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
+        async_copy.commit_group()
+        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        keys = keys_s.index(i % 3)
+        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
+        grad = (grad - score_d[:, None]) * scores
+        if i < before:
+            if GATED:
+                grad *= gl.exp(ref - there)[None, :]
+        else:
+            if GATED:
+                grad *= gl.exp(own[:, None] - there[None, :])
+            grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
+        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(grad, keys, acc, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
+    async_copy.wait_group(0)
+
+    acc *= (gl.load(factor + h * tokens + start + row, mask=row < length, other=0.0) * grad_scale)[:, None]
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    if GATED and not NORMALIZE:
+        queries = queries_s.load(mma).to(gl.float32)
+        gl.store(dsums + h * tokens + start + row, gl.sum(acc * queries, 1), mask=row < length)
+    result = gl.convert_layout(acc.to(gl.bfloat16), out_layout)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
+    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
+    tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + c[None, :])
+    gl.store(tile, result, mask=(first + t < length)[:, None])
+
+
+@gluon.jit
+def _both(
+    values, base, columns, first, tile, dkeys, dvalues,
+    COUNT: gl.constexpr, K: gl.constexpr, FROM: gl.constexpr, ROWS: gl.constexpr,
+    layout: gl.constexpr, value_layout: gl.constexpr,
+):  # fmt: skip
+    """What the rows of COUNT prefixes, K each, give to the gradients of keys and, those from FROM on, of values."""
+    for u in gl.static_range(COUNT):
+        f = column(columns, first + u, layout)
+        dkeys = warpgroup_mma(values * f, tile.slice(u * K, K, 0).permute([1, 0]), dkeys, is_async=True)
+        phi = base * gl.convert_layout(f, value_layout)
+        dvalues = warpgroup_mma(phi, tile.slice(u * K + FROM, ROWS, 0), dvalues, is_async=True)
+    return warpgroup_mma_wait(0, deps=(dkeys, dvalues))
+
+
+@gluon.jit
+def key_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
+    starts, chunk_starts, blocks, T, tokens, H, G, out_scale, grad_scale,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    g = gl.program_id(1).to(gl.int64)
+    end = length
+    chunk_index = first * 0
+    if CHUNK > 0:
+        chunk_index = first // CHUNK
+        end = gl.minimum((chunk_index + 1) * CHUNK, length)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    value_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
+    value_left: gl.constexpr = gl.DotOperandLayout(0, value_mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
+    UPPER: gl.constexpr = K - HALF
+    PER: gl.constexpr = TILE // K
+    STEPS: gl.constexpr = K * K // TILE
+    LOWER_STEPS: gl.constexpr = HALF // PER
+
+    keys_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    values_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
+    )
+    copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
+    copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
+    )
+    dy_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
+    )
+    q += start * q_st
+    dout += start * (H * V)
+    # First all queries after the block, of every head, then those of the block itself.
+    after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
+    within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
+    total = R * (after + within)
+    for early in gl.static_range(2):
+        head, s0 = query_step(first * 0 + early, first, after, within, R, BLOCK, QUERIES)
+        h = g * R + head
+        left = gl.where(early < total, end - s0, 0)
+        copy_rows(
+            queries_s.index(early), q + s0.to(gl.int64) * q_st + h * q_sh, q_st, left, QUERIES, K, num_warps
+        )
+        copy_rows(dy_s.index(early), dout + (s0.to(gl.int64) * H + h) * V, H * V, left, QUERIES, V, num_warps)
+        async_copy.commit_group()
+
+    dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
+    dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
+    if STATES:
+        if FINAL or end < length:
+            if PACKED:
+                chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
+            else:
+                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
+            rows: gl.constexpr = HALF * K + UPPER * UPPER
+            state = ds + (chunk * G + g) * (rows * V)
+            state_s = gl.allocate_shared_memory(
+                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+            )
+            if Z:
+                z_s = gl.allocate_shared_memory(
+                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
+                )
+                copy_rows(z_s, dz + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+            for early in gl.static_range(STAGES - 1):
+                copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
+                async_copy.commit_group()
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            keys = keys_s.load(left_layout)
+            columns = stage_columns(keys, K, BLOCK)
+            if Z:
+                dkeys = warpgroup_mma(keys_s, z_s, dkeys)
+            c = gl.arange(0, K, gl.SliceLayout(0, left_layout))
+            base = keys * gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
+            base = gl.convert_layout(base, value_left)
+            upper = keys_s.slice(HALF, UPPER, 1).load(value_left)
+            values = values_s.load(left_layout)
+            for i in range(STEPS):
+                async_copy.wait_group(STAGES - 2)
+                fence_async_shared()
+                ahead = i + (STAGES - 1)
+                copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
+                async_copy.commit_group()
+                tile = state_s.index(i % STAGES)
+                if i < LOWER_STEPS:
+                    dkeys, dvalues = _both(
+                        values, base, columns, i * PER, tile, dkeys, dvalues, PER, K, 0, K, left_layout, value_left
+                    )
+                else:
+                    dkeys, dvalues = _both(
+                        values, upper, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, UPPER, left_layout,
+                        value_left,
+                    )  # fmt: skip
+            state_s._keep_alive()
+
+    # Decays go through the last token of the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
+        if STATES:
+            past = gl.exp(gl.load(here + end - 1) - ref)
+            dkeys *= past
+            dvalues *= past
+    for it in range(total):
+        if GATED:
+            if it == R * after:
+                decay = gl.exp(ref - own)
+                dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
+                dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, value_mma))[:, None]
+        head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
+        at = (g * R + head) * tokens + start + s0 + i_range
+        there = s0 + i_range < end
+        f = gl.load(factor + at, mask=there, other=0.0) * out_scale
+        d = gl.load(delta + at, mask=there, other=0.0)
+        if GATED:
+            later = gl.load(here + s0 + i_range, mask=there, other=float("-inf"))
+        async_copy.wait_group(1)
+        fence_async_shared()
+        head1, s1 = query_step(it + 2, first, after, within, R, BLOCK, QUERIES)
+        h1 = g * R + head1
+        stage = (it + 2) % 3
+        left = gl.where(it + 2 < total, end - s1, 0)
+        copy_rows(
+            queries_s.index(stage), q + s1.to(gl.int64) * q_st + h1 * q_sh, q_st, left, QUERIES, K, num_warps
+        )
+        copy_rows(dy_s.index(stage), dout + (s1.to(gl.int64) * H + h1) * V, H * V, left, QUERIES, V, num_warps)
+        async_copy.commit_group()
+        queries = queries_s.index(it % 3)
+        dy = dy_s.index(it % 3)
+        zeros = gl.zeros([BLOCK, QUERIES], gl.float32, score_mma)
+        scores = warpgroup_mma(keys_s, queries.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad = warpgroup_mma(values_s, dy.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        scores, grad = warpgroup_mma_wait(0, deps=(scores, grad))
+        if it < R * after:
+            if GATED:
+                f *= gl.exp(later - ref)
+            slope = scores * f[None, :]
+        else:
+            slope = scores * f[None, :]
+            if GATED:
+                slope *= gl.exp(later[None, :] - own[:, None])
+            slope = gl.where((row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None], slope, 0.0)
+        weight = gl.convert_layout((slope * scores).to(gl.bfloat16), value_left)
+        dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)
+        grad = gl.convert_layout(((grad - d[None, :]) * slope).to(gl.bfloat16), left_layout)
+        dkeys = warpgroup_mma(grad, queries, dkeys, is_async=True)
+        dvalues, dkeys, weight, grad = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, grad))
+    async_copy.wait_group(0)
+
+    dkeys *= grad_scale
+    out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
+    if GATED:
+        keys = keys_s.load(mma).to(gl.float32)
+        gl.store(dsums + g * tokens + start + out_row, gl.sum(dkeys * keys, 1), mask=out_row < length)
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
+    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
+    tile = dk + ((start + first) * G + g) * K + (t[:, None] * (G * K) + c[None, :])
+    gl.store(tile, gl.convert_layout(dkeys.to(gl.bfloat16), out_layout), mask=(first + t < length)[:, None])
+    value_out: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [num_warps, 1], [1, 0])
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, value_out))
+    c = gl.arange(0, V, gl.SliceLayout(0, value_out))
+    tile = dv + ((start + first) * G + g) * V + (t[:, None] * (G * V) + c[None, :])
+    gl.store(tile, gl.convert_layout(dvalues.to(gl.bfloat16), value_out), mask=(first + t < length)[:, None])
+
+
+@gluon.jit
+def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
+    """The head within its group and the first query of step `it` of the key pass."""
+    own = it - R * after
+    outside = own < 0
+    head = gl.where(outside, it // gl.maximum(after, 1), own // within)
+    s0 = gl.where(
+        outside,
+        first + BLOCK + (it % gl.maximum(after, 1)) * QUERIES,
+        first + (own % within) * QUERIES,
+    )
+    return head, s0

@@ -1,0 +1,227 @@
+"""The output pass of p = 2 for Hopper, in Gluon: as `forward.output_pass`, with layouts and copies under control.
+
+Tiles of the state stream through shared memory, and each
+prefix is the queries times one of their own columns, formed in registers while the product before runs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
+    """As `primitives.locate`."""
+    if PACKED:
+        n = gl.load(blocks + 2 * pid)
+        first = gl.load(blocks + 2 * pid + 1) * BLOCK
+        start = gl.load(starts + n).to(gl.int64)
+        length = (gl.load(starts + n + 1) - start).to(gl.int32)
+    else:
+        count = gl.cdiv(T, BLOCK)
+        n = pid // count
+        first = (pid % count) * BLOCK
+        start = n.to(gl.int64) * T
+        length = T
+    return n, start, length, first
+
+
+@gluon.jit
+def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Starts the copy of rows [ROWS, WIDTH] into shared memory, zeros from row `left` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(buffer, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
+
+
+@gluon.jit
+def stage_columns(x, K: gl.constexpr, BLOCK: gl.constexpr):
+    """x [BLOCK, K] in shared memory by columns, for `column`."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    columns = gl.allocate_shared_memory(gl.bfloat16, [K, 1, BLOCK], flat)
+    columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).store(x.permute([1, 0]))
+    return columns
+
+
+@gluon.jit
+def column(columns, i, layout: gl.constexpr):
+    """Entry i of each token's row, a factor [BLOCK, 1]."""
+    return columns.index(i).permute([1, 0]).load(layout)
+
+
+@gluon.jit
+def accumulate(base, columns, first, tile, acc, COUNT: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """acc plus the products, for COUNT prefixes from `first` on, of base times the prefix with its ROWS rows of tile.
+
+    Each operand is formed in registers while the products before it run. All are waited for here: until then the tensor
+    cores read the registers, and nothing tells the compiler to keep them past the end of a loop's turn.
+    """
+    for u in gl.static_range(COUNT):
+        phi = base * column(columns, first + u, layout)
+        acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=(acc,))
+
+
+@gluon.jit
+def next_tile(
+    tiles, state, i, steps,
+    TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Tile i of the state, TILE rows, once it is there; starts the copy of the one STAGES - 1 after it."""
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    ahead = i + (STAGES - 1)
+    left = gl.where(ahead < steps, TILE, 0)
+    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
+    async_copy.commit_group()
+    return tiles.index(i % STAGES)
+
+
+@gluon.jit
+def output_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm,
+    starts, chunk_starts, blocks, T, tokens, H, G, out_scale, eps,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    h = gl.program_id(1).to(gl.int64)
+    g = h // R
+    begin = first * 0
+    if CHUNK > 0:
+        begin = (first // CHUNK) * CHUNK
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    UPPER: gl.constexpr = K - HALF
+    LOWER_STEPS: gl.constexpr = HALF * K // TILE
+    UPPER_STEPS: gl.constexpr = UPPER * UPPER // TILE
+    STEPS: gl.constexpr = LOWER_STEPS + UPPER_STEPS
+
+    # Products within the chunk take queries from shared memory: kept in registers across a loop they came out wrong
+    # (Triton 3.6 to 3.7).
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
+    keys_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
+    )
+    values_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
+    )
+    k += start * k_st + g * k_sh
+    v += start * v_st + g * v_sh
+    for early in gl.static_range(2):
+        s0 = begin + early * KEYS
+        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, num_warps)
+        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, num_warps)
+        async_copy.commit_group()
+
+    acc = gl.zeros([BLOCK, V], gl.float32, mma)
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
+    if STATES:
+        if INIT or begin > 0:
+            if PACKED:
+                chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
+            else:
+                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
+            rows: gl.constexpr = HALF * K + UPPER * UPPER
+            state = s + (chunk * G + g) * (rows * V)
+            state_s = gl.allocate_shared_memory(
+                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+            )
+            if NORMALIZE:
+                z_s = gl.allocate_shared_memory(
+                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
+                )
+                copy_rows(z_s, z + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+            for early in gl.static_range(STAGES - 1):
+                copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
+                async_copy.commit_group()
+            async_copy.wait_group(STAGES - 1)
+            base = queries_s.load(left_layout)
+            columns = stage_columns(base, K, BLOCK)
+            # A lower prefix with an upper last index stands for two orderings.
+            width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
+            base *= gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
+            for i in range(LOWER_STEPS):
+                tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
+                acc = accumulate(base, columns, i * (TILE // K), tile, acc, TILE // K, K, left_layout)
+            upper = queries_s.slice(HALF, UPPER, 1).load(left_layout)
+            for i in range(LOWER_STEPS, STEPS):
+                tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
+                a = HALF + (i - LOWER_STEPS) * (TILE // UPPER)
+                acc = accumulate(upper, columns, a, tile, acc, TILE // UPPER, UPPER, left_layout)
+            if NORMALIZE:
+                inner = warpgroup_mma(queries_s, z_s, gl.zeros([BLOCK, K], gl.float32, z_mma))
+                inner *= queries_s.load(z_mma).to(gl.float32)
+                total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
+            state_s._keep_alive()
+
+    # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.maximum(first - 1, 0))
+        ref = gl.where(first > begin, ref, 0.0)
+        if STATES:
+            acc *= gl.exp(ref)
+            total *= gl.exp(ref)
+        since = gl.exp(own - ref)
+    end = gl.minimum(first + BLOCK, length)
+    steps = gl.cdiv(end - begin, KEYS)
+    before = (first - begin) // KEYS
+    for i in range(steps):
+        s0 = begin + i * KEYS
+        if GATED:
+            if i == before:
+                acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
+                total *= since
+            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        s1 = s0 + 2 * KEYS
+        stage = (i + 2) % 3
+        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
+        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
+        async_copy.commit_group()
+        scores = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        scores = warpgroup_mma(queries_s, keys_s.index(i % 3).permute([1, 0]), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        weight = scores * scores
+        if i < before:
+            if GATED:
+                weight *= gl.exp(ref - there)[None, :]
+        else:
+            if GATED:
+                weight *= gl.exp(own[:, None] - there[None, :])
+            weight = gl.where(row[:, None] >= (s0 + j)[None, :], weight, 0.0)
+        if NORMALIZE:
+            total += gl.sum(weight, 1)
+        weight = gl.convert_layout(weight.to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(weight, values_s.index(i % 3), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    async_copy.wait_group(0)
+
+    acc *= out_scale
+    if NORMALIZE:
+        total = total * out_scale + eps
+        acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma))[:, None]
+        gl.store(norm + h * tokens + start + row, total, mask=row < length)
+    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [num_warps, 1], [1, 0])
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), out_layout)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
+    col = gl.arange(0, V, gl.SliceLayout(0, out_layout))
+    tile = out + ((start + first) * H + h) * V + (t[:, None] * (H * V) + col[None, :])
+    gl.store(tile, result, mask=(first + t < length)[:, None])

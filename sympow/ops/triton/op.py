@@ -1,0 +1,234 @@
+"""Power attention by the Triton kernels, as PyTorch operators: `sympow::power_forward` and `sympow::power_backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
+from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
+from sympow.ops.triton.rows import Rows, rows_of
+
+MAX_KEY_DIM = 128
+CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
+
+
+@torch.library.custom_op("sympow::power_forward", mutates_args=())
+def power_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s_init: Tensor | None,
+    z_init: Tensor | None,
+    cu_seqlens: Tensor | None,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    final: bool,
+    tf32: bool,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out [B, T, H, V], normalizer [H, B T], and of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`.
+
+    chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
+    to tf32. `wide`: out is float32, whatever the inputs are.
+    """
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    layout = call.layout
+    s = z = None
+    ends: Sequence[Tensor] = ()
+    if call.chunk:
+        if s_init is not None:
+            s_init, z_init = _from_public(call.rows, s_init, z_init)
+        s, z, *ends = call.states(s_init, z_init, final, p == 2 and (normalize or final))
+    out = torch.empty(*q.shape[:3], call.V, device=q.device, dtype=torch.float32 if wide else v.dtype)
+    norm = torch.empty(call.H, layout.tokens, device=q.device, dtype=torch.float32)
+    if not normalize:
+        norm = norm[:0]
+    launch, tables = call.config.output, call.tables()
+    q, k, v = call.q, call.k, call.v
+    if call.hopper:
+        launch = config.HOPPER[call.K].output
+        hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
+            q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
+            out if s is None else s, out if z is None else z, out, norm, *call.sequence_tables(launch.block), call.H,
+            call.G, call.out_scale, eps, **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize,
+            STATES=call.chunk > 0, INIT=s_init is not None,
+        )  # fmt: skip
+        return _outputs(call, out, norm, ends if final else None)
+    forward.output_pass[(layout.blocks(launch.block), call.H)](
+        q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, s, z, out,
+        norm, *tables[:2], *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
+        call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
+        STATES=call.chunk > 0, INIT=s_init is not None, PACKED=layout.packed, **launch.options,
+    )  # fmt: skip
+    return _outputs(call, out, norm, ends if final else None)
+
+
+def _outputs(
+    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if ends is None:
+        return out, norm, norm.new_empty(0), norm.new_empty(0)
+    s, z = _to_public(call.rows, *ends)
+    return out, norm, s, z
+
+
+@power_forward.register_fake
+def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide):
+    b, t, h, key_dim = q.shape
+    out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
+    norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
+    if not final:
+        return out, norm, norm.new_empty(0), norm.new_empty(0)
+    n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    s = norm.new_empty(n, k.shape[2], len(rows_of(key_dim, p).roots), v.shape[3])
+    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,))
+
+
+@torch.library.custom_op("sympow::power_backward", mutates_args=())
+def power_backward(
+    dout: Tensor,
+    ds_final: Tensor | None,
+    dz_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s_init: Tensor | None,
+    z_init: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    norm: Tensor,
+    s_final: Tensor,
+    z_final: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    layout, device = call.layout, q.device
+    dout = dout.to(v.dtype).contiguous()
+    factor = torch.empty(call.H, layout.tokens, device=device, dtype=torch.float32)
+    delta = torch.empty_like(factor)
+    dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
+    backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
+        out, dout, norm, factor, delta, dsums_q, cu_seqlens, layout.table(WEIGH_BLOCK), layout.length, layout.tokens,
+        call.H, eps, V=call.V, P=p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
+        PACKED=layout.packed,
+    )  # fmt: skip
+    q, k, v = call.q, call.k, call.v
+    strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
+    has_init, has_final = s_init is not None, ds_final is not None
+    s = z = ds = dz = None
+    init_gradient: Sequence[Tensor] = ()
+    if call.chunk:
+        if s_init is not None:
+            s_init, z_init = _from_public(call.rows, s_init, z_init)
+        s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
+    dq = torch.empty(q.shape, device=device, dtype=q.dtype)
+    prefixes, weights, grad_weights, mirror = call.tables()
+    if call.hopper:
+        launch = config.HOPPER[call.K].query
+        hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
+            *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
+            *call.sequence_tables(launch.block), call.H, call.G, call.grad_scale * call.out_scale,
+            **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=has_init,
+        )  # fmt: skip
+    else:
+        launch = call.config.query
+        backward.query_pass[(layout.blocks(launch.block), call.H)](
+            *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror,
+            *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
+            call.grad_scale * call.out_scale, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
+            STATES=call.chunk > 0, INIT=has_init, PACKED=layout.packed, **launch.options,
+        )  # fmt: skip
+    del s, z
+    reads_z = p == 2 and (normalize or has_final)
+    if call.chunk:
+        s_end, z_end = (None, None) if ds_final is None else _from_public(call.rows, ds_final, dz_final)
+        ds, dz, *init_gradient = call.states(s_end, z_end, has_init, reads_z, (dout, factor, delta))
+    dk = torch.empty(k.shape, device=device, dtype=k.dtype)
+    dv = torch.empty(v.shape, device=device, dtype=v.dtype)
+    dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
+    if call.hopper:
+        launch = config.HOPPER[call.K].key
+        hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
+            *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
+            dsums_k, *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, call.grad_scale,
+            **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=has_final, Z=reads_z,
+        )  # fmt: skip
+    else:
+        launch = call.config.key
+        backward.key_pass[(layout.blocks(launch.block), call.G)](
+            *strides, dout, call.sums, ds, dz, factor, delta, dk, dv, dsums_k, prefixes, weights, grad_weights, mirror,
+            *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale, call.out_scale,
+            call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step, STATES=call.chunk > 0,
+            FINAL=has_final, Z=reads_z, PACKED=layout.packed, **launch.options,
+        )  # fmt: skip
+    dlog_g = dsums_k.new_empty(0)
+    if log_g is not None:
+        last = dsums_k if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
+        dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
+        backward.gate_gradient[(layout.sequences, call.G)](
+            dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
+            P=p, BLOCK=SUM_BLOCK, FINAL=has_final, PACKED=layout.packed,
+        )  # fmt: skip
+        dlog_g = dlog_g.to(log_g.dtype)
+    if not has_init:
+        return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
+    return dq, dk, dv, dlog_g, *_to_public(call.rows, *init_gradient)
+
+
+@power_backward.register_fake
+def _(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out, norm, *_):
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
+    others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
+    return *grads, *others
+
+
+def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:
+    """[N, G]: the gradient of L at the last token through the last state, all of which it decays."""
+    last = (s * ds).sum((2, 3))
+    return last if dz is None else last + (z * dz).sum(2)
+
+
+def _from_public(rows: Rows, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    matrix = rows.matrix_from_public(z).contiguous() if z is not None else None
+    return rows.from_public(s).contiguous(), matrix
+
+
+def _to_public(rows: Rows, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else s.new_empty(0)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, _ = inputs
+    ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *output)
+    ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, eps, chunk, tf32)
+
+
+def _backward(ctx, dout, _, ds_final, dz_final):
+    q, k, v, log_g, s_init, z_init, cu_seqlens, *output = ctx.saved_tensors
+    if not ctx.final:
+        ds_final = dz_final = None
+    elif ctx.p != 2:
+        dz_final = None
+    dq, dk, dv, dlog_g, ds_init, dz_init = power_backward(
+        dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, *output,
+        *ctx.options,
+    )  # fmt: skip
+    present = [g if x is not None else None for g, x in ((dlog_g, log_g), (ds_init, s_init), (dz_init, z_init))]
+    return dq, dk, dv, *present, *[None] * 9
+
+
+power_forward.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,75 @@
+"""What the kernels share. Letters as in docs/math.md; further R = H / G, and s~ = q . k without the scale."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Of a program that owns one block of one sequence: sequence n, its first token (over all sequences), its length,
+    and the block's first token within it. `starts` is cu_seqlens, `blocks` a table of (n, block); both for PACKED only.
+    """
+    if PACKED:
+        n = tl.load(blocks + 2 * pid)
+        first = tl.load(blocks + 2 * pid + 1) * BLOCK
+        start = tl.load(starts + n).to(tl.int64)
+        length = (tl.load(starts + n + 1) - start).to(tl.int32)
+    else:
+        count = tl.cdiv(T, BLOCK)
+        n = pid // count
+        first = (pid % count) * BLOCK
+        start = tl.cast(n, tl.int64) * T
+        length = T
+    return n, start, length, first
+
+
+@triton.jit
+def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """The index, over all sequences, of the first chunk of sequence n."""
+    if PACKED:
+        return tl.load(chunk_starts + n).to(tl.int64)
+    else:
+        return tl.cast(n, tl.int64) * tl.cdiv(T, CHUNK)
+
+
+@triton.jit
+def aligned(start, n, ALIGN: tl.constexpr):
+    """Where sequence n begins in a buffer in which each sequence begins at a multiple of ALIGN and is padded to one."""
+    return tl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + tl.cast(n, tl.int64) * ALIGN, ALIGN)
+
+
+@triton.jit
+def power(x, P: tl.constexpr):
+    """x**P by multiplication; P may be 0."""
+    if P == 0:
+        return x * 0.0 + 1.0
+    else:
+        y = x
+        for _ in tl.static_range(P - 1):
+            y = y * x
+        return y
+
+
+@triton.jit
+def lower_base(x, width, HALF: tl.constexpr, P: tl.constexpr):
+    """x for the rows of lower prefixes: a lower prefix with an upper last index stands for P orderings."""
+    orderings = tl.where(width >= HALF, P, 1)[None, :]
+    if P > 2:  # not a power of two: rounded with the whole row
+        return x.to(tl.float32) * orderings
+    else:
+        return x * orderings.to(x.dtype)
+
+
+@triton.jit
+def times_prefix(base, row_ptrs, valid, i, prefixes, weights, P: tl.constexpr):
+    """base [M, W] times, for each token, the weighted product of its entries at prefix i; `row_ptrs` [M] are tokens."""
+    if P == 1:
+        return base.to(row_ptrs.dtype.element_ty)
+    elif P == 2:
+        return base * tl.load(row_ptrs + i, mask=valid, other=0.0).to(base.dtype)[:, None]
+    else:
+        factor = tl.load(weights + i)
+        for m in tl.static_range(P - 1):
+            index = tl.load(prefixes + i * (P - 1) + m)
+            factor = tl.load(row_ptrs + index, mask=valid, other=0.0).to(tl.float32) * factor
+        return (base.to(tl.float32) * factor[:, None]).to(row_ptrs.dtype.element_ty)

@@ -1,0 +1,66 @@
+"""The Triton kernels against the reference in float64: on a GPU every kernel and dtype, without one what Triton's
+interpreter can run (float32, small)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.contract import CASES, DEVICE, Case, assert_within_budget, make_inputs, run
+
+pytest.importorskip("triton", reason="needs triton")
+GPU = DEVICE == "cuda"
+# p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
+NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
+QUADRATIC = {name: replace(CASES[name], state=False, return_state=False) for name in ("groups", "p 3", "p 4", "p 6")}
+
+# Shapes with which tiles are full and chunks many: T on no boundary, documents empty, of one token, and longer than a
+# chunk.
+LARGE = {
+    f"K {k}, {name}": Case(K=k, V=k, **options)
+    for k in (16, 32, 64, 128)
+    for name, options in {
+        "plain": {"B": 2, "T": 1100, "H": 2, "G": 2, "gate": False, "return_state": False},
+        "gate": {"B": 1, "T": 1301, "H": 2, "G": 1, "state": True},
+        "aligned": {"B": 2, "T": 1536, "H": 1, "G": 1, "return_state": False},
+        "packed": {"T": 1500, "H": 2, "G": 1, "ends": (0, 1, 700, 700, 1500), "state": True},
+    }.items()
+} | {
+    "V 48, K 40": Case(B=2, T=700, H=2, G=1, K=40, V=48, state=True),
+    "V 160": Case(B=1, T=500, H=2, G=1, K=32, V=160, state=True),
+    "p 3, K 32": Case(B=1, T=900, H=2, G=1, K=32, V=32, p=3, state=True),
+    "p 4, K 16": Case(B=1, T=600, H=2, G=1, K=16, V=16, p=4, state=True),
+    "p 1, K 64": Case(B=1, T=900, H=2, G=1, K=64, V=64, p=1, state=True),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contract(name):
+    inputs = make_inputs(CASES[name], dtype=torch.float32)
+    assert_within_budget(run(CASES[name], inputs, "triton", 16), CASES[name], inputs)
+
+
+@pytest.mark.parametrize("name", QUADRATIC)
+def test_quadratic_form(name):
+    inputs = make_inputs(QUADRATIC[name], dtype=torch.float32)
+    assert_within_budget(run(QUADRATIC[name], inputs, "triton", 4096), QUADRATIC[name], inputs)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_large(name, dtype):
+    case = LARGE[name]
+    inputs = make_inputs(case, dtype=dtype)
+    results = run(case, inputs, "triton", 256)
+    assert_within_budget(results, case, inputs, 256 if case.p > 2 else None)
+    again = run(case, inputs, "triton", 256)
+    assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("key_dim", [16, 32, 64, 128])
+def test_large_quadratic(key_dim):
+    case = Case(B=2, T=1301, H=2, G=1, K=key_dim, V=key_dim, return_state=False)
+    inputs = make_inputs(case, dtype=torch.bfloat16)
+    assert_within_budget(run(case, inputs, "triton", 4096), case, inputs)

@@ -1,0 +1,125 @@
+"""The kernels as PyTorch operators: compilation, autocast, checkpointing, streams, graphs, refusals."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sympow.ops import PowerState, power_attention
+from tests.ops.contract import DEVICE
+
+triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+
+def inputs(T: int = 300, K: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, T, 2, K, generator=gen).to(DEVICE, dtype).requires_grad_() for _ in range(3))
+    log_g = -torch.rand(1, T, 2, generator=gen)
+    return [q, k, v, log_g.to(DEVICE).requires_grad_()]
+
+
+def attend(*tensors, chunk_size=256):
+    return power_attention(*tensors, chunk_size=chunk_size, impl="triton").out
+
+
+def results(call, tensors):
+    out = call(*tensors)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)]
+
+
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@gpu
+def test_compile_fullgraph():
+    compiled = torch.compile(attend, fullgraph=True)
+    assert_same(results(compiled, inputs()), results(attend, inputs()))
+
+
+@gpu
+def test_checkpointing():
+    assert_same(results(lambda *x: checkpoint(attend, *x, use_reentrant=False), inputs()), results(attend, inputs()))
+
+
+@gpu
+def test_autocast_leaves_the_inputs_their_dtype():
+    expected = results(attend, inputs(dtype=torch.float32))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert_same(results(attend, inputs(dtype=torch.float32)), expected)
+
+
+@gpu
+def test_stream():
+    expected, stream = results(attend, inputs()), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        actual = results(attend, inputs())
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_same(actual, expected)
+
+
+@gpu
+def test_graph():
+    tensors = [x.detach() for x in inputs()]
+    expected = attend(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*tensors)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@gpu
+def test_more_elements_than_int32_counts():
+    """B T H K = 2**31 + ...: the last sequence comes out as it does alone."""
+    shape = (2**31 // (4096 * 16 * 64) + 1, 4096, 16, 64)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with torch.no_grad():
+        for chunk_size in (1024, 4096):
+            out = power_attention(q, k, v, chunk_size=chunk_size, impl="triton").out[-1:]
+            alone = power_attention(q[-1:], k[-1:], v[-1:], chunk_size=chunk_size, impl="triton").out
+            assert torch.equal(out, alone)
+
+
+@gpu
+def test_views_of_one_projection():
+    """q, k and v as slices of one tensor, as a fused projection leaves them."""
+    whole = torch.randn(2, 300, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
+    views = whole.unbind(2)
+    assert torch.equal(attend(*views), attend(*(x.contiguous() for x in views)))
+
+
+@gpu
+def test_state_continues_in_the_eager_path():
+    q, k, v, log_g = (x.detach() for x in inputs(T=600))
+    parts = [[x[:, a:b] for x in (q, k, v, log_g)] for a, b in ((0, 333), (333, 600))]
+    state = power_attention(*parts[0], return_state=True, impl="triton").state
+    mixed = power_attention(*parts[1], initial_state=state, impl="eager").out
+    whole = power_attention(q, k, v, log_g, impl="triton", chunk_size=256).out[:, 333:]
+    torch.testing.assert_close(mixed, whole, rtol=0.05, atol=0.05)
+
+
+def test_refusals(monkeypatch):
+    q = torch.zeros(1, 4, 1, 200, device=DEVICE)
+    with pytest.raises(ValueError, match="key dims up to 128; got K = 200"):
+        power_attention(q, q, q, impl="triton")
+    q = torch.zeros(1, 4, 1, 8, device=DEVICE, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"bfloat16, float16 and float32; got torch\.float64"):
+        power_attention(q, q, q, impl="triton")
+    q = torch.zeros(1, 400, 1, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="p = 4: K <= 32; got p = 4, K = 64"):
+        power_attention(q, q, q, p=4, return_state=True, impl="triton")
+    with pytest.raises(ValueError, match="chunk_size >= T is the quadratic form"):
+        power_attention(q, q, q, p=4, chunk_size=64, impl="triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+        with pytest.raises(ValueError, match="needs a GPU"):
+            power_attention(q, q, q, impl="triton")
+
+
+def test_an_empty_batch():
+    q = torch.zeros(0, 4, 1, 8, device=DEVICE)
+    state = power_attention(q, q, q, impl="triton", return_state=True).state
+    assert isinstance(state, PowerState) and state.s.shape[0] == 0

@@ -1,0 +1,59 @@
+"""The kernels' own rows of a state: weights, and the way to and from the public basis."""
+
+import pytest
+import torch
+
+from sympow.ops.feature_map import spow
+from tests.ops.contract import FLOAT64_TOLERANCE
+
+rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
+SHAPES = [(16, 1), (64, 1), (16, 2), (32, 2), (64, 2), (128, 2), (16, 3), (32, 3), (16, 4)]
+
+
+def monomials(table: rows.Rows, x: torch.Tensor) -> torch.Tensor:
+    """Every row's monomial of x [K], by the prefixes alone."""
+    j = torch.arange(table.key_dim)
+    parts = []
+    for i, prefix in enumerate(table.prefixes):
+        last = j if i < table.lower else j[table.half :]
+        parts.append(x[prefix].prod() * x[last])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("key_dim", "p"), SHAPES)
+def test_weighted_rows_make_the_power(key_dim, p):
+    table = rows.rows_of(key_dim, p)
+    x, y = torch.randn(2, key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = []
+    for i in range(len(table.prefixes)):
+        last = torch.arange(key_dim)[table.half if i >= table.lower else 0 :]
+        base = torch.where(last >= table.half, p, 1) if i < table.lower else torch.ones_like(last)
+        weights.append(table.weights[i].double() * base)
+    power = (torch.cat(weights) * monomials(table, x) * monomials(table, y)).sum()
+    assert abs(power - (x @ y) ** p) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** p
+
+
+@pytest.mark.parametrize(("key_dim", "p"), SHAPES)
+def test_public_basis_and_back(key_dim, p):
+    table = rows.rows_of(key_dim, p)
+    x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    own, public = monomials(table, x)[:, None], spow(x, p)[:, None]
+    torch.testing.assert_close(table.to_public(own), public)
+    torch.testing.assert_close(table.from_public(public), own)
+
+
+@pytest.mark.parametrize("key_dim", [16, 64])
+def test_matrix_of_the_normalizer(key_dim):
+    table = rows.rows_of(key_dim, 2)
+    x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(table.matrix_to_public(torch.outer(x, x)), spow(x, 2))
+    torch.testing.assert_close(table.matrix_from_public(spow(x, 2)), torch.outer(x, x))
+
+
+@pytest.mark.parametrize(("key_dim", "p"), [(32, 2), (64, 2), (32, 3), (64, 3)])
+def test_mirrored_rows_hold_the_same_monomials(key_dim, p):
+    table = rows.rows_of(key_dim, p)
+    x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own = monomials(table, x)
+    wanted = x[table.prefixes[table.lower :]].prod(1)[:, None] * x[: table.half]
+    torch.testing.assert_close(own[table.mirror], wanted)
