@@ -26,21 +26,35 @@ class Case:
     dtype: str = "float32"
 
 
+def _gpu(T: int, K: int = 64, **options) -> Case:
+    return Case(T, **{"B": 8, "H": 12, "G": 12, "K": K, "V": K, "dtype": "bfloat16"} | options)
+
+
 # Growing by four, so that the growth of the ratio shows.
-CASES = {"cpu": [Case(T) for T in (1024, 4096, 16384, 65536)]}
+CASES = {
+    "cpu": [Case(T) for T in (1024, 4096, 16384, 65536)],
+    "cuda": [
+        *(_gpu(T) for T in (1024, 4096, 16384, 65536)),
+        *(_gpu(T, 32) for T in (1024, 4096, 16384, 65536)),
+        *(_gpu(T, 128) for T in (4096, 65536)),
+        _gpu(65536, gated=False),
+        _gpu(65536, G=2),
+        _gpu(65536, 32, p=3),
+        _gpu(65536, 16, p=4),
+    ],
+}
 
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
     """q, k, v and log_g, which require gradients, and the gradient of the output: random, heads along dim 2."""
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int) -> Tensor:
-        x = torch.randn(case.B, case.T, heads, width, generator=gen)
-        return x.to(device, DTYPES[case.dtype])
+        return torch.randn(case.B, case.T, heads, width, generator=gen, device=device).to(DTYPES[case.dtype])
 
     inputs = {"q": normal(case.H, case.K), "k": normal(case.G, case.K), "v": normal(case.G, case.V)}
     if case.gated:  # memories from a few tokens to thousands, as the layers are initialised
-        bias = torch.linspace(1, 8, case.G)
-        inputs["log_g"] = logsigmoid(torch.randn(case.B, case.T, case.G, generator=gen) + bias).to(device)
+        bias = torch.linspace(1, 8, case.G, device=device)
+        inputs["log_g"] = logsigmoid(torch.randn(case.B, case.T, case.G, generator=gen, device=device) + bias)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     return inputs | {"dout": normal(case.H, case.V)}

@@ -10,17 +10,28 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import CASES, DTYPES, Case, make_inputs
-from benchmarks.measure import commit, milliseconds, peak_extra_bytes, processor
+from benchmarks.measure import (
+    commit,
+    gpu_peak_extra_bytes,
+    graphed,
+    milliseconds,
+    peak_extra_bytes,
+    processor,
+)
+from benchmarks.peers import PEERS, supports
 from sympow.ops import power_attention
 from sympow.ops.eager import default_chunk_size
 
@@ -37,22 +48,21 @@ def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chun
     return [out, *torch.autograd.grad(out, list(leaves.values()), inputs["dout"])]
 
 
-def sdpa_call(heads: dict[str, Tensor], mode: str) -> None:
-    """torch's causal softmax attention on the same q, k, v, laid out as it wants them: [B, H, T, K]."""
-    q, k, v = heads["q"], heads["k"], heads["v"]
-    with torch.set_grad_enabled(mode != "forward"):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    if mode != "forward":
-        torch.autograd.grad(out, [q, k, v], heads["dout"])
-
-
 def error(case: Case, inputs: dict[str, Tensor], results: list[Tensor]) -> float:
-    """The largest relative error, in norm, of the output and the gradients against float64."""
+    """The largest error, in norm and relative to what `bound` allows it, of the output and the gradients against
+    float64. A gate's gradient adds up k.dk over the tokens after it, whose roundings it may carry."""
     wide = {name: x.detach().double().requires_grad_(name != "dout") for name, x in inputs.items()}
-    errors = [_relative(results[0][:, rows], out) for rows, out in [_sampled_rows(case, wide)]]
+    rows, out = _sampled_rows(case, wide)
+    errors = [_relative(results[0][:, rows], out)]
     if len(results) > 1:
-        oracle = power_call(case, wide, "eager", "forward+backward", chunk=384)
-        errors += [_relative(a, b) for a, b in zip(results[1:], oracle[1:], strict=True)]
+        # The states between chunks are float64 as well: at K = 128 few of them fit.
+        oracle = power_call(case, wide, "eager", "forward+backward", chunk=384 if case.K <= 64 else 4096)
+        for name, got, want in zip(("out", *wide), results, oracle, strict=False):
+            wrong = _relative(got, want)
+            if name == "log_g":
+                terms = (wide["k"].detach() * oracle[2]).sum(-1).norm() / case.p
+                wrong /= max(1.0, (case.T**0.5 * terms / want.norm()).item())
+            errors.append(wrong)
     return max(errors)
 
 
@@ -89,58 +99,147 @@ def extra_memory(case: Case, impl: str) -> int:
     return peak_extra_bytes(partial(power_call, case, make_inputs(case, "cpu"), impl, MODES[1]))
 
 
-def peer_layout(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors as the peer wants them, heads before time."""
-    layout = {name: x.detach().transpose(1, 2).contiguous() for name, x in inputs.items() if name != "log_g"}
-    return {name: x.requires_grad_(name != "dout") for name, x in layout.items()}
+def check(case: Case, inputs: dict[str, Tensor], impl: str, mode: str) -> float:
+    wrong = error(case, inputs, power_call(case, inputs, impl, mode))
+    if not wrong <= bound(case):
+        raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
+    return wrong
 
 
-def measure(cases: Sequence[Case], device: str, impl: str, mode: str) -> list[dict]:
-    """A row a case. All are checked first, then timed in turns."""
+def peak_memory(case: Case, inputs: dict[str, Tensor], device: str, impl: str) -> float | None:
+    """MB of a forward and backward beyond inputs, output and gradients."""
+    if device == "cuda":
+        return round(gpu_peak_extra_bytes(partial(power_call, case, inputs, impl, MODES[1])) / 1e6, 1)
+    if sys.platform != "linux":
+        return None
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        return round(fresh.apply(extra_memory, (case, impl)) / 1e6, 1)
+
+
+def cold_start(case: Case) -> float:
+    """Seconds of a first forward and backward with no kernel compiled before, on a GPU: a user waits for them."""
+    code = f"""
+import time, torch
+from benchmarks.cases import Case, make_inputs
+from benchmarks.ops import MODES, power_call
+case = {replace(case, B=1)!r}
+inputs = make_inputs(case, "cuda")
+torch.cuda.synchronize()
+start = time.perf_counter()
+power_call(case, inputs, "auto", MODES[1])
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TRITON_CACHE_DIR": cache}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return round(float(run.stdout.split()[-1]), 1)
+
+
+def measure(cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str] = ("sdpa",)) -> list[dict]:
+    """A row a case and peer. On the CPU all cases are checked first and timed in turns; on a GPU case after case."""
+    if device == "cuda":
+        return [row for case in cases for row in _measure_together([case], device, impl, mode, peers)]
+    return _measure_together(cases, device, impl, mode, peers)
+
+
+def _measure_together(
+    cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str]
+) -> list[dict]:
     inputs = [make_inputs(case, device) for case in cases]
-    errors, memories = [], []
+    errors, memories, chunks = [], [], []
     for case, tensors in zip(cases, inputs, strict=True):
-        wrong = error(case, tensors, power_call(case, tensors, impl, mode))
-        if not wrong <= bound(case):
-            raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
-        errors.append(wrong)
-        memories.append(None)
-        if device == "cpu" and sys.platform == "linux" and mode != "forward":
-            with multiprocessing.get_context("spawn").Pool(1) as fresh:
-                memories[-1] = round(fresh.apply(extra_memory, (case, impl)) / 1e6, 1)
-    ours = milliseconds([partial(power_call, c, x, impl, mode) for c, x in zip(cases, inputs, strict=True)], device)
-    peers = milliseconds([partial(sdpa_call, peer_layout(x), mode) for x in inputs], device, rounds=3)
-    return [
-        {"op": "power_attention", "impl": impl, "peer": "torch scaled_dot_product_attention", "device": device}
-        | {"dtype": case.dtype, "B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
-        | {"p": case.p, "chunk": default_chunk_size(tensors["q"], tensors["k"], tensors["v"], case.p)}
-        | {"gated": case.gated, "mode": mode, "ms": round(ms, 3), "peer_ms": round(peer_ms, 3)}
-        | {"ratio": round(peer_ms / ms, 3), "err": float(f"{wrong:.2e}"), "extra_mb": memory}
-        | {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
-        for case, tensors, wrong, memory, ms, peer_ms in zip(
-            cases, inputs, errors, memories, ours, peers, strict=True
-        )
-    ]
+        errors.append(check(case, tensors, impl, mode))
+        memories.append(None if mode == "forward" else peak_memory(case, tensors, device, impl))
+        chunks.append(chunk_size(case, tensors, device))
+    graph = device == "cuda" and max(case.T for case in cases) <= 4096
+    wrap = graphed if graph else (lambda call: call)
+    calls = [wrap(partial(power_call, c, x, impl, mode)) for c, x in zip(cases, inputs, strict=True)]
+    ours = milliseconds(calls, device)
+    rows = []
+    for peer in peers:
+        title, prepare = PEERS[peer]
+        able = [i for i, case in enumerate(cases) if supports(peer, case)]
+        try:
+            calls = [wrap(prepare(cases[i], inputs[i], mode)) for i in able]
+        except ImportError as error:
+            print(f"{peer}: left out, {error}", file=sys.stderr)
+            continue
+        for i, peer_ms in zip(able, milliseconds(calls, device, rounds=3), strict=True):
+            case = cases[i]
+            rows.append(
+                {"op": "power_attention", "impl": impl, "peer": title, "device": device, "dtype": case.dtype}
+                | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
+                | {"chunk": chunks[i], "gated": case.gated, "mode": mode, "ms": round(ours[i], 3)}
+                | {"peer_ms": round(peer_ms, 3), "ratio": round(peer_ms / ours[i], 3), "graph": graph}
+                | {"err": float(f"{errors[i]:.2e}"), "extra_mb": memories[i], "processor": processor(device)}
+                | {"commit": commit(), "torch": torch.__version__}
+            )
+    return rows
+
+
+def chunk_size(case: Case, inputs: dict[str, Tensor], device: str) -> int:
+    """What "auto" takes."""
+    if device == "cpu":
+        return default_chunk_size(inputs["q"], inputs["k"], inputs["v"], case.p)
+    from sympow.ops import triton
+
+    return min(case.T, triton.config.chunk_size(triton.padded_key_dim(case.K), case.p, case.T))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(CASES), required=True)
     parser.add_argument("--impl", default="auto")
+    parser.add_argument("--peers", help=f"of {', '.join(PEERS)}, with commas; default sdpa on the CPU, cudnn on a GPU")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, for sympow and its peer alike")
     parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
     args = parser.parse_args()
+    peers = (args.peers or {"cpu": "sdpa", "cuda": "cudnn"}[args.device]).split(",")
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        parser.error(f"unknown peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     torch.set_num_threads(args.threads)
-    rows = []
-    print(f"{'T':>7} {'mode':>17} {'ms':>10} {'peer ms':>10} {'ratio':>6} {'err':>8} {'extra MB':>8}")
+    rows: list[dict] = []
+    cold = cold_start(CASES["cuda"][0]) if args.device == "cuda" else None
+    print(f"{'T':>7} {'K':>4} {'p':>2} {'mode':>17} {'ms':>10} {'peer ms':>10} {'ratio':>6} {'err':>8} {'extra MB':>8}")
     for mode in MODES:
-        for row in measure(CASES[args.device], args.device, args.impl, mode):
-            rows.append(row)
+        for row in measure(CASES[args.device], args.device, args.impl, mode, peers):
+            rows.append(row | {"cold_start_s": cold})
             memory = "" if row["extra_mb"] is None else f"{row['extra_mb']:.0f}"
-            timing = f"{row['ms']:>10.1f} {row['peer_ms']:>10.1f} {row['ratio']:>6.2f}"
-            print(f"{row['T']:>7} {row['mode']:>17} {timing} {row['err']:>8.1e} {memory:>8}", flush=True)
-    rows.sort(key=lambda row: row["T"])
+            timing = f"{row['ms']:>10.2f} {row['peer_ms']:>10.2f} {row['ratio']:>6.2f}"
+            case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
+            print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
+    rows.sort(key=lambda row: (row["p"], row["K"], row["G"], row["T"]))
     args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Throughput against context, forward and with the backward, ours and the peers', gated, p = 2."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(MODES), figsize=(10, 4), sharey=True)
+    key_dim = rows[0]["K"] if rows[0]["device"] == "cpu" else 64
+    for axis, mode in zip(axes, MODES, strict=True):
+        alike = (mode, key_dim, 2, rows[0]["H"], True)
+        some = [r for r in rows if (r["mode"], r["K"], r["p"], r["G"], r["gated"]) == alike]
+        lines = {"sympow, p = 2": {r["T"]: r["B"] * r["T"] / r["ms"] * 1e3 for r in some}}
+        for row in some:
+            lines.setdefault(row["peer"], {})[row["T"]] = row["B"] * row["T"] / row["peer_ms"] * 1e3
+        for name, points in lines.items():
+            axis.loglog(list(points), list(points.values()), marker="o", base=2, label=name)
+        axis.set(title=mode, xlabel="context, tokens", ylabel="tokens a second" if axis is axes[0] else "")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"{rows[0]['processor']}, K = V = {key_dim}, H {rows[0]['H']}, gated, {rows[0]['dtype']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
