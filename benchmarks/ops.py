@@ -162,8 +162,8 @@ def _measure_together(
         able = [i for i, case in enumerate(cases) if supports(peer, case)]
         try:
             calls = [wrap(prepare(cases[i], inputs[i], mode)) for i in able]
-        except ImportError as error:
-            print(f"{peer}: left out, {error}", file=sys.stderr)
+        except (ImportError, RuntimeError) as error:  # not installed, or refusing the device or this Triton
+            print(f"{title}, {mode}: left out: {str(error).splitlines()[0][:150]}", file=sys.stderr)
             continue
         for i, peer_ms in zip(able, milliseconds(calls, device, rounds=3), strict=True):
             case = cases[i]

@@ -66,15 +66,16 @@ class Call:
         self.layout = Tokens(sequences, t, b * t, cu_seqlens)
         self.columns = max(16, triton.next_power_of_2(self.V))
         self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
-        self.chunk = chunk
-        if chunk:
-            self.chunk = triton.cdiv(chunk, self.config.chunk_multiple) * self.config.chunk_multiple
         # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
         self.score_scale = scale if p > 4 else 1.0
         self.out_scale = 1.0 if p > 4 else scale**p
         self.grad_scale = p * (scale if p > 4 else 1.0)
         self.hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16 and p == 2
         self.hopper = self.hopper and self.K == self.V and self.K in config.HOPPER
+        self.chunk = chunk
+        if chunk:
+            multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
+            self.chunk = triton.cdiv(chunk, multiple) * multiple
         self.precision = "tf32" if tf32 else "ieee"
         self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
@@ -100,6 +101,10 @@ class Call:
         half = self.rows.half if self.chunk else self.K
         dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": half, "COLUMNS": self.columns, "R": self.H // self.G}
         return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
+
+    @property
+    def hopper_launches(self) -> config.Config:
+        return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     def hopper_dims(self, launch: config.Launch) -> dict:
         dims = {"K": self.K, "V": self.V, "HALF": self.K // 2, "R": self.H // self.G, "CHUNK": self.chunk}
@@ -146,11 +151,12 @@ class Call:
         inits = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
         sequences = (layout.cu_seqlens, layout.chunk_starts(self.chunk), layout.length, layout.tokens, self.G)
         dims = self.dims() | {"R": heads // self.G}
-        launch = config.HOPPER[self.K].state if self.hopper else self.config.state
+        launch = self.hopper_launches.state if self.hopper else self.config.state
         upper = self.K - self.rows.half
-        tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, 64 // self.K))
+        least = 16 * launch.warps if self.hopper else 64  # rows of a product
+        tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, least // self.K))
         if upper:
-            tiles += triton.cdiv(self.rows.upper, launch.block * max(1, 64 // upper))
+            tiles += triton.cdiv(self.rows.upper, launch.block * max(1, least // upper))
         grid = (tiles, self.G, layout.sequences)
         if self.hopper:
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}

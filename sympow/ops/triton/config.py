@@ -64,10 +64,33 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
-# p = 2 in bfloat16 on Hopper, K = V; by K.
+# p = 2 in bfloat16 on Hopper, K = V; by K. Chunked: many queries a program, as they share what they read of the state.
 HOPPER = {
-    32: Config(Launch(256, 64, 8, 3, 256), Launch(256, 64, 8, 3, 256), Launch(64, 64, 4, 4, 128), Launch(4, 32, 4, 4)),
-    64: Config(Launch(256, 64, 8, 2, 256), Launch(256, 64, 8, 4, 128), Launch(128, 64, 8, 3, 256), Launch(4, 64, 4, 4)),
+    32: Config(
+        output=Launch(256, 64, 8, 3, 256),
+        query=Launch(256, 64, 8, 3, 256),
+        key=Launch(64, 64, 4, 4, 128),
+        state=Launch(4, 32, 4, 4),
+    ),
+    64: Config(
+        output=Launch(256, 64, 8, 2, 256),
+        query=Launch(256, 64, 8, 4, 128),
+        key=Launch(128, 64, 8, 3, 256),
+        state=Launch(4, 64, 4, 4),
+    ),
+    128: Config(
+        output=Launch(128, 32, 8, 2, 128),
+        query=Launch(128, 32, 8, 2, 128),
+        key=Launch(128, 32, 8, 2, 128),
+        state=Launch(2, 64, 8, 3),
+    ),
+}
+# Quadratic: small programs, of which a multiprocessor runs several at once.
+_NO_STATE = Launch(0, 0, 4, 0)
+HOPPER_QUADRATIC = {
+    32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
+    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
+    128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NO_STATE),
 }
 
 
@@ -78,12 +101,14 @@ _CHUNKS = {
     3: {16: 1024, 32: 4096, 64: 16384},
     4: {16: 4096, 32: 16384},
 }
+# Up to here the quadratic form is the faster one, where it is not 4 chunks.
+_QUADRATIC = {(2, 32): 8192, (2, 128): 16384}
 
 
 def chunk_size(key_dim: int, p: int, time: int) -> int:
     """The chunk size for a padded key dim; `time` where the quadratic form is faster or the only one."""
     chunk = _CHUNKS.get(p, {}).get(key_dim)
-    return time if chunk is None or time <= 4 * chunk else chunk
+    return time if chunk is None or time <= _QUADRATIC.get((p, key_dim), 4 * chunk) else chunk
 
 
 def on_hopper(device: torch.device) -> bool:

@@ -89,11 +89,8 @@ def query_pass(
             state_s = gl.allocate_shared_memory(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
             )
-            if NORMALIZE:
-                z_s = gl.allocate_shared_memory(
-                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
-                )
-                copy_rows(z_s, z + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+            if NORMALIZE:  # Z takes the place of the tile that is copied last
+                copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
             for early in gl.static_range(STAGES - 1):
                 copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
                 async_copy.commit_group()
@@ -101,7 +98,8 @@ def query_pass(
             fence_async_shared()
             columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
             if NORMALIZE:
-                inner = warpgroup_mma(queries_s, z_s, gl.zeros([BLOCK, K], gl.float32, mma))
+                matrix = state_s.index(STAGES - 1).slice(0, K, 0)
+                inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, mma))
                 acc -= inner * d[:, None]
             dy = dy_s.load(left_layout)
             for i in range(STEPS):
@@ -176,16 +174,22 @@ def query_pass(
 
 @gluon.jit
 def _both(
-    values, base, columns, first, tile, dkeys, dvalues,
-    COUNT: gl.constexpr, K: gl.constexpr, FROM: gl.constexpr, ROWS: gl.constexpr,
+    keys_s, values_s, columns, first, tile, dkeys, dvalues,
+    COUNT: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, FROM: gl.constexpr,
     layout: gl.constexpr, value_layout: gl.constexpr,
 ):  # fmt: skip
     """What the rows of COUNT prefixes, K each, give to the gradients of keys and, those from FROM on, of values."""
+    ROWS: gl.constexpr = K - FROM
     for u in gl.static_range(COUNT):
         f = column(columns, first + u, layout)
-        dkeys = warpgroup_mma(values * f, tile.slice(u * K, K, 0).permute([1, 0]), dkeys, is_async=True)
+        part = tile.slice(u * K, K, 0)
+        dkeys = warpgroup_mma(values_s.load(layout) * f, part.permute([1, 0]), dkeys, is_async=True)
+        base = keys_s.slice(FROM, ROWS, 1).load(value_layout)
+        if FROM == 0:  # a lower prefix with an upper last index stands for two orderings
+            c = gl.arange(0, K, gl.SliceLayout(0, value_layout))
+            base *= gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
         phi = base * gl.convert_layout(f, value_layout)
-        dvalues = warpgroup_mma(phi, tile.slice(u * K + FROM, ROWS, 0), dvalues, is_async=True)
+        dvalues = warpgroup_mma(phi, part.slice(FROM, ROWS, 0), dvalues, is_async=True)
     return warpgroup_mma_wait(0, deps=(dkeys, dvalues))
 
 
@@ -262,24 +266,15 @@ def key_pass(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
             )
             if Z:
-                z_s = gl.allocate_shared_memory(
-                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
-                )
-                copy_rows(z_s, dz + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+                copy_rows(state_s.index(STAGES - 1), dz + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
             for early in gl.static_range(STAGES - 1):
                 copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
                 async_copy.commit_group()
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
-            keys = keys_s.load(left_layout)
-            columns = stage_columns(keys, K, BLOCK)
+            columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
             if Z:
-                dkeys = warpgroup_mma(keys_s, z_s, dkeys)
-            c = gl.arange(0, K, gl.SliceLayout(0, left_layout))
-            base = keys * gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
-            base = gl.convert_layout(base, value_left)
-            upper = keys_s.slice(HALF, UPPER, 1).load(value_left)
-            values = values_s.load(left_layout)
+                dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
             for i in range(STEPS):
                 async_copy.wait_group(STAGES - 2)
                 fence_async_shared()
@@ -287,13 +282,15 @@ def key_pass(
                 copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
                 async_copy.commit_group()
                 tile = state_s.index(i % STAGES)
+                first_prefix = i * PER
                 if i < LOWER_STEPS:
                     dkeys, dvalues = _both(
-                        values, base, columns, i * PER, tile, dkeys, dvalues, PER, K, 0, K, left_layout, value_left
-                    )
+                        keys_s, values_s, columns, first_prefix, tile, dkeys, dvalues, PER, K, HALF, 0, left_layout,
+                        value_left,
+                    )  # fmt: skip
                 else:
                     dkeys, dvalues = _both(
-                        values, upper, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, UPPER, left_layout,
+                        keys_s, values_s, columns, first_prefix, tile, dkeys, dvalues, PER, K, HALF, HALF, left_layout,
                         value_left,
                     )  # fmt: skip
             state_s._keep_alive()

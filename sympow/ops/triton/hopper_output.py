@@ -94,6 +94,7 @@ def output_pass(
             return
     h = gl.program_id(1).to(gl.int64)
     g = h // R
+    gl.static_assert(K == V)
     begin = first * 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
@@ -139,15 +140,18 @@ def output_pass(
             state_s = gl.allocate_shared_memory(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
             )
-            if NORMALIZE:
-                z_s = gl.allocate_shared_memory(
-                    gl.bfloat16, [K, K], gl.NVMMASharedLayout.get_default_for([K, K], gl.bfloat16)
-                )
-                copy_rows(z_s, z + (chunk * G + g) * (K * K), K, K, K, K, num_warps)
+            if NORMALIZE:  # Z takes the place of the tile that is copied last
+                copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
             for early in gl.static_range(STAGES - 1):
                 copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
                 async_copy.commit_group()
-            async_copy.wait_group(STAGES - 1)
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            if NORMALIZE:
+                matrix = state_s.index(STAGES - 1).slice(0, K, 0)
+                inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, z_mma))
+                inner *= queries_s.load(z_mma).to(gl.float32)
+                total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
             base = queries_s.load(left_layout)
             columns = stage_columns(base, K, BLOCK)
             # A lower prefix with an upper last index stands for two orderings.
@@ -161,10 +165,6 @@ def output_pass(
                 tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
                 a = HALF + (i - LOWER_STEPS) * (TILE // UPPER)
                 acc = accumulate(upper, columns, a, tile, acc, TILE // UPPER, UPPER, left_layout)
-            if NORMALIZE:
-                inner = warpgroup_mma(queries_s, z_s, gl.zeros([BLOCK, K], gl.float32, z_mma))
-                inner *= queries_s.load(z_mma).to(gl.float32)
-                total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
             state_s._keep_alive()
 
     # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.

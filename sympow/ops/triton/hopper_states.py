@@ -111,7 +111,8 @@ def _walk(
 ):  # fmt: skip
     """TILES tiles of rows, from `prefix` on, through all chunks of a sequence. Pointers are at its first token, chunk
     and head, `xt` at the prefix's row too."""
-    PREFIXES: gl.constexpr = 64 // WIDTH if WIDTH < 64 else 1  # a product has 64 rows at least
+    LEAST: gl.constexpr = 16 * WARPS  # rows of a product at least
+    PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
     ROWS: gl.constexpr = TILES * PREFIXES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V, 16])
@@ -211,8 +212,9 @@ def state_pass(
     chunks = gl.cdiv(length, CHUNK)
     UPPER: gl.constexpr = K - HALF
     # Of a lower and of an upper prefix: rows of a tile, prefixes of a program.
-    LOWER_M: gl.constexpr = 64 if K < 64 else K
-    UPPER_M: gl.constexpr = 64 if UPPER < 64 else UPPER
+    LEAST: gl.constexpr = 16 * num_warps
+    LOWER_M: gl.constexpr = LEAST if K < LEAST else K
+    UPPER_M: gl.constexpr = LEAST if UPPER < LEAST else UPPER
     LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // K)
     UPPER_ROWS: gl.constexpr = TILES * (UPPER_M // UPPER)
     rows: gl.constexpr = HALF * K + UPPER * UPPER

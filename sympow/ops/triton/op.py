@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
+from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
 from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
 from sympow.ops.triton.rows import Rows, rows_of
 
@@ -53,7 +53,7 @@ def power_forward(
     launch, tables = call.config.output, call.tables()
     q, k, v = call.q, call.k, call.v
     if call.hopper:
-        launch = config.HOPPER[call.K].output
+        launch = call.hopper_launches.output
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
             out if s is None else s, out if z is None else z, out, norm, *call.sequence_tables(launch.block), call.H,
@@ -138,7 +138,7 @@ def power_backward(
     dq = torch.empty(q.shape, device=device, dtype=q.dtype)
     prefixes, weights, grad_weights, mirror = call.tables()
     if call.hopper:
-        launch = config.HOPPER[call.K].query
+        launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
             *call.sequence_tables(launch.block), call.H, call.G, call.grad_scale * call.out_scale,
@@ -161,7 +161,7 @@ def power_backward(
     dv = torch.empty(v.shape, device=device, dtype=v.dtype)
     dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
     if call.hopper:
-        launch = config.HOPPER[call.K].key
+        launch = call.hopper_launches.key
         hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
             dsums_k, *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, call.grad_scale,
