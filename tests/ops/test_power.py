@@ -58,7 +58,7 @@ BAD = {
     "eps": (lambda: call(eps=0.0), ValueError, "eps must be positive and finite; got 0.0"),
     "scale": (lambda: call(scale=float("nan")), ValueError, "scale must be finite; got nan"),
     "chunk size": (lambda: call(chunk_size=0), ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
-    "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, reference; got 'triton2'"),
+    "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, triton, reference; got 'triton2'"),
     "option": (lambda: call(power=2), TypeError, "unexpected keyword argument 'power'"),
     "state type": (lambda: call(initial_state=ones(2)), TypeError, "must be a PowerState; got Tensor"),
     "state p": (lambda: call(initial_state=PowerState.zeros(2, 2, 4, 5, p=4)), ValueError, "the state is of p=4, K=4"),

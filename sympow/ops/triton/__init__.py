@@ -1,7 +1,7 @@
 """Power attention in Triton: NVIDIA GPUs from Ampere on, AMD GPUs. How the kernels work is in docs/kernels.md.
 
 Head dims are padded to what the kernels hold (zeros change no product), values wider than 128 are done in parts, and
-for p other than 2 the normalizer is one more value channel, of ones.
+for p other than 2 the normalizer is two more value channels, of ones.
 """
 
 from __future__ import annotations
@@ -52,28 +52,29 @@ def attention(
         q, k, v = q.float(), k.float(), v.float()
     tf32 = tf32 and q.dtype == torch.float32
     width = padded_key_dim(key_dim)
-    if width != key_dim:
-        q, k = pad(q, (0, width - key_dim)), pad(k, (0, width - key_dim))
+    q, k = _pad(q), _pad(k)
     s = z = None
     if state is not None:
         s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
     ones = p != 2 and (normalize or bool(chunk))
     if ones:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        s = None if s is None or z is None else torch.cat([s, z[..., None]], -1)
-    outs, ends = [], []
-    for first in range(0, v.shape[3], _MAX_VALUE_DIM):
-        part = slice(first, first + _MAX_VALUE_DIM)
+        v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
+        s = None if s is None or z is None else torch.cat([s, z[..., None], z[..., None]], -1)
+    outs, ends, columns = [], [], v.shape[3]
+    for first in range(0, columns, _MAX_VALUE_DIM):
+        last = min(first + _MAX_VALUE_DIM, columns)
+        v_part = _pad(v[..., first:last])
+        s_part = None if s is None else _pad(s[..., first:last]).contiguous()
         out, _, s_end, z_end = power_forward(
-            q, k, v[..., part], log_g, None if s is None else s[..., part].contiguous(), z if p == 2 else None,
+            q, k, v_part, log_g, s_part, z if p == 2 else None,
             cu_seqlens, p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones,
         )  # fmt: skip
-        outs.append(out)
-        ends.append(s_end)
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        outs.append(out[..., : last - first])
+        ends.append(s_end[..., : last - first])
+    out = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     if ones and normalize:
-        out, total = out[..., :value_dim].float(), out[..., value_dim:].float()
-        out = out / (total + eps)
+        total = _Total.apply(out[..., value_dim:], v.dtype)
+        out = out[..., :value_dim] / (total + eps)
     out = out[..., :value_dim].to(dtype)
     if not return_state:
         return out, None
@@ -82,6 +83,21 @@ def attention(
         s, z_end = s[..., :value_dim], s[..., value_dim]
     s, z = (_narrow(x, key_dim, width, p) for x in (s, z_end))
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
+
+
+class _Total(torch.autograd.Function):
+    """The normalizer from its two columns, which are the same. Its gradient, which cancels against that of the values,
+    would lose too much in the kernels' dtype: one column takes it rounded, the other what the rounding left."""
+
+    @staticmethod
+    def forward(ctx, columns: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return columns[..., :1]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        rounded = grad.to(ctx.dtype).to(grad.dtype)
+        return torch.cat([rounded, grad - rounded], -1), None
 
 
 def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
@@ -101,6 +117,12 @@ def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
 
 def padded_key_dim(key_dim: int) -> int:
     return max(16, 1 << (key_dim - 1).bit_length())
+
+
+def _pad(x: Tensor) -> Tensor:
+    """Zero channels up to a power of two, 16 at least: what the kernels' tiles hold, at addresses copies can take."""
+    missing = padded_key_dim(x.shape[-1]) - x.shape[-1]
+    return pad(x, (0, missing)) if missing else x
 
 
 def _inner(key_dim: int, width: int, p: int) -> Tensor:
