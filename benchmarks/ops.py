@@ -161,11 +161,11 @@ def _measure_together(
         title, prepare = PEERS[peer]
         able = [i for i, case in enumerate(cases) if supports(peer, case)]
         try:
-            calls = [wrap(prepare(cases[i], inputs[i], mode)) for i in able]
+            times = milliseconds([wrap(prepare(cases[i], inputs[i], mode)) for i in able], device, rounds=3)
         except (ImportError, RuntimeError) as error:  # not installed, or refusing the device or this Triton
-            print(f"{title}, {mode}: left out: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+            print(f"{title}, {mode}: left out: {str(error).splitlines()[0][:100]}", file=sys.stderr)
             continue
-        for i, peer_ms in zip(able, milliseconds(calls, device, rounds=3), strict=True):
+        for i, peer_ms in zip(able, times, strict=True):
             case = cases[i]
             rows.append(
                 {"op": "power_attention", "impl": impl, "peer": title, "device": device, "dtype": case.dtype}
