@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,11 +136,12 @@ print(time.perf_counter() - start)
     return round(float(run.stdout.split()[-1]), 1)
 
 
-def measure(cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str] = ("sdpa",)) -> list[dict]:
+def measure(
+    cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str] = ("sdpa",)
+) -> Iterator[dict]:
     """A row a case and peer. On the CPU all cases are checked first and timed in turns; on a GPU case after case."""
-    if device == "cuda":
-        return [row for case in cases for row in _measure_together([case], device, impl, mode, peers)]
-    return _measure_together(cases, device, impl, mode, peers)
+    for together in [[case] for case in cases] if device == "cuda" else [cases]:
+        yield from _measure_together(together, device, impl, mode, peers)
 
 
 def _measure_together(
@@ -211,8 +212,8 @@ def main() -> None:
             timing = f"{row['ms']:>10.2f} {row['peer_ms']:>10.2f} {row['ratio']:>6.2f}"
             case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
             print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
-    rows.sort(key=lambda row: (row["p"], row["K"], row["G"], row["T"]))
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            ordered = sorted(rows, key=lambda row: (row["p"], row["K"], row["G"], row["T"]))
+            args.json.write_text(json.dumps(ordered, indent=1) + "\n")  # a run that is stopped keeps what it has
     if args.plot:
         plot(rows, args.plot)
 

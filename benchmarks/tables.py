@@ -40,7 +40,25 @@ def decoding_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{rows[0]['processor']}; torch {rows[0]['torch']}, commit {rows[0]['commit']}."])
 
 
-TABLES = {"ops_cpu.json": ops_table, "decoding_cpu.json": decoding_table}
+def gpu_table(rows: list[dict]) -> str:
+    """A row a shape, the peers side by side as ratios."""
+    peers = list(dict.fromkeys(row["peer"] for row in rows if "linear" not in row["peer"]))
+    lines = [f"| p | K = V | G | gate | T | mode | ms | {' | '.join(peers)} |", "|---:|---:|---:|---|---:|---|---:|"]
+    lines[1] += "---:|" * len(peers)
+    shapes: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        key = (row["p"], row["K"], row["G"], "yes" if row["gated"] else "no", f"{row['T']:,}", row["mode"])
+        shapes.setdefault(key, {})[row["peer"]] = row
+    for key, found in shapes.items():
+        ratios = [f"{found[peer]['ratio']:.2f}x" if peer in found else "" for peer in peers]
+        time = f"{next(iter(found.values()))['ms']:.2f}"
+        lines.append(f"| {' | '.join([*map(str, key), time, *ratios])} |")
+    row = rows[0]
+    shape = f"B {row['B']}, H {row['H']}, {row['dtype']}; up to T = 4,096 as CUDA graphs"
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
+TABLES = {"ops_cpu.json": ops_table, "ops_h200.json": gpu_table, "decoding_cpu.json": decoding_table}
 
 
 def with_tables(text: str) -> str:

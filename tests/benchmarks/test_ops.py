@@ -36,7 +36,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(ops, "power_call", wrong)
     with pytest.raises(RuntimeError, match="not timed"):
-        ops.measure([SMALL], "cpu", "eager", "forward+backward")
+        list(ops.measure([SMALL], "cpu", "eager", "forward+backward"))
 
 
 def test_the_readme_shows_the_committed_results():

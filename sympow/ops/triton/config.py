@@ -102,7 +102,7 @@ _CHUNKS = {
     4: {16: 4096, 32: 16384},
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
-_QUADRATIC = {(2, 32): 8192, (2, 128): 16384}
+_QUADRATIC = {(2, 32): 2048, (2, 128): 16384}
 
 
 def chunk_size(key_dim: int, p: int, time: int) -> int:
