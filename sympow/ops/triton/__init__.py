@@ -44,7 +44,7 @@ def attention(
         chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
-        refusal = unsupported(q, p, chunked=True)
+        refusal = _without_states(p, key_dim)
         if refusal:
             raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
     tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
@@ -109,10 +109,14 @@ def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
         return f"computes in bfloat16, float16 and float32; got {q.dtype}"
     if key_dim > MAX_KEY_DIM:
         return f"takes key dims up to {MAX_KEY_DIM}; got K = {key_dim}"
-    if chunked and padded_key_dim(key_dim) > CHUNKED.get(p, 0):
-        limits = ", ".join(f"p = {power}: K <= {most}" for power, most in CHUNKED.items())
-        return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
-    return None
+    return _without_states(p, key_dim) if chunked else None
+
+
+def _without_states(p: int, key_dim: int) -> str | None:
+    if padded_key_dim(key_dim) <= CHUNKED.get(p, 0):
+        return None
+    limits = ", ".join(f"p = {power}: K <= {most}" for power, most in CHUNKED.items())
+    return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
 
 
 def padded_key_dim(key_dim: int) -> int:

@@ -1,0 +1,93 @@
+"""Compiles every kernel that a call launches, without a GPU: `python -m tests.ops.triton.compile_kernels cuda|hip`.
+
+The launches of real calls are recorded instead of made. Prints JSON, a list of {kernel, key_dim, stack}: stack is the
+bytes of local memory a thread spills to, null where the toolchain does not tell.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+from sympow.ops.triton import attention, config
+
+TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+def launches(key_dim: int, chunk_size: int, hopper: bool) -> list[tuple]:
+    """(function, arguments by name, options) of a gated forward and backward."""
+    recorded = []
+
+    def record(function, *args, grid, warmup, **options):
+        names = [parameter.name for parameter in function.params]
+        bound = dict(zip(names, args, strict=False)) | {n: x for n, x in options.items() if n in names}
+        recorded.append((function, bound, {n: x for n, x in options.items() if n not in names or n == "num_warps"}))
+
+    real, config.on_hopper = JITFunction.run, lambda device: hopper
+    JITFunction.run = record
+    try:
+        q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        log_g = torch.empty(1, 2048, 2, requires_grad=True)
+        options = {"p": 2, "scale": 1.0, "normalize": True, "eps": 1e-6, "return_state": False}
+        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
+        out.backward(torch.empty_like(out))
+    finally:
+        JITFunction.run = real
+    return recorded
+
+
+def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        value = bound[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value in (False, True)):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    return triton.compile(source(function, signature, constants, attributes), target=target, options=options)
+
+
+def stack_bytes(compiled) -> int | None:
+    if "cubin" not in compiled.asm:
+        return None
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    hopper = target.backend == "cuda"
+    results = []
+    for key_dim in (32, 64, 128) if hopper else (64,):
+        for chunk_size in (512, 4096):
+            for function, bound, options in launches(key_dim, chunk_size, hopper):
+                compiled = compile_launch(function, bound, options, target)
+                row = {"kernel": f"{function.__module__.split('.')[-1]}.{function.__name__}", "key_dim": key_dim}
+                results.append(row | {"chunk": chunk_size, "stack": stack_bytes(compiled)})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
