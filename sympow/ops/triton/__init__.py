@@ -56,7 +56,7 @@ def attention(
     s = z = None
     if state is not None:
         s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
-    ones = p != 2 and (normalize or bool(chunk))
+    ones = p != 2 and (normalize or has_state)
     if ones:
         v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
         s = None if s is None or z is None else torch.cat([s, z[..., None], z[..., None]], -1)

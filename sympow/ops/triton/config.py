@@ -15,7 +15,7 @@ class Launch:
     step: int
     warps: int
     stages: int
-    tile: int = 0  # rows of a state a step of its loop takes, where there is one
+    tile: int = 0  # rows of a state a step of its loop takes; in the state pass, of a prefix
 
     @property
     def options(self) -> dict[str, int]:
@@ -64,33 +64,37 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
-# p = 2 in bfloat16 on Hopper, K = V; by K. Chunked: many queries a program, as they share what they read of the state.
+# p = 2 in bfloat16 on Hopper, K = V; by K. Two programs of 4 warps a multiprocessor where they fit: they fill each
+# other's waits. Where too much of a state is then read again for each block of tokens, one program of 8 warps.
 HOPPER = {
     32: Config(
-        output=Launch(256, 64, 8, 3, 256),
-        query=Launch(256, 64, 8, 3, 256),
-        key=Launch(64, 64, 4, 4, 128),
-        state=Launch(4, 32, 4, 4),
+        output=Launch(128, 64, 4, 2, 256),
+        query=Launch(128, 64, 4, 3, 128),
+        key=Launch(64, 64, 4, 3, 256),
+        state=Launch(4, 32, 4, 4, 32),
     ),
     64: Config(
-        output=Launch(256, 64, 8, 2, 256),
-        query=Launch(256, 64, 8, 4, 128),
-        key=Launch(128, 64, 8, 3, 256),
-        state=Launch(4, 64, 4, 4),
+        output=Launch(128, 64, 4, 2, 128),
+        query=Launch(256, 64, 8, 2, 256),
+        key=Launch(64, 64, 4, 2, 128),
+        state=Launch(4, 64, 4, 4, 64),
     ),
     128: Config(
-        output=Launch(128, 32, 8, 2, 128),
+        output=Launch(128, 64, 8, 2, 128),
         query=Launch(128, 32, 8, 2, 128),
         key=Launch(128, 32, 8, 2, 128),
-        state=Launch(2, 64, 8, 3),
+        state=Launch(2, 64, 4, 4, 64),
     ),
 }
+_NONE = Launch(0, 0, 4, 0)
+# p = 3 and 4, by p and K; no gradients.
+_POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
+HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (3, 64): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
 # Quadratic: small programs, of which a multiprocessor runs several at once.
-_NO_STATE = Launch(0, 0, 4, 0)
 HOPPER_QUADRATIC = {
-    32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
-    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
-    128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NO_STATE),
+    32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
+    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
+    128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
 
 
@@ -98,8 +102,8 @@ HOPPER_QUADRATIC = {
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
     2: {16: 256, 32: 256, 64: 1024, 128: 2048},
-    3: {16: 1024, 32: 4096, 64: 16384},
-    4: {16: 4096, 32: 16384},
+    3: {16: 1024, 32: 1024, 64: 8192},
+    4: {16: 1024, 32: 16384},
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
 _QUADRATIC = {(2, 32): 2048, (2, 128): 16384}
