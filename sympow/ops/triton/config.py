@@ -113,3 +113,41 @@ def chunk_size(key_dim: int, p: int, time: int) -> int:
 
 def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a step of decoding is launched."""
+
+    rows: int  # of a state, a tile
+    tiles: int  # a program
+    splits: int  # programs a kv head, without the one of the tail
+    tokens: int  # of the tail, a tile
+    warps: int
+    stages: int  # tiles of the state that are on their way at once
+
+
+@dataclass(frozen=True)
+class _DecodingLimits:
+    elements: int  # of a tile of the state, times the query heads that share it
+    programs: int  # a multiprocessor is to have at least, if there are so many tiles
+    tokens: int
+    warps: int
+    stages: int
+
+
+# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
+DECODING = {"few": _DecodingLimits(2048, 16, 64, 4, 1), "many": _DecodingLimits(2048, 32, 64, 4, 3)}
+_DECODING_INTERPRETER = _DecodingLimits(128, 8, 2, 4, 1)
+
+
+def decoding(pairs: int, dim: int, width: int, device: torch.device) -> Decoding:
+    """For `pairs` of sequences and kv heads, D rows of state, and `width` columns (padded) over the heads of a pair."""
+    on_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    limits = DECODING["few" if pairs < processors else "many"] if on_gpu else _DECODING_INTERPRETER
+    rows = max(1, limits.elements // width)
+    total = -(-dim // rows)
+    splits = min(total, max(1, -(-limits.programs * processors // pairs)))
+    tiles = -(-total // splits)
+    return Decoding(rows, tiles, -(-total // tiles), limits.tokens, limits.warps, limits.stages)

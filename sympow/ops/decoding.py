@@ -1,0 +1,182 @@
+"""Decoding with a tail: a state that is read for every token and written only now and then.
+
+A state is large, and a token changes all of it. New tokens are therefore kept as they are, in a tail of fixed room, and
+attended to score by score; when the tail is full, its tokens are folded into the state at once, (M12):
+
+    y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
+
+L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
+step never waits for it and can be captured in a CUDA graph. Here is the state and the step in plain torch; the kernel
+is in `triton/decode.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sympow.ops.feature_map import spow
+from sympow.ops.types import PowerState
+
+# Tokens of a tail unless told otherwise. Twice as many: the state is written half as often, and the tail read, which
+# is 3% of the state at K = V = 64, p = 2 in two bytes, is twice as long.
+CAPACITY = 64
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """A PowerState and a tail of tokens not yet folded into it. Its size does not grow.
+
+    `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
+    as: `state.folded().save(path)`.
+
+    Attributes:
+        s: [B, G, D, V] and z: [B, G, D], as in PowerState, after the last folded token.
+        tail_k: [B, G, C, K] and tail_v: [B, G, C, V], the tokens since, in any dtype of the inputs.
+        tail_g: [B, G, C], their log gates, in the dtype of s; 0 for tokens without a gate.
+        count: int32 [B, G], how many they are, 0 to C. A full tail is folded by the next step.
+        arrived: int32 [B, G], 0 between steps: a counter of the kernel's.
+        p: the power; D = spow_dim(K, p).
+        key_dim: K.
+    """
+
+    s: Tensor
+    z: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_g: Tensor
+    count: Tensor
+    arrived: Tensor
+    p: int
+    key_dim: int
+
+    @classmethod
+    def from_state(
+        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int = CAPACITY
+    ) -> DecodingState:
+        """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
+
+        Args:
+            dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
+                None.
+            capacity: C, tokens the tail has room for, at least 1.
+        """
+        if not isinstance(state, PowerState):
+            raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an integer >= 1; got {capacity!r}")
+        dtype = state.s.dtype if dtype is None else dtype
+        if torch.promote_types(dtype, torch.float32) != state.s.dtype:
+            raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
+        shape, device = (*state.s.shape[:2], capacity), state.s.device
+        return cls(
+            s=state.s.contiguous(),
+            z=state.z.contiguous(),
+            tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
+            tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
+            tail_g=torch.zeros(shape, device=device, dtype=state.s.dtype),
+            count=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            p=state.p,
+            key_dim=state.key_dim,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.tail_k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the keys and values in the tail."""
+        return self.tail_k.dtype
+
+    @property
+    def value_dim(self) -> int:
+        return self.s.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the tail's spare room included."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> DecodingState:
+        """Moves the state to a device."""
+        return self._replaced({name: x.to(device) for name, x in self.tensors().items()})
+
+    def detach(self) -> DecodingState:
+        return self._replaced({name: x.detach() for name, x in self.tensors().items()})
+
+    def clone(self) -> DecodingState:
+        return self._replaced({name: x.clone() for name, x in self.tensors().items()})
+
+    def folded(self) -> PowerState:
+        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass."""
+        held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
+        left, kept = _decays(self.tail_g.masked_fill(~held, 0))
+        with torch.autocast(self.s.device.type, enabled=False):
+            phi = spow(self.tail_k.to(self.s.dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
+            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(self.s.dtype)
+        return PowerState(s, self.z * left[..., None] + phi.sum(2), self.p, self.key_dim)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors held, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def _replaced(self, tensors: dict[str, Tensor]) -> DecodingState:
+        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: DecodingState,
+    *,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """One token after another on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients."""
+    s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
+    slots = torch.arange(state.capacity, device=q.device)
+    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, R, K]
+    outs = []
+    for i in range(k.shape[1]):
+        full = state.count == state.capacity
+        # What a GPU counts is not known here, and to ask would be to wait.
+        if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
+            after = state.folded()
+            s.copy_(torch.where(full[..., None, None], after.s, s))
+            z.copy_(torch.where(full[..., None], after.z, z))
+        slot = state.count % state.capacity  # [B, G]
+        state.count.copy_(slot + 1)
+        own = slots == slot[..., None]
+        tail_k.copy_(torch.where(own[..., None], k[:, i, :, None].to(tail_k.dtype), tail_k))
+        tail_v.copy_(torch.where(own[..., None], v[:, i, :, None].to(tail_v.dtype), tail_v))
+        tail_g.copy_(torch.where(own, 0 if log_g is None else log_g[:, i, :, None].to(s.dtype), tail_g))
+
+        held = slots <= slot[..., None]
+        left, kept = _decays(tail_g.masked_fill(~held, 0))
+        score = q[:, i] @ tail_k.to(s.dtype).transpose(2, 3)  # [B, G, R, C]
+        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0)
+        phi = spow(q[:, i], p) * left[..., None, None]  # [B, G, R, D]
+        out = weight @ tail_v.to(s.dtype) + phi @ s
+        if normalize:
+            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
+        outs.append(out.flatten(1, 2))
+    return torch.stack(outs, 1).to(v.dtype)
+
+
+def _decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log gates [B, G, C]: what they leave of what was before them [B, G], and of each token at their end [B, G, C].
+
+    The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
+    gates behind a large one.
+    """
+    after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
+    return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()
