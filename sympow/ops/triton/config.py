@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from triton import knobs
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,17 @@ class _DecodingLimits:
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
 DECODING = {"few": _DecodingLimits(2048, 16, 64, 4, 1), "many": _DecodingLimits(2048, 32, 64, 4, 3)}
-_DECODING_INTERPRETER = _DecodingLimits(128, 8, 2, 4, 1)
+_DECODING_INTERPRETER = _DecodingLimits(128, 2, 2, 4, 1)
 
 
 def decoding(pairs: int, dim: int, width: int, device: torch.device) -> Decoding:
     """For `pairs` of sequences and kv heads, D rows of state, and `width` columns (padded) over the heads of a pair."""
-    on_gpu = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-    limits = DECODING["few" if pairs < processors else "many"] if on_gpu else _DECODING_INTERPRETER
+    processors = 4  # of no GPU
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    limits = DECODING["few" if pairs < processors else "many"]
+    if knobs.runtime.interpret:
+        limits = _DECODING_INTERPRETER
     rows = max(1, limits.elements // width)
     total = -(-dim // rows)
     splits = min(total, max(1, -(-limits.programs * processors // pairs)))
