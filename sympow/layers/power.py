@@ -19,7 +19,7 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
-from sympow.ops.decoding import CAPACITY
+from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
 
 
@@ -155,10 +155,10 @@ def initial_memory(
 
 def memory_size(mixer: Mixer, p: int, impl: str) -> int:
     """Elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
-    weight, k, v = mixer.out.weight, mixer.head_dim, mixer.value_dim
-    size = spow_dim(k, p) * (v + 1)
+    weight = mixer.out.weight
+    size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
     if _keeps_tail(impl, weight.device, weight.dtype):
-        size += CAPACITY * (k + v + 1) + 2
+        size += tail_elements(mixer.head_dim, mixer.value_dim, p)
     return mixer.n_kv_heads * size
 
 

@@ -17,12 +17,20 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sympow.ops.feature_map import spow
+from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.types import PowerState
 
-# Tokens of a tail unless told otherwise. Twice as many: the state is written half as often, and the tail read, which
-# is 3% of the state at K = V = 64, p = 2 in two bytes, is twice as long.
-CAPACITY = 64
+
+def default_capacity(dim: int) -> int:
+    """Tokens of a tail beside D rows of state. Twice as many would write the state half as often; but the tail is read
+    for every token too, and held: with these it is about 1/16 of the state, K = V, in elements.
+    """
+    return max(4, min(64, dim // 32))
+
+
+def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
+    """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
+    return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
 
 
 @dataclass(frozen=True)
@@ -52,19 +60,34 @@ class DecodingState:
     p: int
     key_dim: int
 
+    def __post_init__(self) -> None:
+        PowerState(self.s, self.z, self.p, self.key_dim)  # which checks these
+        heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
+        shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
+        for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
+            x = getattr(self, name)
+            if room[:2] != heads or tuple(x.shape) != shape:
+                raise ValueError(
+                    f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "
+                    f"{list(shape)}; got {list(x.shape)}"
+                )
+        if not all(x.is_contiguous() for x in self.tensors().values()):
+            raise ValueError("the tensors of a DecodingState must be contiguous")
+
     @classmethod
     def from_state(
-        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int = CAPACITY
+        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int | None = None
     ) -> DecodingState:
         """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
 
         Args:
             dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
                 None.
-            capacity: C, tokens the tail has room for, at least 1.
+            capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
         """
         if not isinstance(state, PowerState):
             raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+        capacity = default_capacity(state.s.shape[2]) if capacity is None else capacity
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity must be an integer >= 1; got {capacity!r}")
         dtype = state.s.dtype if dtype is None else dtype

@@ -1,5 +1,7 @@
 """The public functions' errors: one clear line each, saying what was expected and what came."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -119,6 +121,16 @@ BAD = {
     ),
     "tail capacity": (lambda: tail(capacity=0), ValueError, "capacity must be an integer >= 1; got 0"),
     "tail of doubles": (lambda: tail(dtype=torch.float64), TypeError, "a dtype it can hold; got torch.float64"),
+    "tail shape": (
+        lambda: dataclasses.replace(tail(), count=ones(1, 2)),
+        ValueError,
+        r"holds count \[1, 1\]; got \[1, 2\]",
+    ),
+    "tail strides": (
+        lambda: dataclasses.replace(tail(), tail_v=tail().tail_v.mT.contiguous().mT),
+        ValueError,
+        "must be contiguous",
+    ),
     "tail of nothing": (lambda: DecodingState.from_state(None), TypeError, "must be a PowerState; got NoneType"),
     "sequence on a tail": (
         lambda: call(initial_state=tail()),

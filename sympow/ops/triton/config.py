@@ -130,28 +130,32 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _DecodingLimits:
-    elements: int  # of a tile of the state, times the query heads that share it
-    programs: int  # a multiprocessor is to have at least, if there are so many tiles
-    tokens: int
+    elements: int  # at most, of a tile of the state times the query heads that share it
+    programs: int  # a multiprocessor is to have, over all heads
+    tail: int  # elements at most, of a tile of the tail
     warps: int
     stages: int
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": _DecodingLimits(2048, 16, 64, 4, 1), "many": _DecodingLimits(2048, 32, 64, 4, 3)}
-_DECODING_INTERPRETER = _DecodingLimits(128, 2, 2, 4, 1)
+DECODING = {"few": _DecodingLimits(2048, 16, 4096, 4, 1), "many": _DecodingLimits(2048, 32, 4096, 4, 3)}
+_DECODING_INTERPRETER = _DecodingLimits(128, 2, 32, 4, 1)
 
 
-def decoding(pairs: int, dim: int, width: int, device: torch.device) -> Decoding:
-    """For `pairs` of sequences and kv heads, D rows of state, and `width` columns (padded) over the heads of a pair."""
+def decoding(
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
+) -> Decoding:
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
     processors = 4  # of no GPU
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     limits = DECODING["few" if pairs < processors else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
-    rows = max(1, limits.elements // width)
+    rows = max(1, limits.elements // (padded_heads * columns))
     total = -(-dim // rows)
-    splits = min(total, max(1, -(-limits.programs * processors // pairs)))
+    # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
+    splits = max(1, min(total, -(-limits.programs * processors // pairs), dim // (4 * heads), 16 * rows))
     tiles = -(-total // splits)
-    return Decoding(rows, tiles, -(-total // tiles), limits.tokens, limits.warps, limits.stages)
+    tokens = max(1, limits.tail // max(key_dim, columns))
+    return Decoding(rows, tiles, -(-total // tiles), tokens, limits.warps, limits.stages)

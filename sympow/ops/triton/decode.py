@@ -20,12 +20,14 @@ from sympow.ops.triton.primitives import power
 
 @triton.jit
 def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
-    """[HEADS, ROWS]: rows of phi of the x of each head, without their weights."""
+    """[HEADS, ROWS]: rows of phi of the x of each head, without their weights. `index` as in `_tables`."""
     mask = (head < heads)[:, None] & (row < D)[None, :]
     x += head[:, None] * stride
-    y = tl.load(x + tl.load(index + row, mask=row < D, other=0)[None, :], mask=mask, other=0.0).to(tl.float32)
-    for m in tl.static_range(1, P):
-        channel = tl.load(index + m * D + row, mask=row < D, other=0)
+    y = tl.where(mask, 1.0, 0.0)
+    for m in tl.static_range(P):
+        if m % 2 == 0:
+            word = tl.load(index + m // 2 * D + row, mask=row < D, other=0)
+        channel = (word >> (16 * (m % 2))) & 0xFFFF
         y *= tl.load(x + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     return y
 
@@ -199,13 +201,14 @@ def power_decode(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     rows, dim, pairs = heads // groups, s.shape[2], batch * groups
     columns, packed = triton.next_power_of_2(value_dim), triton.next_power_of_2(rows)
-    launch = config.decoding(pairs, dim, packed * columns, q.device)
+    width = triton.next_power_of_2(key_dim)
+    launch = config.decoding(pairs, dim, rows, packed, width, columns, q.device)
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, launch.splits + 1, rows, value_dim, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, launch.splits + 1, rows, device=q.device, dtype=torch.float32)
     index, roots = _tables(key_dim, p, q.device)
     dims = {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": tail_k.shape[2], "COLUMNS": columns}
-    dims |= {"WIDTH": triton.next_power_of_2(key_dim), "SLOTS": triton.next_power_of_2(tail_k.shape[2])}
+    dims |= {"WIDTH": width, "SLOTS": triton.next_power_of_2(tail_k.shape[2])}
     dims |= {"HEADS": packed, "ROWS": launch.rows, "TOKENS": launch.tokens, "SPLITS": launch.splits}
     dims |= {"STAGES": launch.stages, "GATED": log_g is not None, "NORMALIZE": normalize, "num_warps": launch.warps}
     with torch.cuda.device_of(q):
@@ -226,6 +229,8 @@ def _(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, p, scale, no
 
 @lru_cache(maxsize=32)
 def _tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The channels of every row of (M7), int32 [p, D], and its weight, float32 [D]."""
-    index = spow_indices(key_dim, p).t().contiguous()
+    """Of every row of (M7) its p channels, two in a word, int32 [(p + 1) // 2, D], and its weight, float32 [D]."""
+    channels = spow_indices(key_dim, p).t().contiguous()
+    index = channels[::2].clone()
+    index[: p // 2] |= channels[1::2] << 16
     return index.to(device, torch.int32), multinomials(key_dim, p).sqrt().to(device, torch.float32)
