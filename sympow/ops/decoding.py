@@ -6,8 +6,8 @@ attended to score by score; when the tail is full, its tokens are folded into th
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
 L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
-step never waits for it and can be captured in a CUDA graph. Here is the state and the step in plain torch; the kernel
-is in `triton/decode.py`.
+step never waits for it and can be captured in a CUDA graph. Here is the state; steps are in `eager.py`, in plain torch,
+and `triton/decode.py`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class DecodingState:
     def folded(self) -> PowerState:
         """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass."""
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
-        left, kept = _decays(self.tail_g.masked_fill(~held, 0))
+        left, kept = decays(self.tail_g.masked_fill(~held, 0))
         with torch.autocast(self.s.device.type, enabled=False):
             phi = spow(self.tail_k.to(self.s.dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
             s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(self.s.dtype)
@@ -152,50 +152,7 @@ class DecodingState:
         return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    state: DecodingState,
-    *,
-    p: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
-    """One token after another on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients."""
-    s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
-    slots = torch.arange(state.capacity, device=q.device)
-    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, R, K]
-    outs = []
-    for i in range(k.shape[1]):
-        full = state.count == state.capacity
-        # What a GPU counts is not known here, and to ask would be to wait.
-        if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
-            after = state.folded()
-            s.copy_(torch.where(full[..., None, None], after.s, s))
-            z.copy_(torch.where(full[..., None], after.z, z))
-        slot = state.count % state.capacity  # [B, G]
-        state.count.copy_(slot + 1)
-        own = slots == slot[..., None]
-        tail_k.copy_(torch.where(own[..., None], k[:, i, :, None].to(tail_k.dtype), tail_k))
-        tail_v.copy_(torch.where(own[..., None], v[:, i, :, None].to(tail_v.dtype), tail_v))
-        tail_g.copy_(torch.where(own, 0 if log_g is None else log_g[:, i, :, None].to(s.dtype), tail_g))
-
-        held = slots <= slot[..., None]
-        left, kept = _decays(tail_g.masked_fill(~held, 0))
-        score = q[:, i] @ tail_k.to(s.dtype).transpose(2, 3)  # [B, G, R, C]
-        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0)
-        phi = spow(q[:, i], p) * left[..., None, None]  # [B, G, R, D]
-        out = weight @ tail_v.to(s.dtype) + phi @ s
-        if normalize:
-            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
-        outs.append(out.flatten(1, 2))
-    return torch.stack(outs, 1).to(v.dtype)
-
-
-def _decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
+def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
     """Of log gates [B, G, C]: what they leave of what was before them [B, G], and of each token at their end [B, G, C].
 
     The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small

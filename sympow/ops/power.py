@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sympow.ops import decoding, eager, reference
+from sympow.ops import eager, reference
 from sympow.ops.decoding import DecodingState
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState
@@ -170,7 +170,7 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
 
             return triton.step(q, k, v, log_g, state, **options), state
         if impl != "reference":
-            return decoding.step(q, k, v, log_g, state, **options), state
+            return eager.step_with_tail(q, k, v, log_g, state, **options), state
         out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state.folded(), **options)
         state.s.copy_(new.s)
         state.z.copy_(new.z)
