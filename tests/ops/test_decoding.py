@@ -86,7 +86,7 @@ def test_kernel_errs_within_budget(name, dtype):
     results = decode(case, inputs, "triton", tokens=2)
     assert_within_budget(results, case, inputs)
     if GPU:
-        again = decode(case, inputs, "triton", tokens=1)
+        again = decode(case, inputs, "triton", tokens=2)
         assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
 
 
@@ -215,8 +215,7 @@ def test_graph_and_compile(how):
 
     outs = [run(*(x[:, i : i + 1].contiguous() for x in tokens)) for i in range(case.T)]
     after = state.folded()
-    assert torch.equal(torch.cat(outs, 1), expected["out"])
-    assert torch.equal(after.s, expected["s"]) and torch.equal(after.z, expected["z"])
+    torch.testing.assert_close({"out": torch.cat(outs, 1), "s": after.s, "z": after.z}, expected)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
