@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from triton import knobs
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,48 @@ def chunk_size(key_dim: int, p: int, time: int) -> int:
 
 def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a step of decoding is launched."""
+
+    rows: int  # of a state, a tile
+    tiles: int  # a program
+    splits: int  # programs a kv head, without the one of the tail
+    tokens: int  # of the tail, a tile
+    warps: int
+    stages: int  # tiles of the state that are on their way at once
+
+
+@dataclass(frozen=True)
+class _DecodingLimits:
+    elements: int  # at most, of a tile of the state times the query heads that share it
+    programs: int  # a multiprocessor is to have, over all heads
+    tail: int  # elements at most, of a tile of the tail
+    warps: int
+    stages: int
+
+
+# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
+DECODING = {"few": _DecodingLimits(2048, 16, 4096, 4, 1), "many": _DecodingLimits(2048, 32, 4096, 4, 3)}
+_DECODING_INTERPRETER = _DecodingLimits(128, 2, 32, 4, 1)
+
+
+def decoding(
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
+) -> Decoding:
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
+    processors = 4  # of no GPU
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    limits = DECODING["few" if pairs < processors else "many"]
+    if knobs.runtime.interpret:
+        limits = _DECODING_INTERPRETER
+    rows = max(1, limits.elements // (padded_heads * columns))
+    total = -(-dim // rows)
+    # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
+    splits = max(1, min(total, -(-limits.programs * processors // pairs), dim // (4 * heads), 16 * rows))
+    tiles = -(-total // splits)
+    tokens = max(1, limits.tail // max(key_dim, columns))
+    return Decoding(rows, tiles, -(-total // tiles), tokens, limits.warps, limits.stages)
