@@ -7,9 +7,10 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
 - lower precision, by comparison: an implementation may err by at most twice what the same mathematics errs in plain
   torch at that precision (matrix products of inputs rounded to it, the rest in float32), plus what any implementation
   rounds: one rounding of what is stored; the rounding of a float32 log decay L, which is one of exp(L) times |L|, for
-  the |L| up to 16 below which exp(L) is lost beside 1; for the state's z, one rounding of its terms phi(k), which the
-  peer adds up in float32 and a matrix product takes as it takes those of s, and for its gradient one of the output,
-  from which it is formed; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
+  the |L| up to 16 below which exp(L) is lost beside 1; for states and their gradients, whose terms are products of p
+  entries and a decay, each of which a kernel may round where the peer rounds the whole, p roundings to nearest; for
+  other results, if p > 2, the p - 2 such roundings that phi(q) and phi(k) have more than for p = 2; for the gate's
+  gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
   products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
@@ -187,8 +188,7 @@ def assert_within_budget(
         assert got.shape == want.shape and torch.isfinite(got).all(), name
         rounding = (torch.finfo(got.dtype).eps + 16 * EPS32) * norm
         eps = torch.finfo(dtype).eps
-        if name in ("z", "dz"):
-            rounding += eps * norm
+        rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
         if name == "dlog_g":
             terms = [(high[x].norm(dim=-1) * oracle["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk"]
             rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * sum(terms)

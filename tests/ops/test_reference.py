@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from sympow.ops import PowerState, power_attention, reference, rotary_frequencies, rotary_positions, rotate
 from sympow.ops.feature_map import spow
-from tests.ops.contract import Case, assert_equal_float64, by_document, make_inputs, with_gradients
+from tests.ops.contract import DEVICE, Case, assert_equal_float64, by_document, make_inputs, with_gradients
 
 
 @st.composite
@@ -55,8 +55,10 @@ def test_forms_agree(case, chunk_size, rotation, seed):
         tokens = inputs
         if rotation:
             gen = torch.Generator().manual_seed(seed)
-            inputs["beta"] = torch.rand(case.B, case.T, case.G, generator=gen, dtype=torch.float64).requires_grad_()
-            turn = partial(rotate, positions=rotary_positions(inputs["beta"]), frequencies=rotary_frequencies(case.K))
+            beta = torch.rand(case.B, case.T, case.G, generator=gen, dtype=torch.float64)
+            inputs["beta"] = beta.to(DEVICE).requires_grad_()
+            frequencies = rotary_frequencies(case.K, device=DEVICE)
+            turn = partial(rotate, positions=rotary_positions(inputs["beta"]), frequencies=frequencies)
             tokens = inputs | {"q": turn(inputs["q"]), "k": turn(inputs["k"])}
         results[name] = with_gradients(by_document(case, tokens, partial(form, chunk_size, **options)), inputs)
     for name in ("chunked", "recurrent", "eager"):
@@ -69,7 +71,7 @@ def test_gradients_are_right(p, form):
     """gradcheck of the specification: q, k, v, log_g and the initial state."""
     inputs = make_inputs(Case(T=4, H=2, G=1, K=2, V=2, p=p, state=True))
     if p % 2 == 0:  # keep the normalizer away from zero, where finite differences say nothing
-        inputs["z"] = (inputs["z"].detach() + spow(torch.ones(2, dtype=torch.float64), p)).requires_grad_()
+        inputs["z"] = (inputs["z"].detach() + spow(torch.ones(2, dtype=torch.float64, device=DEVICE), p)).requires_grad_()
 
     def call(q, k, v, log_g, s, z):
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6}

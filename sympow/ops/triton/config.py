@@ -142,7 +142,7 @@ class _DecodingLimits:
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": _DecodingLimits(2048, 16, 4096, 4, 1), "many": _DecodingLimits(2048, 32, 4096, 4, 3)}
+DECODING = {"few": _DecodingLimits(4096, 16, 4096, 2, 1), "many": _DecodingLimits(4096, 32, 4096, 2, 1)}
 _DECODING_INTERPRETER = _DecodingLimits(128, 2, 32, 4, 1)
 
 

@@ -175,23 +175,30 @@ def query_pass(
 
 @gluon.jit
 def _both(
-    keys_s, values_s, columns, first, tile, dkeys, dvalues,
-    COUNT: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, FROM: gl.constexpr,
-    layout: gl.constexpr,
+    state_s, state, columns, values_s, base, dkeys, dvalues,
+    START: gl.constexpr, STOP: gl.constexpr, STEPS: gl.constexpr, FROM: gl.constexpr,
+    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What the rows of COUNT prefixes, K each, give to the gradients of keys and, those from FROM on, of values."""
-    ROWS: gl.constexpr = K - FROM
+    """What the tiles START to STOP - 1 of the state give to the gradients of keys and, their rows from FROM on, of
+    values. In a loop of their own: where lower and upper tiles shared one, and a branch, ptxas took the place of a tile
+    from the other branch."""
     values = values_s.load(layout)
-    base = keys_s.slice(FROM, ROWS, 1).load(layout)
-    if FROM == 0:  # a lower prefix with an upper last index stands for two orderings
-        c = gl.arange(0, K, gl.SliceLayout(0, layout))
-        base *= gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
-    for u in gl.static_range(COUNT):
-        f = column(columns, first + u, layout)
-        part = tile.slice(u * K, K, 0)
-        dkeys = warpgroup_mma(values * f, part.permute([1, 0]), dkeys, is_async=True)
-        dvalues = warpgroup_mma(base * f, part.slice(FROM, ROWS, 0), dvalues, is_async=True)
-    return warpgroup_mma_wait(0, deps=(dkeys, dvalues))
+    PER: gl.constexpr = TILE // K
+    for i in range(START, STOP):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        ahead = i + (STAGES - 1)
+        copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
+        async_copy.commit_group()
+        tile = state_s.index(i % STAGES)
+        for u in gl.static_range(PER):
+            f = column(columns, i * PER + u, layout)
+            part = tile.slice(u * K, K, 0)
+            dkeys = warpgroup_mma(values * f, part.permute([1, 0]), dkeys, is_async=True)
+            dvalues = warpgroup_mma(base * f, part.slice(FROM, K - FROM, 0), dvalues, is_async=True)
+        dkeys, dvalues = warpgroup_mma_wait(0, deps=(dkeys, dvalues))
+    return dkeys, dvalues
 
 
 @gluon.jit
@@ -218,9 +225,8 @@ def key_pass(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     UPPER: gl.constexpr = K - HALF
-    PER: gl.constexpr = TILE // K
     STEPS: gl.constexpr = K * K // TILE
-    LOWER_STEPS: gl.constexpr = HALF // PER
+    LOWER_STEPS: gl.constexpr = HALF * K // TILE
 
     keys_s = gl.allocate_shared_memory(
         gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
@@ -275,21 +281,17 @@ def key_pass(
             columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
             if Z:
                 dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
-            for i in range(STEPS):
-                async_copy.wait_group(STAGES - 2)
-                fence_async_shared()
-                ahead = i + (STAGES - 1)
-                copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
-                async_copy.commit_group()
-                tile = state_s.index(i % STAGES)
-                if i < LOWER_STEPS:
-                    dkeys, dvalues = _both(
-                        keys_s, values_s, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, 0, left_layout
-                    )
-                else:
-                    dkeys, dvalues = _both(
-                        keys_s, values_s, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, HALF, left_layout
-                    )
+            # A lower prefix with an upper last index stands for two orderings.
+            width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
+            base = keys_s.load(left_layout) * gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
+            dkeys, dvalues = _both(
+                state_s, state, columns, values_s, base, dkeys, dvalues, 0, LOWER_STEPS, STEPS, 0, TILE, K, V, HALF,
+                STAGES, left_layout, num_warps,
+            )  # fmt: skip
+            dkeys, dvalues = _both(
+                state_s, state, columns, values_s, keys_s.slice(HALF, UPPER, 1).load(left_layout), dkeys, dvalues,
+                LOWER_STEPS, STEPS, STEPS, HALF, TILE, K, V, HALF, STAGES, left_layout, num_warps,
+            )  # fmt: skip
             state_s._keep_alive()
 
     # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
