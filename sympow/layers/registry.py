@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow.layers.base import Mixer
+from sympow.layers.base_conv import BaseConv
+from sympow.layers.hyena import Hyena
 from sympow.layers.linear import LinearAttention
+from sympow.layers.long_convolution import LongConvolution
 from sympow.layers.power import PowerAttention
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
@@ -18,6 +21,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear": LinearAttention,
     "window": WindowAttention,
     "short_convolution": ShortConvolution,
+    "long_convolution": LongConvolution,
+    "base_conv": BaseConv,
+    "hyena": Hyena,
 }
 
 

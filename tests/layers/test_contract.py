@@ -42,6 +42,18 @@ OPTIONS: dict[str, list[dict]] = {
         {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}},
         {"width": 4, "mixer": "power", "options": {"p": 2}},
     ],
+    "long_convolution": [{"max_length": 400}, {"max_length": 9}],
+    "base_conv": [
+        {"max_length": 400, "order": 8},
+        {"max_length": 9},
+        {"max_length": 3, "filter": "explicit"},
+    ],
+    "hyena": [
+        {"max_length": 400, "order": 8},
+        {"max_length": 9},
+        {"max_length": 400, "multi_head": True},
+        {"max_length": 9, "multi_head": True},
+    ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]
 T = 37
@@ -233,9 +245,8 @@ def test_same_seed_same_weights(case):
     ],
 )
 def test_bad_options_are_refused(name, heads, options, message):
-    required = {"window": {"window": 4}}.get(name, {})
     with pytest.raises(ValueError, match=message):
-        MIXERS[name](D_MODEL, heads, **required, **options)
+        MIXERS[name](D_MODEL, heads, **OPTIONS[name][0] | options)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +259,9 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
         ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
+        ("long_convolution", {"max_length": 0}, "max_length must be an integer of at least 1; got 0"),
+        ("base_conv", {"max_length": 8, "filter": "fft"}, "filter is one of implicit, explicit; got 'fft'"),
+        ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
         ("short_convolution", {"width": 0}, "width must be an integer of at least 1; got 0"),
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
@@ -280,10 +294,9 @@ def test_bad_input_is_refused(case):
 
 def test_unknown_options_are_refused():
     for name, mixer in MIXERS.items():
-        required = {"window": 4} if name == "window" else {}
-        with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
-            mixer(D_MODEL, HEADS, heads=3, **required)
-        assert set(required) <= set(mixer.option_names())
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wings'"):
+            mixer(D_MODEL, HEADS, wings=2, **OPTIONS[name][0])
+        assert {option for options in OPTIONS[name] for option in options} <= set(mixer.option_names())
         if issubclass(mixer, AttentionMixer):
             assert {"n_kv_heads", "rotation", "bias"} <= set(mixer.option_names())
-        assert not {"self", "d_model", "heads"} & set(mixer.option_names())
+        assert not {"self", "d_model", "n_heads", "heads"} & set(mixer.option_names())
