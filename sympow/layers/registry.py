@@ -7,8 +7,10 @@ from typing import Any
 
 from sympow.layers.base import Mixer
 from sympow.layers.base_conv import BaseConv
+from sympow.layers.h3 import H3
 from sympow.layers.hyena import Hyena
 from sympow.layers.linear import LinearAttention
+from sympow.layers.liquid_s4 import LiquidS4
 from sympow.layers.long_convolution import LongConvolution
 from sympow.layers.power import PowerAttention
 from sympow.layers.short_convolution import ShortConvolution
@@ -24,6 +26,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "long_convolution": LongConvolution,
     "base_conv": BaseConv,
     "hyena": Hyena,
+    "h3": H3,
+    "liquid_s4": LiquidS4,
 }
 
 

@@ -48,6 +48,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"max_length": 9},
         {"max_length": 3, "filter": "explicit"},
     ],
+    "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
+    "liquid_s4": [{"state_dim": 8}],
     "hyena": [
         {"max_length": 400, "order": 8},
         {"max_length": 9},
@@ -262,6 +264,8 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("long_convolution", {"max_length": 0}, "max_length must be an integer of at least 1; got 0"),
         ("base_conv", {"max_length": 8, "filter": "fft"}, "filter is one of implicit, explicit; got 'fft'"),
         ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
+        ("h3", {"head_dim": 5}, "d_model must be a multiple of head_dim; got d_model=24, head_dim=5"),
+        ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
         ("short_convolution", {"width": 0}, "width must be an integer of at least 1; got 0"),
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
