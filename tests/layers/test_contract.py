@@ -50,6 +50,19 @@ OPTIONS: dict[str, list[dict]] = {
     ],
     "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
     "liquid_s4": [{"state_dim": 8}],
+    "rwkv4": [{}, {"depth": 1.0}],
+    "rwkv7": [{}, {"depth": 0.5}],
+    "retnet": [
+        {},
+        {"chunk_size": 8, "value_dim": 4, "n_kv_heads": 2},
+        {"chunk_size": 1, "rotation": "none", "qk_norm": True, "bias": True},
+    ],
+    "blocked_window": [
+        {"window": 7},
+        {"window": 1},
+        {"window": 400, "n_kv_heads": 2},
+        {"window": 20, "rotation": "none"},
+    ],
     "hyena": [
         {"max_length": 400, "order": 8},
         {"max_length": 9},
@@ -207,8 +220,7 @@ def test_weights_save_and_load(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error")
 def test_bfloat16_autocast_is_close_to_float32(case):
-    mixer = MIXERS[case[0]](D_MODEL, HEADS, **case[1])
-    mixer.reset_parameters(std=0.2, generator=torch.Generator().manual_seed(0))
+    mixer = make(case).float()
     x = sequence(time=70).float()
     y = mixer(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -266,6 +278,9 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
         ("h3", {"head_dim": 5}, "d_model must be a multiple of head_dim; got d_model=24, head_dim=5"),
         ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
+        ("rwkv4", {"depth": 2}, "depth lies between 0 and 1; got 2"),
+        ("rwkv7", {"depth": -1}, "depth lies between 0 and 1; got -1"),
+        ("blocked_window", {"window": 0}, "window must be an integer of at least 1; got 0"),
         ("short_convolution", {"width": 0}, "width must be an integer of at least 1; got 0"),
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
