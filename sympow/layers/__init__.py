@@ -1,5 +1,6 @@
 """What holds weights: the sequence mixers, one file each, under one contract (`base.Mixer`)."""
 
+from sympow.layers.auxiliary import auxiliary_losses
 from sympow.layers.base import AttentionMixer, Mixer, MixerState
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
@@ -18,6 +19,7 @@ __all__ = [
     "ShortConvolution",
     "SoftmaxAttention",
     "WindowAttention",
+    "auxiliary_losses",
     "check_mixer",
     "make_mixer",
 ]

@@ -10,6 +10,7 @@ from sympow.layers.base_conv import BaseConv
 from sympow.layers.blocked_window import BlockedWindowAttention
 from sympow.layers.h3 import H3
 from sympow.layers.hyena import Hyena
+from sympow.layers.input_dependent_conv import AutocorrelationConv, ProgrammaticConv
 from sympow.layers.linear import LinearAttention
 from sympow.layers.liquid_s4 import LiquidS4
 from sympow.layers.long_convolution import LongConvolution
@@ -17,6 +18,7 @@ from sympow.layers.power import PowerAttention
 from sympow.layers.retnet import RetNet
 from sympow.layers.rwkv4 import RWKV4
 from sympow.layers.rwkv7 import RWKV7
+from sympow.layers.selection import SelectiveAttention
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.window import WindowAttention
@@ -36,6 +38,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "rwkv7": RWKV7,
     "retnet": RetNet,
     "blocked_window": BlockedWindowAttention,
+    "programmatic_conv": ProgrammaticConv,
+    "autocorrelation_conv": AutocorrelationConv,
+    "selection": SelectiveAttention,
 }
 
 
