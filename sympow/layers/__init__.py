@@ -4,12 +4,13 @@ from sympow.layers.auxiliary import auxiliary_losses
 from sympow.layers.base import AttentionMixer, Mixer, MixerState
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
-from sympow.layers.registry import MIXERS, check_mixer, make_mixer
+from sympow.layers.registry import FLA_MIXERS, MIXERS, check_mixer, make_mixer
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.window import WindowAttention
 
 __all__ = [
+    "FLA_MIXERS",
     "MIXERS",
     "AttentionMixer",
     "LinearAttention",

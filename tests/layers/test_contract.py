@@ -323,6 +323,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
         ("short_convolution", {"mixer": "power", "options": {"q": 2}}, "the power mixer has no option 'q'"),
+        ("short_convolution", {"mixer": "gla", "options": {"q": 2}}, "the gla mixer has no option 'q'; it has none"),
     ],
 )
 def test_bad_options_of_one_mixer_are_refused(name, options, message):
