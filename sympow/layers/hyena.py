@@ -37,9 +37,7 @@ class Hyena(Mixer):
         order: width of the filter's network.
     """
 
-    def __init__(
-        self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64
-    ):
+    def __init__(self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64):
         super().__init__(d_model, n_heads)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
