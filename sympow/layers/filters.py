@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal, draw_uniform
+from sympow.layers.base import draw_normal, draw_uniform, linear_float32
 from sympow.layers.cache import InputCache
 from sympow.ops.convolution import causal_convolution
 
@@ -71,19 +71,16 @@ class ImplicitFilter(nn.Module):
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, length: int) -> Tensor:
-        """The first min(length, max_length) taps, [taps, C], not in lower precision under autocast."""
-        with torch.autocast(self.skip.device.type, enabled=False):
-            return self._taps(min(length, self.max_length))
-
-    def _taps(self, taps: int) -> Tensor:
-        like: dict[str, Any] = {"device": self.skip.device, "dtype": self.skip.dtype}
-        position = torch.arange(taps, **like)[:, None]
+        """The first min(length, max_length) taps, [taps, C], in float32 at least: positions need it."""
+        dtype = torch.promote_types(self.skip.dtype, torch.float32)
+        like: dict[str, Any] = {"device": self.skip.device, "dtype": dtype}
+        position = torch.arange(min(length, self.max_length), **like)[:, None]
         angle = 2 * pi / self.max_length * position * torch.linspace(1e-4, _BANDS - 1, _BANDS, **like)
         h = torch.cat([position / self.max_length, angle.cos(), angle.sin()], dim=1)
         for layer in self.layers:
-            h = torch.sin(self.frequency * layer(h))
+            h = torch.sin(self.frequency * linear_float32(layer, h))
         decay = torch.linspace(-log(_TARGET) / _SLOW, -log(_TARGET) / _FAST, self.channels, **like)
-        h = self.last(h) * torch.exp(-decay * position / self.max_length)
+        h = linear_float32(self.last, h) * torch.exp(-decay * position / self.max_length)
         return torch.cat([h[:1] + self.skip, h[1:]])
 
     def extra_repr(self) -> str:
