@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import log, pi, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ class ImplicitFilter(nn.Module):
             raise ValueError(f"order must be an integer of at least 1; got {order!r}")
         self.channels, self.max_length = channels, checked_length(max_length)
         widths = [2 * _BANDS + 1, order, order, order]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.layers = cast(Sequence[nn.Linear], layers)
         self.last = nn.Linear(order, channels, bias=False)
         self.frequency = nn.Parameter(torch.empty(order))
         self.skip = nn.Parameter(torch.empty(channels))
