@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_document
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size
 from sympow.ops import DecodingState, PowerState, power_attention
 
@@ -25,7 +25,7 @@ class LinearAttentionState(MixerState):
     feature_sum: Tensor | None
 
 
-class LinearAttention(Mixer):
+class LinearAttention(AttentionMixer):
     """Linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
 
     Args:
@@ -34,7 +34,7 @@ class LinearAttention(Mixer):
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
             of the weights stays positive (Su et al., 2021, section 3.3).
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import HeadOptions, Mixer, MixerState, normed
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linear_float32, normed
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -31,7 +31,7 @@ class PowerAttentionState(MixerState):
     position: int | Tensor
 
 
-class PowerAttention(Mixer):
+class PowerAttention(AttentionMixer):
     """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
 
     Args:
@@ -47,7 +47,7 @@ class PowerAttention(Mixer):
             RMS-normalized.
             None: True for even p.
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("data", "fixed", "none")
@@ -123,10 +123,10 @@ class PowerAttention(Mixer):
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it."""
         q, k, v = self.heads(x)
-        log_g = None if self.gate is None else F.logsigmoid(_control(self.gate, x))
+        log_g = None if self.gate is None else F.logsigmoid(linear_float32(self.gate, x))
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            positions = rotary_positions(1 + torch.tanh(_control(self.beta, x)), start)
+            positions = rotary_positions(1 + torch.tanh(linear_float32(self.beta, x)), start)
             q, k = self.rotate(q, k, positions)
             return q, k, v, log_g, positions[:, -1].clone()  # a view would hold all positions
         if isinstance(position, Tensor):
@@ -141,7 +141,7 @@ class PowerAttention(Mixer):
 
 
 def initial_memory(
-    mixer: Mixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
+    mixer: AttentionMixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
 ) -> PowerState | DecodingState:
     """The op's state before the first token: with a tail where decoding is faster on one."""
     weight = mixer.out.weight
@@ -153,7 +153,7 @@ def initial_memory(
     return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))
 
 
-def memory_size(mixer: Mixer, p: int, impl: str) -> int:
+def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
     """Elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
     weight = mixer.out.weight
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
@@ -187,13 +187,3 @@ def continue_power(
     if isinstance(state, DecodingState):
         return out, DecodingState.from_state(after, dtype=state.dtype, capacity=state.capacity)
     return out, after
-
-
-def _control(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)

@@ -71,7 +71,8 @@ def test_gradients_are_right(p, form):
     """gradcheck of the specification: q, k, v, log_g and the initial state."""
     inputs = make_inputs(Case(T=4, H=2, G=1, K=2, V=2, p=p, state=True))
     if p % 2 == 0:  # keep the normalizer away from zero, where finite differences say nothing
-        inputs["z"] = (inputs["z"].detach() + spow(torch.ones(2, dtype=torch.float64, device=DEVICE), p)).requires_grad_()
+        ones = torch.ones(2, dtype=torch.float64, device=DEVICE)
+        inputs["z"] = (inputs["z"].detach() + spow(ones, p)).requires_grad_()
 
     def call(q, k, v, log_g, s, z):
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6}

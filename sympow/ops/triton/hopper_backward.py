@@ -183,7 +183,6 @@ def _both(
     """What the tiles START to STOP - 1 of the state give to the gradients of keys and, their rows from FROM on, of
     values. In a loop of their own: where lower and upper tiles shared one, and a branch, ptxas took the place of a tile
     from the other branch."""
-    values = values_s.load(layout)
     PER: gl.constexpr = TILE // K
     for i in range(START, STOP):
         async_copy.wait_group(STAGES - 2)
@@ -195,7 +194,7 @@ def _both(
         for u in gl.static_range(PER):
             f = column(columns, i * PER + u, layout)
             part = tile.slice(u * K, K, 0)
-            dkeys = warpgroup_mma(values * f, part.permute([1, 0]), dkeys, is_async=True)
+            dkeys = warpgroup_mma(values_s.load(layout) * f, part.permute([1, 0]), dkeys, is_async=True)
             dvalues = warpgroup_mma(base * f, part.slice(FROM, K - FROM, 0), dvalues, is_async=True)
         dkeys, dvalues = warpgroup_mma_wait(0, deps=(dkeys, dvalues))
     return dkeys, dvalues

@@ -1,0 +1,73 @@
+"""The mixers by name: the one place where configs, recipes and the command line find them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sympow.layers.base import Mixer
+from sympow.layers.base_conv import BaseConv
+from sympow.layers.blocked_window import BlockedWindowAttention
+from sympow.layers.fla import GLA, DeltaNet, GatedDeltaNet, Mamba2
+from sympow.layers.h3 import H3
+from sympow.layers.hyena import Hyena
+from sympow.layers.input_dependent_conv import AutocorrelationConv, ProgrammaticConv
+from sympow.layers.linear import LinearAttention
+from sympow.layers.liquid_s4 import LiquidS4
+from sympow.layers.long_convolution import LongConvolution
+from sympow.layers.power import PowerAttention
+from sympow.layers.retnet import RetNet
+from sympow.layers.rwkv4 import RWKV4
+from sympow.layers.rwkv7 import RWKV7
+from sympow.layers.selection import SelectiveAttention
+from sympow.layers.short_convolution import ShortConvolution
+from sympow.layers.softmax import SoftmaxAttention
+from sympow.layers.window import WindowAttention
+
+MIXERS: dict[str, type[Mixer]] = {
+    "power": PowerAttention,
+    "softmax": SoftmaxAttention,
+    "linear": LinearAttention,
+    "window": WindowAttention,
+    "short_convolution": ShortConvolution,
+    "long_convolution": LongConvolution,
+    "base_conv": BaseConv,
+    "hyena": Hyena,
+    "h3": H3,
+    "liquid_s4": LiquidS4,
+    "rwkv4": RWKV4,
+    "rwkv7": RWKV7,
+    "retnet": RetNet,
+    "blocked_window": BlockedWindowAttention,
+    "programmatic_conv": ProgrammaticConv,
+    "autocorrelation_conv": AutocorrelationConv,
+    "selection": SelectiveAttention,
+}
+
+# From flash-linear-attention: they need the extra `fla` and a GPU.
+FLA_MIXERS: dict[str, type[Mixer]] = {
+    "gla": GLA,
+    "delta_net": DeltaNet,
+    "gated_delta_net": GatedDeltaNet,
+    "mamba2": Mamba2,
+}
+
+
+def check_mixer(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a mixer or an option that does not exist, also of a mixer behind a convolution."""
+    every = MIXERS | FLA_MIXERS
+    if name not in every:
+        raise ValueError(f"a mixer is one of {', '.join(every)}; got {name!r}")
+    known = every[name].option_names()
+    for option in options:
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
+    if every[name] is ShortConvolution and options.get("mixer") is not None:
+        check_mixer(options["mixer"], options.get("options") or {})
+
+
+def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
+    """The mixer `name` of width `d_model`; raises ValueError as `check_mixer` does, and for options that do not fit."""
+    check_mixer(name, options)
+    return (MIXERS | FLA_MIXERS)[name](d_model, n_heads, **options)
