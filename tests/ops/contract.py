@@ -203,4 +203,4 @@ def _log_decay(case: Case, inputs: dict[str, Tensor | None]) -> float:
         return 16.0
     ends = (0, *(case.ends or (case.T,)))
     documents = [inputs["log_g"].detach()[:, a:b].double().sum(1).abs() for a, b in pairwise(ends)]
-    return max(16.0, torch.cat(documents).max().item())
+    return max([16.0, *torch.cat(documents).flatten().tolist()])
