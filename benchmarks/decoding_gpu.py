@@ -28,7 +28,6 @@ BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
 )
 
 
