@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,12 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
+    """`call` is here for its tensors, which the graph reads and does not keep alive."""
+    graph.replay()
 
 
 def gpu_peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
