@@ -1,4 +1,5 @@
-"""What every sequence mixer promises, and the pieces they share: projections, rotation, packed documents.
+"""What every sequence mixer promises (`Mixer`), what those with queries, keys and values share (`AttentionMixer`), and
+packed documents.
 
 Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
 d model width.
@@ -21,7 +22,7 @@ from sympow.ops import rotary_frequencies, rotate
 
 
 class HeadOptions(TypedDict, total=False):
-    """The options every mixer takes; `Mixer` documents them."""
+    """The options every mixer with heads takes; `AttentionMixer` documents them."""
 
     n_kv_heads: int | None
     head_dim: int | None
@@ -53,67 +54,29 @@ class MixerState:
 class Mixer(nn.Module, ABC):
     """A causal map from a sequence to a sequence, [B, T, d] -> [B, T, d], that can also run token by token.
 
+    Its weights are parameters, never buffers: models are made on the meta device and then filled by
+    `reset_parameters`.
+
     Args:
         d_model: d, the width of the input and of the output.
-        n_heads: H.
-        n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
-        head_dim: K; d / H if None.
-        value_dim: V; K if None.
-        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
-            lists what the mixer knows.
-        frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
-        max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        qk_norm: RMSNorm over the channels of every query and key, before the rotation.
-        bias: biases in the input and output projections.
+        n_heads: H; a mixer without heads takes it all the same, and nothing in it depends on it.
 
-    Raises ValueError for a width that the heads do not divide and for options it does not know.
+    Attributes:
+        causal: row t of the output depends on rows 0..t of the input only. A mixer of which this is not true has
+            no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
+        reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids that x stands for.
+
+    Raises ValueError for options it does not know or that do not fit.
     """
 
-    rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
+    causal: bool = True
+    reads_tokens: bool = False
 
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        *,
-        n_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        rotation: str = "fixed",
-        frequencies: str = "standard",
-        max_length: float | None = None,
-        qk_norm: bool = False,
-        bias: bool = True,
-    ):
+    def __init__(self, d_model: int, n_heads: int):
         super().__init__()
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
-            raise ValueError(
-                f"n_heads must be a positive multiple of n_kv_heads, d_model positive; "
-                f"got {d_model=}, {n_heads=}, {n_kv_heads=}"
-            )
-        if head_dim is None:
-            if d_model % n_heads:
-                raise ValueError(
-                    f"d_model must be a multiple of n_heads, or head_dim given; got {d_model=}, {n_heads=}"
-                )
-            head_dim = d_model // n_heads
-        value_dim = head_dim if value_dim is None else value_dim
-        if min(head_dim, value_dim) < 1:
-            raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
-        if rotation not in self.rotations:
-            raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
-        self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
-        self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
-        # device, whose arithmetic imports torch._dynamo.
-        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length, device="cpu")
-        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
-        self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
-        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        if min(d_model, n_heads) < 1:
+            raise ValueError(f"d_model and n_heads must be positive; got {d_model=}, {n_heads=}")
+        self.d_model, self.n_heads = d_model, n_heads
 
     @abstractmethod
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -125,7 +88,7 @@ class Mixer(nn.Module, ABC):
                 0, last T. Documents do not see each other.
 
         Returns:
-            [B, T, d]; row t depends on rows 0..t only.
+            [B, T, d].
         """
 
     @abstractmethod
@@ -160,26 +123,101 @@ class Mixer(nn.Module, ABC):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As GPT-2 does: weights N(0, std), biases 0, norms 1, the output projection N(0, out_std).
+        """As GPT-2 does: weights N(0, std), biases 0, norms 1, the output projection `out` N(0, out_std).
 
-        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device.
+        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device. Mixers
+        with an initialisation of their own add it.
         """
+        out = getattr(self, "out", None)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                own = out_std if module is self.out and out_std is not None else std
+                own = out_std if module is out and out_std is not None else std
                 init_linear(module, own, generator)
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
+    def extras(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The keywords that `forward` and `step` need besides x: {"tokens": tokens} or none, see `reads_tokens`."""
+        return {"tokens": tokens} if self.reads_tokens else {}
+
+    def check_input(self, x: Tensor, weight: Tensor) -> None:
+        """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
             raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
-        weight = self.qkv.weight
         if x.device != weight.device:
             raise ValueError(f"x must be on the device of the weights, {weight.device}; got {x.device}")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
+
+
+class AttentionMixer(Mixer):
+    """A mixer of queries, keys and values in heads, with a rotation.
+
+    Args:
+        d_model: d.
+        n_heads: H.
+        n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
+        head_dim: K; d / H if None.
+        value_dim: V; K if None.
+        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
+            lists what the mixer knows.
+        frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
+        max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
+        qk_norm: RMSNorm over the channels of every query and key, before the rotation.
+        bias: biases in the input and output projections.
+
+    Raises ValueError for a width that the heads do not divide and for options it does not know.
+    """
+
+    rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rotation: str = "fixed",
+        frequencies: str = "standard",
+        max_length: float | None = None,
+        qk_norm: bool = False,
+        bias: bool = True,
+    ):
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
+            raise ValueError(
+                f"n_heads must be a positive multiple of n_kv_heads, d_model positive; "
+                f"got {d_model=}, {n_heads=}, {n_kv_heads=}"
+            )
+        super().__init__(d_model, n_heads)
+        if head_dim is None:
+            if d_model % n_heads:
+                raise ValueError(
+                    f"d_model must be a multiple of n_heads, or head_dim given; got {d_model=}, {n_heads=}"
+                )
+            head_dim = d_model // n_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        if min(head_dim, value_dim) < 1:
+            raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
+        if rotation not in self.rotations:
+            raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
+        self.n_kv_heads = n_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
+        # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
+        # device, whose arithmetic imports torch._dynamo.
+        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length, device="cpu")
+        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
+        self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
+        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
+        self.check_input(x, self.qkv.weight)
         q, k, v = self.qkv(x).split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -229,9 +267,25 @@ def draw_normal(weight: Tensor, std: float, generator: torch.Generator | None = 
         weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, std, generator=generator))
 
 
+@torch.no_grad()
+def draw_uniform(weight: Tensor, low: float, high: float, generator: torch.Generator | None = None) -> None:
+    """Fills `weight` from [low, high) evenly, as `draw_normal` does."""
+    if not weight.is_meta:
+        weight.copy_(torch.empty(weight.shape, device="cpu").uniform_(low, high, generator=generator))
+
+
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def state_options(
+    weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None, *, sums: bool = False
+) -> dict[str, Any]:
+    """Device and dtype of a state: those of `weight` unless given, `sums` in float32 at least (`Mixer.init_state`)."""
+    dtype = weight.dtype if dtype is None else dtype
+    dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
+    return {"device": weight.device if device is None else device, "dtype": dtype}
 
 
 def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_document
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, per_document, state_options
 from sympow.layers.power import continue_power
 from sympow.ops import PowerState, power_attention
 
@@ -25,7 +25,7 @@ class LinearAttentionState(MixerState):
     feature_sum: Tensor | None
 
 
-class LinearAttention(Mixer):
+class LinearAttention(AttentionMixer):
     """Linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
 
     Args:
@@ -34,7 +34,7 @@ class LinearAttention(Mixer):
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
             of the weights stays positive (Su et al., 2021, section 3.3).
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     def __init__(
@@ -66,11 +66,9 @@ class LinearAttention(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
-        weight = self.out.weight
-        device = weight.device if device is None else device
-        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
+        options = state_options(self.out.weight, device, dtype, sums=True)
         g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
-        memory = PowerState.zeros(batch_size, g, k, v, 1, device=device, dtype=dtype)
+        memory = PowerState.zeros(batch_size, g, k, v, 1, **options)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 

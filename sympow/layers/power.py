@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import HeadOptions, Mixer, MixerState, normed
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, state_options
 from sympow.ops import PowerState, power_attention, power_attention_step, rotary_positions
 from sympow.ops.feature_map import spow_dim
 
@@ -23,7 +23,7 @@ class PowerAttentionState(MixerState):
     position: int | Tensor
 
 
-class PowerAttention(Mixer):
+class PowerAttention(AttentionMixer):
     """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
 
     Args:
@@ -39,7 +39,7 @@ class PowerAttention(Mixer):
             RMS-normalized.
             None: True for even p.
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("data", "fixed", "none")
@@ -97,14 +97,12 @@ class PowerAttention(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
-        weight = self.out.weight
-        device = weight.device if device is None else device
-        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
+        options = state_options(self.out.weight, device, dtype, sums=True)
         g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
         position: int | Tensor = 0
         if self.rotation == "data":
-            position = torch.zeros(batch_size, g, dtype=torch.float64, device=device)
-        memory = PowerState.zeros(batch_size, g, k, v, self.p, device=device, dtype=dtype)
+            position = torch.zeros(batch_size, g, dtype=torch.float64, device=options["device"])
+        memory = PowerState.zeros(batch_size, g, k, v, self.p, **options)
         return PowerAttentionState(memory, position)
 
     def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:

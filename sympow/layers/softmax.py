@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import HeadOptions, Mixer, per_document
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import KVCache, capacity
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 _MASK_ELEMENTS = 1 << 23
 
 
-class SoftmaxAttention(Mixer):
+class SoftmaxAttention(AttentionMixer):
     """Attention by `torch.nn.functional.scaled_dot_product_attention`, rotary, with a key/value cache.
 
     Packed documents are computed one after another.
 
     Args:
         rotation: "fixed" or "none".
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, rotation: str = "fixed", **heads: Unpack[HeadOptions]):
@@ -68,17 +68,16 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_cache(
-    mixer: Mixer,
+    mixer: AttentionMixer,
     batch_size: int,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     limit: int | None = None,
 ) -> KVCache:
     """The cache of `mixer` before the first token; see `Mixer.init_state`."""
-    like = mixer.out.weight
-    device, dtype = like.device if device is None else device, like.dtype if dtype is None else dtype
-    k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim, device=device, dtype=dtype)
-    v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, device=device, dtype=dtype)
+    options = state_options(mixer.out.weight, device, dtype)
+    k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim, **options)
+    v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)
     return KVCache(k, v, limit=limit)
 
 

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sympow.layers.base import HeadOptions, Mixer, per_document
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.softmax import attend, empty_cache
 
@@ -15,13 +15,13 @@ from sympow.layers.softmax import attend, empty_cache
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 
-class WindowAttention(Mixer):
+class WindowAttention(AttentionMixer):
     """Softmax attention over the last `window` tokens, rotary.
 
     Args:
         window: tokens seen, the token itself included; at least 1.
         rotation: "fixed" or "none".
-        **heads: options of `Mixer`.
+        **heads: options of `AttentionMixer`.
     """
 
     def __init__(

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sympow.layers import MIXERS
+from sympow.layers import check_mixer
+
+
+def _with_lists(value: Any) -> Any:
+    """`value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
+    if isinstance(value, Mapping):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -20,18 +27,11 @@ class MixerConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in MIXERS:
-            raise ValueError(f"a mixer is one of {', '.join(MIXERS)}; got {self.name!r}")
-        known = MIXERS[self.name].option_names()
-        for option in self.options:
-            if option not in known:
-                raise ValueError(f"the {self.name} mixer has no option {option!r}; it has {', '.join(known)}")
-        lists = {key: list(value) for key, value in self.options.items() if isinstance(value, tuple)}
-        # Lists are what JSON gives back: a config equals itself after a round trip.
-        object.__setattr__(self, "options", {**self.options, **lists})
+        check_mixer(self.name, self.options)
+        object.__setattr__(self, "options", _with_lists(self.options))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "options": dict(self.options)}
+        return {"name": self.name, "options": _with_lists(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:

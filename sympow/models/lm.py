@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sympow.layers import MIXERS, MixerState
+from sympow.layers import MixerState, make_mixer
 from sympow.layers.base import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
 
@@ -41,16 +41,16 @@ class Block(nn.Module):
         super().__init__()
         d = config.d_model
         self.mixer_norm = nn.LayerNorm(d)
-        self.mixer = MIXERS[mixer.name](d, config.n_heads, **mixer.options)
+        self.mixer = make_mixer(mixer.name, d, config.n_heads, mixer.options)
         self.mlp_norm = nn.LayerNorm(d)
         self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
         self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens))
+    def forward(self, x: Tensor, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
 
-    def step(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        y, state = self.mixer.step(self.mixer_norm(x), state)
+    def step(self, x: Tensor, tokens: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+        y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
         return self._mlp(x + y), state
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
         x = self._embed(tokens)
         layers = []
         for block, before in zip(self.blocks, state.layers, strict=True):
-            x, after = block.step(x, before)
+            x, after = block.step(x, tokens, before)
             layers.append(after)
         return self._head(self.final_norm(x[:, -1])), ModelState(layers)
 
@@ -164,7 +164,7 @@ class LanguageModel(nn.Module):
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         x = self._embed(tokens)
         for block in self.blocks:
-            x = block(x, cu_seqlens)
+            x = block(x, tokens, cu_seqlens)
         return self.final_norm(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sympow.layers import MIXERS, Mixer
+from sympow.layers import MIXERS, AttentionMixer, Mixer
 
 D_MODEL, HEADS = 24, 4
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
@@ -36,6 +36,12 @@ OPTIONS: dict[str, list[dict]] = {
         {"window": 40, "n_kv_heads": 2},
         {"window": 7, "rotation": "none"},
     ],
+    "short_convolution": [
+        {},
+        {"width": 1},
+        {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}},
+        {"width": 4, "mixer": "power", "options": {"p": 2}},
+    ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]
 T = 37
@@ -45,6 +51,7 @@ def make(case: tuple[str, dict], seed: int = 0) -> Mixer:
     """A mixer in float64 whose every parameter matters: nothing stays at its special initial value."""
     name, options = case
     mixer = MIXERS[name](D_MODEL, HEADS, **options).double()
+    mixer.eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in mixer.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -63,6 +70,10 @@ def in_steps(mixer: Mixer, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         y, state = mixer.step(piece, state)
         outs.append(y)
     return torch.cat(outs, dim=1)
+
+
+def sees_itself_only(case: tuple[str, dict]) -> bool:
+    return case[1].get("window") == 1 or case[1].get("width") == 1
 
 
 def test_every_mixer_is_covered():
@@ -85,12 +96,12 @@ def test_gradient_reaches_input_and_every_parameter(case):
     x = sequence().requires_grad_()
     mixer(x).square().sum().backward()
     gradients = {"x": x.grad} | {name: parameter.grad for name, parameter in mixer.named_parameters()}
-    q, k, v = gradients["qkv.weight"].split(
-        [HEADS * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim, mixer.n_kv_heads * mixer.value_dim]
-    )
-    gradients["v"] = v
-    if case[1].get("window") != 1:  # the weight of a single token is 1 whatever q and k are
-        gradients |= {"q": q, "k": k}
+    if isinstance(mixer, AttentionMixer):
+        sizes = [HEADS * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim, mixer.n_kv_heads * mixer.value_dim]
+        q, k, v = gradients["qkv.weight"].split(sizes)
+        gradients["v"] = v
+        if not sees_itself_only(case):  # the weight of a single token is 1 whatever q and k are
+            gradients |= {"q": q, "k": k}
     for name, gradient in gradients.items():
         assert gradient is not None and gradient.isfinite().all(), name
         assert gradient.abs().sum() > 1e-6, name
@@ -148,7 +159,7 @@ def test_packed_documents_are_each_alone(case):
     packed = mixer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     alone = torch.cat([mixer(x[:, a:b]) for a, b in pairwise(bounds) if a < b], dim=1)
     torch.testing.assert_close(packed, alone, **TIGHT)
-    assert (packed - mixer(x)).abs().max() > 1e-6 or case[1].get("window") == 1
+    assert (packed - mixer(x)).abs().max() > 1e-6 or sees_itself_only(case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -202,11 +213,11 @@ def test_same_seed_same_weights(case):
     draws = []
     for seed in (0, 0, 1):
         mixer.reset_parameters(generator=torch.Generator().manual_seed(seed))
-        draws.append(mixer.qkv.weight.clone())
+        draws.append(torch.cat([parameter.flatten() for parameter in mixer.parameters()]).clone())
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [name for name, mixer in MIXERS.items() if issubclass(mixer, AttentionMixer)])
 @pytest.mark.parametrize(
     ("heads", "options", "message"),
     [
@@ -237,6 +248,10 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
         ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
+        ("short_convolution", {"width": 0}, "width must be an integer of at least 1; got 0"),
+        ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
+        ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
+        ("short_convolution", {"mixer": "power", "options": {"q": 2}}, "the power mixer has no option 'q'"),
     ],
 )
 def test_bad_options_of_one_mixer_are_refused(name, options, message):
@@ -252,7 +267,7 @@ def test_bad_input_is_refused(case):
             mixer(bad)
         with pytest.raises(ValueError, match=r"x must be"):
             mixer.step(bad, mixer.init_state(2))
-    weights = mixer.out.weight.dtype
+    weights = next(mixer.parameters()).dtype
     for dtype in {torch.float32, torch.float64, torch.int64} - {weights}:
         with pytest.raises(TypeError, match=f"the dtype of the weights, {weights}, or autocast be on; got {dtype}"):
             mixer(sequence().to(dtype))
@@ -268,5 +283,7 @@ def test_unknown_options_are_refused():
         required = {"window": 4} if name == "window" else {}
         with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
             mixer(D_MODEL, HEADS, heads=3, **required)
-        assert {"n_kv_heads", "rotation", "bias", *required} <= set(mixer.option_names())
+        assert set(required) <= set(mixer.option_names())
+        if issubclass(mixer, AttentionMixer):
+            assert {"n_kv_heads", "rotation", "bias"} <= set(mixer.option_names())
         assert not {"self", "d_model", "heads"} & set(mixer.option_names())

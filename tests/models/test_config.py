@@ -9,6 +9,7 @@ from sympow.models import PRESETS, LanguageModel, MixerConfig, ModelConfig, pres
 
 POWER = MixerConfig("power", {"p": 4, "gate_bias": (2.0, 6.0)})
 WINDOW = MixerConfig("window", {"window": 16})
+BEHIND = MixerConfig("short_convolution", {"width": 3, "mixer": "power", "options": {"gate_bias": (2.0, 6.0)}})
 
 
 def parameters(name: str, mixer: str, **options) -> int:
@@ -17,7 +18,7 @@ def parameters(name: str, mixer: str, **options) -> int:
 
 
 def test_round_trip_through_json():
-    config = ModelConfig(100, 32, 5, 4, (POWER, WINDOW), mlp_ratio=3)
+    config = ModelConfig(100, 32, 5, 4, (POWER, WINDOW, BEHIND), mlp_ratio=3)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -29,8 +30,9 @@ def test_mixers_repeat_over_the_layers():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: MixerConfig("powr"), "a mixer is one of power, softmax, linear, window; got 'powr'"),
+        (lambda: MixerConfig("powr"), "a mixer is one of power, softmax, linear, window, .*; got 'powr'"),
         (lambda: MixerConfig("power", {"chunk": 4}), "the power mixer has no option 'chunk'; it has p, gate, "),
+        (lambda: MixerConfig("short_convolution", {"mixer": "powr"}), "a mixer is one of .*; got 'powr'"),
         (lambda: ModelConfig(0, 32, 2, 2), "vocab_size must be an integer of at least 1; got 0"),
         (lambda: ModelConfig(9, 32, True, 2), "n_layers must be an integer of at least 1; got True"),
         (lambda: ModelConfig(9, 32, 2, 2, ()), "mixers is a tuple of at least one MixerConfig"),

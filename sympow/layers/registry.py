@@ -1,0 +1,39 @@
+"""The mixers by name: the one place where configs, recipes and the command line find them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sympow.layers.base import Mixer
+from sympow.layers.linear import LinearAttention
+from sympow.layers.power import PowerAttention
+from sympow.layers.short_convolution import ShortConvolution
+from sympow.layers.softmax import SoftmaxAttention
+from sympow.layers.window import WindowAttention
+
+MIXERS: dict[str, type[Mixer]] = {
+    "power": PowerAttention,
+    "softmax": SoftmaxAttention,
+    "linear": LinearAttention,
+    "window": WindowAttention,
+    "short_convolution": ShortConvolution,
+}
+
+
+def check_mixer(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a mixer or an option that does not exist, also of a mixer behind a convolution."""
+    if name not in MIXERS:
+        raise ValueError(f"a mixer is one of {', '.join(MIXERS)}; got {name!r}")
+    known = MIXERS[name].option_names()
+    for option in options:
+        if option not in known:
+            raise ValueError(f"the {name} mixer has no option {option!r}; it has {', '.join(known)}")
+    if MIXERS[name] is ShortConvolution and options.get("mixer") is not None:
+        check_mixer(options["mixer"], options.get("options") or {})
+
+
+def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
+    """The mixer `name` of width `d_model`; raises ValueError as `check_mixer` does, and for options that do not fit."""
+    check_mixer(name, options)
+    return MIXERS[name](d_model, n_heads, **options)
