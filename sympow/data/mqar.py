@@ -171,7 +171,7 @@ def mixture(tasks: Sequence[RecallTask], examples: int, seed: int | Sequence[int
     A task's rows depend on its place among the tasks too, so equal tasks give different rows.
     """
     if not tasks or examples < len(tasks):
-        raise ValueError(f"a mixture needs a task, and an example for each; got {len(tasks)} tasks, {examples} examples")
+        raise ValueError(f"a mixture needs tasks and an example for each; got {len(tasks)} tasks, {examples} examples")
     key = [seed] if isinstance(seed, int) else list(seed)
     counts = [examples // len(tasks) + (i < examples % len(tasks)) for i in range(len(tasks))]
     return [generate(task, count, [*key, i]) for i, (task, count) in enumerate(zip(tasks, counts, strict=True))]
@@ -253,8 +253,8 @@ def _distinct(rng: np.random.Generator, n: int, low: int, high: int, count: int)
 class _RandomFiller:
     """Fills zeros with tokens of 1..C-1 that a row does not use, all equally likely.
 
-    A row uses F tokens, so C - 1 - F are allowed. A number of 1..C-1-F stands for itself where it is allowed; the others
-    stand for the allowed tokens beyond, of which there are as many.
+    A row uses F tokens, so C - 1 - F are allowed. A number of 1..C-1-F stands for itself where that is allowed; the
+    others stand for the allowed tokens beyond, of which there are as many.
     """
 
     def __init__(self, task: RecallTask):

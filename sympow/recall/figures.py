@@ -1,0 +1,194 @@
+"""Figures of recall from rows of results. Learning rates are those that validation chose, but where all are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.recall.results import Row, chosen, group
+
+SOLVED = 0.9  # a number of pairs counts as held from this accuracy on
+
+
+def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
+    """Draws every figure for which the rows have data into `folder`; the files.
+
+    accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
+    seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
+    of them, a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
+
+    Raises ValueError without rows, ImportError without matplotlib.
+    """
+    if not rows:
+        raise ValueError("figures need at least one row of results")
+    best = chosen(rows)
+    figures: dict[str, Any] = {
+        "accuracy_width": _against(best, "width", "width d", ("length", "pairs")),
+        "accuracy_pairs": _against(best, "pairs", "key-value pairs D", ("length", "width")),
+        "accuracy_heads": _against(best, "heads", "heads", ("length", "pairs", "width")),
+        "frontier": _frontier(best),
+        "learning_rates": _learning_rates(rows),
+        "capacity": _capacity(best),
+    }
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            written.append(Path(folder) / f"{name}{suffix}")
+            figure.savefig(written[-1])
+    return written
+
+
+def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
+    """Test accuracy against column `x`, a panel for all values of the columns `panels` that have several x."""
+    several = {key: same for key, same in sorted(group(rows, *panels).items()) if len({row[x] for row in same}) > 1}
+    if not several:
+        return None
+    figure, axes = _panels(len(several))
+    for axis, (key, same) in zip(axes, several.items(), strict=True):
+        for style, of_label in _by_label(rows, same):
+            points = sorted(group(of_label, x).items())
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+        values = sorted({row[x] for row in same})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values, [f"{value:,}" for value in values])
+        axis.minorticks_off()
+        axis.set_xlabel(x_label)
+        axis.set_title(", ".join(f"{_SHORT[name]} {value:,}" for name, value in zip(panels, key, strict=True)))
+    return _finish(figure, axes, "test accuracy")
+
+
+def _frontier(rows: Sequence[Row]) -> Any:
+    """Test accuracy against bytes of state, a panel a task."""
+    rows = [row for row in rows if row["state_bytes"]]
+    if not rows:
+        return None
+    tasks = group(rows, "test")
+    figure, axes = _panels(len(tasks))
+    for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
+        for style, of_label in _by_label(rows, same):
+            points = sorted(group(of_label, "state_bytes").items())
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+        axis.set_xscale("log", base=10)
+        axis.set_xlabel("state a sequence, bytes")
+        axis.set_title(task)
+    return _finish(figure, axes, "test accuracy")
+
+
+def _learning_rates(rows: Sequence[Row]) -> Any:
+    """Validation accuracy against learning rate, a panel for every task and width."""
+    several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items())
+               if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
+    if not several:
+        return None
+    figure, axes = _panels(len(several))
+    for axis, ((length, pairs, width), same) in zip(axes, several.items(), strict=True):
+        for style, of_label in _by_label(rows, same):
+            points = sorted(group(of_label, "learning_rate").items())
+            rates = [key[0] for key, _ in points]
+            found = [[row["validation_accuracy"] for row in seeds] for _, seeds in points]
+            axis.plot(rates, [mean(values) for values in found], **style)
+            for rate, values in zip(rates, found, strict=True):
+                axis.plot([rate] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
+        axis.set_xscale("log")
+        axis.set_xlabel("learning rate")
+        axis.set_title(f"N {length:,}, D {pairs:,}, d {width:,}")
+    return _finish(figure, axes, "validation accuracy")
+
+
+def _capacity(rows: Sequence[Row]) -> Any:
+    """The most pairs held against bits of state: a point a model, its bar from the worst to the best seed.
+
+    The state is that after the longest row of those held, or after the shortest where none is.
+    """
+    rows = [row for row in rows if row["state_bytes"]]
+    if len({row["pairs"] for row in rows}) < 2:
+        return None
+    figure, axes = _panels(1, size=(8, 5))
+    (axis,) = axes
+    for style, of_label in _by_label(rows, rows):
+        bits, held = [], []
+        for (model,) in [(same,) for same in group(of_label, "width", "heads", "layers", "mlp_ratio").values()]:
+            seeds = [_held(same) for same in group(model, "seed").values()]
+            bits.append(max(size for _, size in seeds))
+            held.append([pairs for pairs, _ in seeds])
+        order = sorted(range(len(bits)), key=bits.__getitem__)
+        _line(axis, [bits[i] for i in order], [held[i] for i in order], style)
+    axis.set_xscale("log", base=10)
+    axis.set_yscale("symlog", base=2, linthresh=1)
+    ticks = [0, *sorted({row["pairs"] for row in rows})]
+    axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
+    axis.minorticks_off()
+    axis.set_xlabel("state a sequence, bits")
+    axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy")
+    return _finish(figure, axes, "most pairs D", accuracy=False)
+
+
+def _held(rows: Sequence[Row]) -> tuple[int, int]:
+    """The most pairs of a model and seed that are solved, and the bits of its state there."""
+    solved = [row for row in rows if row["test_accuracy"] >= SOLVED]
+    if not solved:
+        return 0, 8 * min(row["state_bytes"] for row in rows)
+    most = max(solved, key=lambda row: (row["pairs"], row["state_bytes"]))
+    return most["pairs"], 8 * most["state_bytes"]
+
+
+_SHORT = {"length": "N", "pairs": "D", "width": "d"}
+
+
+def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side, four in a row at most."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
+    columns = min(4, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns + 2.2, size[1] * lines), dpi=150, layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis in axes[count:]:
+        axis.remove()
+    return figure, axes[:count]
+
+
+def _by_label(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """The rows of every label and how it is drawn, which is the same in all panels."""
+    labels = list(group(all_rows, "label"))
+    styled = []
+    for key, same in group(rows, "label").items():
+        n = labels.index(key)
+        again = n // len(COLOURS)  # a second round: other markers, dashed
+        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[(n + 3 * again) % len(MARKERS)],
+                 "linestyle": ("-", "--", ":")[again % 3], "markersize": 5, "label": key[0]}  # fmt: skip
+        styled.append((style, same))
+    return styled
+
+
+def _accuracies(rows: Sequence[Row]) -> list[float]:
+    return [row["test_accuracy"] for row in rows]
+
+
+def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any]) -> None:
+    """Means of `seeds`, a list of values for every x, with bars from the lowest to the highest."""
+    means = [mean(values) for values in seeds]
+    low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
+    high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
+    axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+
+
+def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = True) -> Any:
+    """Grid, limits, and one legend for all panels beside them."""
+    handles: dict[str, Callable[..., Any]] = {}
+    for axis in axes:
+        if accuracy:
+            axis.set_ylim(-0.03, 1.03)
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+        axis.set_ylabel(y_label)
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    return figure
