@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sympow.ops import rotary_frequencies, rotate
 
@@ -268,6 +269,14 @@ def draw_normal(weight: Tensor, std: float, generator: torch.Generator | None = 
 
 
 @torch.no_grad()
+def draw_orthogonal(weight: Tensor, gain: float, generator: torch.Generator | None = None) -> None:
+    """Fills `weight` with `gain` times an orthogonal matrix, as `draw_normal` does."""
+    if not weight.is_meta:
+        values = torch.empty(weight.shape, device="cpu")
+        weight.copy_(nn.init.orthogonal_(values, gain, generator=generator))
+
+
+@torch.no_grad()
 def draw_uniform(weight: Tensor, low: float, high: float, generator: torch.Generator | None = None) -> None:
     """Fills `weight` from [low, high) evenly, as `draw_normal` does."""
     if not weight.is_meta:
@@ -277,6 +286,22 @@ def draw_uniform(weight: Tensor, low: float, high: float, generator: torch.Gener
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
+    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
+        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
+
+
+def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
+    """`norm` of every head of every token: y [B, T, H, V] -> [B, T, H V], see `normed`."""
+    flat = norm(y.flatten(0, 1).flatten(1).to(norm.weight.dtype)).to(y.dtype)
+    return flat.unflatten(0, y.shape[:2])
 
 
 def state_options(

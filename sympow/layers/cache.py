@@ -1,8 +1,9 @@
-"""The state of softmax attention: keys and values of the past, all of them or the last few."""
+"""States that hold the past itself, all of it or the last tokens: keys and values, or the inputs of a convolution."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,27 +44,12 @@ class KVCache(MixerState):
         Written in place where there is room; where gradients are on, into a copy, because autograd needs the
         old one.
         """
-        length = self.length + k.shape[2]
-        kept = k.shape[2] if self.limit is None else min(k.shape[2], self.limit)
-        start = length - kept if self.limit is None else (length - kept) % self.limit
         return KVCache(
-            self._write(self.k, k[:, :, -kept:], start, length),
-            self._write(self.v, v[:, :, -kept:], start, length),
-            length,
+            extended(self.k, k, self.length, self.limit, dim=2),
+            extended(self.v, v, self.length, self.limit, dim=2),
+            self.length + k.shape[2],
             self.limit,
         )
-
-    def _write(self, held: Tensor, new: Tensor, start: int, length: int) -> Tensor:
-        room = capacity(length, self.limit)
-        if room > held.shape[2] or torch.is_grad_enabled():
-            grown = held.new_empty(*held.shape[:2], room, held.shape[3])
-            grown[:, :, : held.shape[2]] = held
-            held = grown
-        first = min(new.shape[2], room - start)
-        held[:, :, start : start + first] = new[:, :, :first]
-        if first < new.shape[2]:
-            held[:, :, : new.shape[2] - first] = new[:, :, first:]
-        return held
 
     def filled(self) -> tuple[Tensor, Tensor]:
         """k and v of the tokens held, in any order."""
@@ -73,7 +59,52 @@ class KVCache(MixerState):
     def ordered(self) -> tuple[Tensor, Tensor]:
         """k and v of the tokens held, oldest first."""
         k, v = self.filled()
-        if self.limit is None or self.length <= self.limit:
-            return k, v
-        turn = -(self.length % self.limit)
-        return k.roll(turn, dims=2), v.roll(turn, dims=2)
+        return in_order(k, self.length, self.limit, dim=2), in_order(v, self.length, self.limit, dim=2)
+
+
+@dataclass
+class InputCache(MixerState):
+    """The last `limit` inputs of `length` tokens: x is [B, room, C], token t at t % limit."""
+
+    x: Tensor
+    length: int
+    limit: int
+
+    @classmethod
+    def empty(cls, batch_size: int, channels: int, limit: int, options: dict[str, Any]) -> InputCache:
+        """Before the first token; `options` are those of `base.state_options`."""
+        return cls(torch.empty(batch_size, 0, channels, **options), 0, limit)
+
+    def extend(self, x: Tensor) -> InputCache:
+        """The cache with x [B, T', C] added, see `KVCache.extend`."""
+        return InputCache(
+            extended(self.x, x, self.length, self.limit, dim=1), self.length + x.shape[1], self.limit
+        )
+
+    def ordered(self) -> Tensor:
+        """The inputs held [B, min(length, limit), C], oldest first."""
+        held = self.x[:, : min(self.length, self.limit)]
+        return in_order(held, self.length, self.limit, dim=1)
+
+
+def extended(held: Tensor, new: Tensor, length: int, limit: int | None, dim: int) -> Tensor:
+    """`held` of `length` tokens along `dim` with `new` ones added, cast to its dtype, see `KVCache.extend`."""
+    length += new.shape[dim]
+    kept = new.shape[dim] if limit is None else min(new.shape[dim], limit)
+    start = length - kept if limit is None else (length - kept) % limit
+    new = new.narrow(dim, new.shape[dim] - kept, kept)
+    room = capacity(length, limit)
+    if room > held.shape[dim] or torch.is_grad_enabled():
+        grown = held.new_empty(*held.shape[:dim], room, *held.shape[dim + 1 :])
+        grown.narrow(dim, 0, held.shape[dim]).copy_(held)
+        held = grown
+    first = min(kept, room - start)
+    held.narrow(dim, start, first).copy_(new.narrow(dim, 0, first))
+    if first < kept:
+        held.narrow(dim, 0, kept - first).copy_(new.narrow(dim, first, kept - first))
+    return held
+
+
+def in_order(held: Tensor, length: int, limit: int | None, dim: int) -> Tensor:
+    """The tokens in `held`, the last `limit` of `length`, oldest first."""
+    return held if limit is None or length <= limit else held.roll(-(length % limit), dims=dim)

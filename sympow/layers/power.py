@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, state_options
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linear_float32, normed, state_options
 from sympow.ops import PowerState, power_attention, power_attention_step, rotary_positions
 from sympow.ops.feature_map import spow_dim
 
@@ -117,10 +117,10 @@ class PowerAttention(AttentionMixer):
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it."""
         q, k, v = self.heads(x)
-        log_g = None if self.gate is None else F.logsigmoid(_control(self.gate, x))
+        log_g = None if self.gate is None else F.logsigmoid(linear_float32(self.gate, x))
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            positions = rotary_positions(1 + torch.tanh(_control(self.beta, x)), start)
+            positions = rotary_positions(1 + torch.tanh(linear_float32(self.beta, x)), start)
             q, k = self.rotate(q, k, positions)
             return q, k, v, log_g, positions[:, -1].clone()  # a view would hold all positions
         if isinstance(position, Tensor):
@@ -153,13 +153,3 @@ def continue_power(
     if after is None:
         raise RuntimeError("the op returned no state where one was asked for")
     return out, after
-
-
-def _control(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)

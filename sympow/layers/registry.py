@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow.layers.base import Mixer
+from sympow.layers.base_conv import BaseConv
+from sympow.layers.blocked_window import BlockedWindowAttention
+from sympow.layers.h3 import H3
+from sympow.layers.hyena import Hyena
 from sympow.layers.linear import LinearAttention
+from sympow.layers.liquid_s4 import LiquidS4
+from sympow.layers.long_convolution import LongConvolution
 from sympow.layers.power import PowerAttention
+from sympow.layers.retnet import RetNet
+from sympow.layers.rwkv4 import RWKV4
+from sympow.layers.rwkv7 import RWKV7
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.window import WindowAttention
@@ -18,6 +27,15 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear": LinearAttention,
     "window": WindowAttention,
     "short_convolution": ShortConvolution,
+    "long_convolution": LongConvolution,
+    "base_conv": BaseConv,
+    "hyena": Hyena,
+    "h3": H3,
+    "liquid_s4": LiquidS4,
+    "rwkv4": RWKV4,
+    "rwkv7": RWKV7,
+    "retnet": RetNet,
+    "blocked_window": BlockedWindowAttention,
 }
 
 

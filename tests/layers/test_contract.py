@@ -42,6 +42,33 @@ OPTIONS: dict[str, list[dict]] = {
         {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}},
         {"width": 4, "mixer": "power", "options": {"p": 2}},
     ],
+    "long_convolution": [{"max_length": 400}, {"max_length": 9}],
+    "base_conv": [
+        {"max_length": 400, "order": 8},
+        {"max_length": 9},
+        {"max_length": 3, "filter": "explicit"},
+    ],
+    "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
+    "liquid_s4": [{"state_dim": 8}],
+    "rwkv4": [{}, {"depth": 1.0}],
+    "rwkv7": [{}, {"depth": 0.5}],
+    "retnet": [
+        {},
+        {"chunk_size": 8, "value_dim": 4, "n_kv_heads": 2},
+        {"chunk_size": 1, "rotation": "none", "qk_norm": True, "bias": True},
+    ],
+    "blocked_window": [
+        {"window": 7},
+        {"window": 1},
+        {"window": 400, "n_kv_heads": 2},
+        {"window": 20, "rotation": "none"},
+    ],
+    "hyena": [
+        {"max_length": 400, "order": 8},
+        {"max_length": 9},
+        {"max_length": 400, "multi_head": True},
+        {"max_length": 9, "multi_head": True},
+    ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]
 T = 37
@@ -193,8 +220,7 @@ def test_weights_save_and_load(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error")
 def test_bfloat16_autocast_is_close_to_float32(case):
-    mixer = MIXERS[case[0]](D_MODEL, HEADS, **case[1])
-    mixer.reset_parameters(std=0.2, generator=torch.Generator().manual_seed(0))
+    mixer = make(case).float()
     x = sequence(time=70).float()
     y = mixer(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -233,9 +259,8 @@ def test_same_seed_same_weights(case):
     ],
 )
 def test_bad_options_are_refused(name, heads, options, message):
-    required = {"window": {"window": 4}}.get(name, {})
     with pytest.raises(ValueError, match=message):
-        MIXERS[name](D_MODEL, heads, **required, **options)
+        MIXERS[name](D_MODEL, heads, **OPTIONS[name][0] | options)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +273,14 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
         ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
+        ("long_convolution", {"max_length": 0}, "max_length must be an integer of at least 1; got 0"),
+        ("base_conv", {"max_length": 8, "filter": "fft"}, "filter is one of implicit, explicit; got 'fft'"),
+        ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
+        ("h3", {"head_dim": 5}, "d_model must be a multiple of head_dim; got d_model=24, head_dim=5"),
+        ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
+        ("rwkv4", {"depth": 2}, "depth lies between 0 and 1; got 2"),
+        ("rwkv7", {"depth": -1}, "depth lies between 0 and 1; got -1"),
+        ("blocked_window", {"window": 0}, "window must be an integer of at least 1; got 0"),
         ("short_convolution", {"width": 0}, "width must be an integer of at least 1; got 0"),
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
@@ -280,10 +313,9 @@ def test_bad_input_is_refused(case):
 
 def test_unknown_options_are_refused():
     for name, mixer in MIXERS.items():
-        required = {"window": 4} if name == "window" else {}
-        with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
-            mixer(D_MODEL, HEADS, heads=3, **required)
-        assert set(required) <= set(mixer.option_names())
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wings'"):
+            mixer(D_MODEL, HEADS, wings=2, **OPTIONS[name][0])
+        assert {option for options in OPTIONS[name] for option in options} <= set(mixer.option_names())
         if issubclass(mixer, AttentionMixer):
             assert {"n_kv_heads", "rotation", "bias"} <= set(mixer.option_names())
-        assert not {"self", "d_model", "heads"} & set(mixer.option_names())
+        assert not {"self", "d_model", "n_heads", "heads"} & set(mixer.option_names())

@@ -104,7 +104,7 @@ def test_gate_and_positions_stay_float32_under_autocast(monkeypatch):
     x = input_like(layer, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         layer(x)
-        gate = module._control(layer.gate, x)
+        gate = module.linear_float32(layer.gate, x)
     assert seen == {"q": torch.bfloat16, "log_g": torch.float32}
     torch.testing.assert_close(gate, layer.gate(x))
 

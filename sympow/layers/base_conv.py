@@ -1,0 +1,64 @@
+"""BaseConv: one convolution and one gate, the least of what gated convolutions are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import Mixer, per_document, state_options
+from sympow.layers.cache import InputCache, capacity
+from sympow.layers.filters import convolution_step, make_filter
+from sympow.ops.convolution import causal_convolution
+
+
+class BaseConv(Mixer):
+    """y = (x W + b_1) * (h (*) x + b_2), * channel by channel, (*) causal (Arora et al., "Zoology", 2023, (1)).
+
+    There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+
+    Args:
+        max_length: taps of the filter; what lies further back is not seen.
+        filter: "implicit", computed from the position of a tap by a network, or "explicit", a weight a tap. The paper's
+            models alternate a long implicit filter and an explicit one of 3 taps.
+        order: width of the implicit filter's network.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, max_length: int, filter: str = "implicit", order: int = 64
+    ):
+        super().__init__(d_model, n_heads)
+        self.filter = make_filter(filter, d_model, max_length, order)
+        self.projection = nn.Linear(d_model, d_model)
+        self.bias = nn.Parameter(torch.empty(d_model))
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        self.filter.reset_parameters(generator)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.projection.weight)
+        return self._gated(x, per_document(self._convolve, cu_seqlens, x))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> InputCache:
+        options = state_options(self.projection.weight, device, dtype)
+        return InputCache.empty(batch_size, self.d_model, self.filter.max_length, options)
+
+    def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
+        self.check_input(x, self.projection.weight)
+        y, state = convolution_step(x, state, self.filter)
+        return self._gated(x, y), state
+
+    def state_size(self, context: int) -> int:
+        return self.d_model * capacity(context, self.filter.max_length)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        return causal_convolution(x, self.filter(x.shape[1]))
+
+    def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:
+        return self.projection(x) * (convolved + self.bias)

@@ -1,0 +1,86 @@
+"""Blocked-window softmax attention: the sequence is cut into blocks, and a token sees its own block up to itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, per_document
+from sympow.layers.cache import KVCache, capacity
+from sympow.layers.softmax import attend, attend_to_past, empty_cache
+
+
+@dataclass
+class BlockedWindowState(MixerState):
+    """Keys and values of the block of the last token, and the tokens so far."""
+
+    block: KVCache
+    position: int
+
+
+class BlockedWindowAttention(AttentionMixer):
+    """Softmax attention within blocks of `window` tokens, rotary (Child et al., "Sparse Transformers", 2019, 4).
+
+    Args:
+        window: tokens of a block; at least 1. The first block starts with the sequence, or with its document.
+        rotation: "fixed" or "none".
+        **heads: options of `AttentionMixer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        window: int,
+        rotation: str = "fixed",
+        **heads: Unpack[HeadOptions],
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be an integer of at least 1; got {window!r}")
+        self.window = window
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge(per_document(self._blocked, cu_seqlens, *self.rotate(q, k), v))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> BlockedWindowState:
+        return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
+
+    def step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, k, state.position)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        block, position, outs = state.block, state.position, []
+        while k.shape[2]:
+            inside = position % self.window
+            if inside == 0:
+                block = KVCache(block.k[:, :, :0].clone(), block.v[:, :, :0].clone(), limit=self.window)
+            taken = min(self.window - inside, k.shape[2])
+            block = block.extend(k[:, :, :taken], v[:, :, :taken])
+            outs.append(attend_to_past(q[:, :, :taken].to(block.k.dtype), *block.filled()))
+            q, k, v = q[:, :, taken:], k[:, :, taken:], v[:, :, taken:]
+            position += taken
+        y = torch.cat(outs, dim=2).transpose(1, 2).to(x.dtype)
+        return self.merge(y), BlockedWindowState(block, position)
+
+    def state_size(self, context: int) -> int:
+        held = (context - 1) % self.window + 1 if context else 0
+        return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
+
+    def _blocked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""
+        batch, time = q.shape[:2]
+        width = min(self.window, time)
+        missing = -time % width  # filled up at the end, where no token of the sequence looks
+        blocks = (F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, width)).flatten(0, 1) for part in (q, k, v))
+        y = attend(*(block.transpose(1, 2) for block in blocks), causal=True)
+        return y.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]

@@ -1,0 +1,123 @@
+"""Filters as long as the sequence, and convolution with them: of a whole sequence, and token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import log, pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import draw_normal, draw_uniform
+from sympow.layers.cache import InputCache
+from sympow.ops.convolution import causal_convolution
+
+_BANDS = 16  # frequencies of the positional features, besides time itself
+_FAST, _SLOW, _TARGET = 0.3, 1.5, 1e-2  # a channel's taps fall to _TARGET within _FAST to _SLOW of the filter
+
+
+class ExplicitFilter(nn.Module):
+    """A weight for every tap and channel, [max_length, C], drawn as torch's convolutions are: within 1 / sqrt(taps).
+
+    Zoology's code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
+    """
+
+    def __init__(self, channels: int, max_length: int):
+        super().__init__()
+        self.channels, self.max_length = channels, checked_length(max_length)
+        self.weight = nn.Parameter(torch.empty(max_length, channels))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        bound = 1 / sqrt(self.max_length)
+        draw_uniform(self.weight, -bound, bound, generator)
+
+    def forward(self, length: int) -> Tensor:
+        """The first min(length, max_length) taps, [taps, C]."""
+        return self.weight[:length]
+
+
+class ImplicitFilter(nn.Module):
+    """A filter that a small network computes from the position of a tap (Poli et al., "Hyena Hierarchy", 2023, 3.3).
+
+    h_t = MLP(features of t) exp(-decay_c t / max_length), with sines of trained frequency between the layers, the
+    features t / max_length and sines and cosines of 16 frequencies, and decays from slow to fast over the channels;
+    h_0 is added a weight per channel, so that the token itself passes. The layers are drawn as torch's are, that weight
+    from N(0, 1), as in the published code.
+
+    Args:
+        channels: C.
+        max_length: taps; what lies further back is not seen.
+        order: width of the network.
+    """
+
+    def __init__(self, channels: int, max_length: int, order: int):
+        super().__init__()
+        if not isinstance(order, int) or order < 1:
+            raise ValueError(f"order must be an integer of at least 1; got {order!r}")
+        self.channels, self.max_length = channels, checked_length(max_length)
+        widths = [2 * _BANDS + 1, order, order, order]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.last = nn.Linear(order, channels, bias=False)
+        self.frequency = nn.Parameter(torch.empty(order))
+        self.skip = nn.Parameter(torch.empty(channels))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for layer in (*self.layers, self.last):
+            bound = 1 / sqrt(layer.in_features)
+            for parameter in layer.parameters():
+                draw_uniform(parameter, -bound, bound, generator)
+        nn.init.ones_(self.frequency)
+        draw_normal(self.skip, 1.0, generator)
+
+    def forward(self, length: int) -> Tensor:
+        """The first min(length, max_length) taps, [taps, C], not in lower precision under autocast."""
+        with torch.autocast(self.skip.device.type, enabled=False):
+            return self._taps(min(length, self.max_length))
+
+    def _taps(self, taps: int) -> Tensor:
+        like: dict[str, Any] = {"device": self.skip.device, "dtype": self.skip.dtype}
+        position = torch.arange(taps, **like)[:, None]
+        angle = 2 * pi / self.max_length * position * torch.linspace(1e-4, _BANDS - 1, _BANDS, **like)
+        h = torch.cat([position / self.max_length, angle.cos(), angle.sin()], dim=1)
+        for layer in self.layers:
+            h = torch.sin(self.frequency * layer(h))
+        decay = torch.linspace(-log(_TARGET) / _SLOW, -log(_TARGET) / _FAST, self.channels, **like)
+        h = self.last(h) * torch.exp(-decay * position / self.max_length)
+        return torch.cat([h[:1] + self.skip, h[1:]])
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, max_length={self.max_length}"
+
+
+FILTERS = ("implicit", "explicit")
+
+
+def make_filter(kind: str, channels: int, max_length: int, order: int) -> ExplicitFilter | ImplicitFilter:
+    """One of `FILTERS`; `order` is of the implicit one."""
+    if kind not in FILTERS:
+        raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
+    return ExplicitFilter(channels, max_length) if kind == "explicit" else ImplicitFilter(channels, max_length, order)
+
+
+def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:
+    """The last `new` rows of `causal_convolution(seen, h)`: seen [B, T, ...], h [S, ...]; one row costs O(T)."""
+    if new > 1:
+        return causal_convolution(seen, h)[:, -new:]
+    h = h[: seen.shape[1]].flip(0).to(seen.dtype)
+    return (seen[:, seen.shape[1] - h.shape[0] :] * h).sum(1, keepdim=True)
+
+
+def convolution_step(
+    x: Tensor, cache: InputCache, long_filter: ExplicitFilter | ImplicitFilter
+) -> tuple[Tensor, InputCache]:
+    """Continues the convolution by x [B, T', C]: (y [B, T', C], the cache with x)."""
+    seen = torch.cat([cache.ordered().to(x.dtype), x], dim=1)
+    return last_outputs(seen, long_filter(seen.shape[1]), x.shape[1]), cache.extend(x)
+
+
+def checked_length(max_length: int) -> int:
+    """`max_length`, or a ValueError if it is no length."""
+    if not isinstance(max_length, int) or max_length < 1:
+        raise ValueError(f"max_length must be an integer of at least 1; got {max_length!r}")
+    return max_length

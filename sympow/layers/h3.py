@@ -1,0 +1,91 @@
+"""H3: linear attention whose sums are state-space models, one that shifts and one that remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import Mixer, MixerState, draw_normal, per_document
+from sympow.layers.short_convolution import DepthwiseConvolution
+from sympow.layers.state_space import DiagonalSSM
+
+
+@dataclass
+class H3State(MixerState):
+    """The shift model's state, the last N - 1 keys [B, N - 1, d], and the diagonal one's [B, H, K K, N / 2, 2]."""
+
+    shift: Tensor
+    diagonal: Tensor
+
+
+class H3(Mixer):
+    """y = W_o (q^T SSM_diag(SSM_shift(k) v^T)) in heads (Fu et al., "Hungry Hungry Hippos", 2022, Algorithm 1).
+
+    A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs: it is
+    computed as that. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
+
+    Args:
+        state_dim: N, of both models, even.
+        head_dim: K, channels of a head; 1 multiplies keys and values channel by channel.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, state_dim: int = 64, head_dim: int = 1):
+        super().__init__(d_model, n_heads)
+        if head_dim < 1 or d_model % head_dim:
+            raise ValueError(f"d_model must be a multiple of head_dim; got {d_model=}, {head_dim=}")
+        self.head_dim = head_dim
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.shift = DepthwiseConvolution(d_model, state_dim)
+        self.diagonal = DiagonalSSM(d_model // head_dim, state_dim)
+        self.skip = nn.Parameter(torch.empty(d_model // head_dim))
+        self.out = nn.Linear(d_model, d_model)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        self.shift.reset_parameters(generator)
+        draw_normal(self.shift.weight.data[:, -1], 1.0, generator)
+        self.diagonal.reset_parameters(generator)
+        draw_normal(self.skip, 1.0, generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.out.weight)
+        return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> H3State:
+        return H3State(
+            self.shift.init_state(batch_size, device, dtype),
+            self.diagonal.init_state(batch_size, self.head_dim**2, device, dtype),
+        )
+
+    def step(self, x: Tensor, state: H3State) -> tuple[Tensor, H3State]:
+        self.check_input(x, self.out.weight)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        k, shift = self.shift.step(k, state.shift)
+        kv = self._outer(k, v)
+        past, diagonal = self.diagonal.step(kv, state.diagonal)
+        return self.out(self._read(q, kv, past)), H3State(shift, diagonal)
+
+    def state_size(self, context: int) -> int:
+        return self.shift.state_size() + self.diagonal.state_size(self.head_dim**2)
+
+    def _mixed(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.chunk(3, dim=-1)
+        kv = self._outer(self.shift(k), v)
+        return self._read(q, kv, self.diagonal(kv))
+
+    def _outer(self, k: Tensor, v: Tensor) -> Tensor:
+        """[B, T, d] twice -> k v^T in heads, [B, T, H, K K]."""
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
+        return (k[..., :, None] * v[..., None, :]).flatten(-2)
+
+    def _read(self, q: Tensor, kv: Tensor, past: Tensor) -> Tensor:
+        """q^T (past + skip * kv) in heads, [B, T, d]."""
+        memory = (past + self.skip[:, None] * kv).unflatten(-1, (self.head_dim, self.head_dim))
+        return (q.unflatten(-1, (-1, self.head_dim, 1)) * memory).sum(-2).flatten(2)

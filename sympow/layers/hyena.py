@@ -1,0 +1,96 @@
+"""Hyena: a gate, a long implicit convolution, a gate; with one filter a channel, or in heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import Mixer, MixerState, per_document, state_options
+from sympow.layers.cache import InputCache, capacity
+from sympow.layers.filters import ImplicitFilter, last_outputs
+from sympow.layers.short_convolution import DepthwiseConvolution
+
+_SHORT = 3  # taps of the convolution of the projections
+
+
+@dataclass
+class HyenaState(MixerState):
+    """The last two projections [B, 2, 3 d], and what the long convolution sees, see `Hyena._gated`."""
+
+    short: Tensor
+    long: InputCache
+
+
+class Hyena(Mixer):
+    """y = W_o (q * (h (*) (k * v))), q, k, v = short convolutions of projections (Poli et al., "Hyena", 2023, order 2).
+
+    With `multi_head`, as in MultiHyena (Massaroli et al., "Laughing Hyena Distillery", 2023, section 4): a head of
+    width d / n_heads has one filter, k v^T takes the place of k * v, and y = q^T (h (*) k v^T). There is no
+    recurrence: stepping keeps what the convolution has seen and costs O(max_length) a token.
+
+    Args:
+        max_length: taps of the filter; what lies further back is not seen.
+        multi_head: n_heads heads; a single filter a channel otherwise.
+        order: width of the filter's network.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64
+    ):
+        super().__init__(d_model, n_heads)
+        if multi_head and d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
+        self.heads = n_heads if multi_head else d_model
+        self.held = d_model if self.heads == d_model else 2 * d_model  # elements a token leaves behind
+        self.projections = nn.Linear(d_model, 3 * d_model)
+        self.short = DepthwiseConvolution(3 * d_model, _SHORT)
+        self.filter = ImplicitFilter(self.heads, max_length, order)
+        self.out = nn.Linear(d_model, d_model)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        self.short.reset_parameters(generator)
+        self.filter.reset_parameters(generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.out.weight)
+        return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> HyenaState:
+        options = state_options(self.out.weight, device, dtype)
+        long = InputCache.empty(batch_size, self.held, self.filter.max_length, options)
+        return HyenaState(self.short.init_state(batch_size, device, dtype), long)
+
+    def step(self, x: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
+        self.check_input(x, self.out.weight)
+        projected, short = self.short.step(self.projections(x), state.short)
+        q, new = self._gated(projected)
+        seen = torch.cat([state.long.ordered().to(new.dtype), new], dim=1)
+        return self.out(self._long(q, seen)), HyenaState(short, state.long.extend(new))
+
+    def state_size(self, context: int) -> int:
+        return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
+
+    def _mixed(self, projected: Tensor) -> Tensor:
+        return self._long(*self._gated(self.short(projected)))
+
+    def _gated(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, 3 d] -> q [B, T, d], and what a token leaves behind: k * v [B, T, d], or k and v [B, T, 2 d]."""
+        q, k, v = projected.chunk(3, dim=-1)
+        return q, k * v if self.heads == self.d_model else torch.cat([k, v], dim=-1)
+
+    def _long(self, q: Tensor, seen: Tensor) -> Tensor:
+        """q [B, T', d] and what T >= T' tokens left -> [B, T', d], of the last T' tokens."""
+        h, new = self.filter(seen.shape[1]), q.shape[1]
+        if self.heads == self.d_model:
+            return q * last_outputs(seen, h, new)
+        k, v = (part.unflatten(-1, (self.heads, -1)) for part in seen.chunk(2, dim=-1))
+        past = last_outputs(k[..., :, None] * v[..., None, :], h[..., None, None], new)  # [B, T', heads, K, V]
+        return (q.unflatten(-1, (self.heads, -1, 1)) * past).sum(-2).flatten(2)

@@ -1,0 +1,59 @@
+"""Pure long convolution: a filter as long as the sequence for every channel, and nothing that depends on the input."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import Mixer, per_document, state_options
+from sympow.layers.cache import InputCache, capacity
+from sympow.layers.filters import ExplicitFilter, convolution_step
+from sympow.ops.convolution import causal_convolution
+
+
+class LongConvolution(Mixer):
+    """GLU(W gelu(h * x)) with an explicit filter h (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
+
+    The output layer is that of S4. Left out: the squashing and the dropout of the filter, which regularize. There is
+    no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+
+    Args:
+        max_length: taps of the filter; what lies further back is not seen.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, max_length: int):
+        super().__init__(d_model, n_heads)
+        self.filter = ExplicitFilter(d_model, max_length)
+        self.out = nn.Linear(d_model, 2 * d_model)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        self.filter.reset_parameters(generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.filter.weight)
+        return self._output(per_document(self._convolve, cu_seqlens, x))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> InputCache:
+        options = state_options(self.filter.weight, device, dtype)
+        return InputCache.empty(batch_size, self.d_model, self.filter.max_length, options)
+
+    def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
+        self.check_input(x, self.filter.weight)
+        y, state = convolution_step(x, state, self.filter)
+        return self._output(y), state
+
+    def state_size(self, context: int) -> int:
+        return self.d_model * capacity(context, self.filter.max_length)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        return causal_convolution(x, self.filter(x.shape[1]))
+
+    def _output(self, y: Tensor) -> Tensor:
+        return F.glu(self.out(F.gelu(y)), dim=-1)

@@ -1,0 +1,93 @@
+"""Retention: linear attention with a fixed decay a head, in parallel, chunked and recurrent form."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import AttentionMixer, HeadOptions, draw_uniform, head_normed, state_options
+from sympow.layers.power import PowerAttentionState, continue_power
+from sympow.ops import PowerState, power_attention
+
+
+class RetNet(AttentionMixer):
+    """y = W_o (swish(W_g x) * norm(sum over j <= i of gamma**(i - j) (q_i . k_j / sqrt(K)) v_j)) with
+    gamma = 1 - 2**(-5 - h) in head h (Sun et al., "Retentive Network", 2023, (5) to (8)): power attention with p = 1
+    and a constant gate.
+
+    The division of the parallel form by the sum of scores is left out: the norm of every head undoes it. Queries, keys,
+    values and gates are drawn as published, Xavier-uniform with gain 2**-2.5, without biases.
+
+    Args:
+        chunk_size: the form of a whole sequence: T or more parallel, 1 recurrent, between them chunked; None the
+            cheapest. All give the same numbers, and so does `step`.
+        rotation: "fixed" or "none".
+        impl: as in `sympow.ops.power_attention`.
+        **heads: options of `AttentionMixer`, with other defaults: value_dim 2 K, bias False.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        chunk_size: int | None = None,
+        rotation: str = "fixed",
+        impl: str = "auto",
+        **heads: Unpack[HeadOptions],
+    ):
+        if heads.get("value_dim") is None:
+            heads["value_dim"] = 2 * (heads.get("head_dim") or d_model // max(n_heads, 1))
+        heads.setdefault("bias", False)
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        self.chunk_size, self.impl = chunk_size, impl
+        inner = n_heads * self.value_dim
+        self.gate = nn.Linear(d_model, inner, bias=False)
+        self.out_norm = nn.GroupNorm(n_heads, inner, eps=1e-6)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        for weight in (*self.qkv.weight.data.split(self._split), self.gate.weight):
+            bound = 2**-2.5 * sqrt(6 / sum(weight.shape))
+            draw_uniform(weight, -bound, bound, generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, k)
+        y = power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
+        return self._output(x, y)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PowerAttentionState:
+        options = state_options(self.out.weight, device, dtype, sums=True)
+        memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
+        return PowerAttentionState(memory, 0)
+
+    def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, k, state.position)
+        y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
+        return self._output(x, y), PowerAttentionState(memory, state.position + x.shape[1])
+
+    def state_size(self, context: int) -> int:
+        return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
+
+    def _decay(self, k: Tensor) -> Tensor:
+        """log gamma, [B, T, G]."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        exponent = 5 + torch.arange(self.n_kv_heads, device=k.device, dtype=dtype)
+        return torch.log1p(-torch.exp2(-exponent)).expand(k.shape[:3])
+
+    def _options(self) -> dict[str, Any]:
+        return {"p": 1, "normalize": False, "chunk_size": self.chunk_size, "impl": self.impl}
+
+    def _output(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate(x)) * head_normed(self.out_norm, y))

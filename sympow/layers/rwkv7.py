@@ -1,0 +1,169 @@
+"""RWKV-7's time mixing: a state that is decayed, partly erased along a key, and written, at every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.base import (
+    Mixer,
+    MixerState,
+    draw_orthogonal,
+    draw_uniform,
+    head_normed,
+    per_document,
+    state_options,
+)
+from sympow.layers.rwkv4 import shifted
+
+
+@dataclass
+class RWKV7State(MixerState):
+    """The last input [B, d], and the memory [B, H, V, K] in float32 at least."""
+
+    last: Tensor
+    memory: Tensor
+
+
+class LowRank(nn.Module):
+    """x -> f(x A) B + c, with A at 0, B orthogonal times 0.1 and c given."""
+
+    def __init__(self, d_model: int, rank_factor: float, activation: nn.Module | None = None, bias: bool = True):
+        super().__init__()
+        rank = max(32, round(rank_factor * sqrt(d_model) / 32) * 32)
+        self.a, self.b = nn.Parameter(torch.empty(d_model, rank)), nn.Parameter(torch.empty(rank, d_model))
+        self.c = nn.Parameter(torch.empty(d_model)) if bias else None
+        self.activation = nn.Identity() if activation is None else activation
+
+    def reset_parameters(self, c: Tensor | None, generator: torch.Generator | None) -> None:
+        nn.init.zeros_(self.a)
+        rank, d = self.b.shape
+        draw_orthogonal(self.b, 0.1 * max(1, sqrt(rank / d)), generator)
+        if self.c is not None and c is not None:
+            with torch.no_grad():
+                self.c.copy_(c)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(x @ self.a) @ self.b
+        return y if self.c is None else y + self.c
+
+
+class RWKV7(Mixer):
+    """The time mixing of RWKV-7 (Peng et al., "RWKV-7 Goose", 2025, section 4), in its recurrent form, in heads.
+
+    S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t; decay w, rate a and gate g by
+    low-rank maps of the token mixed with the one before. Left out: the residual of the first layer's values, which
+    would tie layers together.
+
+    Args:
+        depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
+            and token shifts depends on it.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
+        super().__init__(d_model, n_heads)
+        if d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
+        self.depth, self.head_dim = depth, d_model // n_heads
+        self.mix = nn.Parameter(torch.empty(6, d_model))  # of r, w, k, v, a, g: the share of the token before
+        self.receptance, self.key, self.value, self.out = (
+            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
+        )
+        self.decay = LowRank(d_model, 2.5, nn.Tanh())
+        self.rate = LowRank(d_model, 2.5)
+        self.gate = LowRank(d_model, 5.0, nn.Sigmoid(), bias=False)
+        self.erased = nn.Parameter(torch.empty(d_model))  # scales k into kappa
+        self.written = nn.Parameter(torch.empty(d_model))  # how far the rate scales what is written
+        self.bonus = nn.Parameter(torch.empty(n_heads, self.head_dim))
+        self.out_norm = nn.GroupNorm(n_heads, d_model, eps=64e-5)
+        self.reset_parameters()
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """As published: the output starts at 0, keys are drawn ten times smaller than values and receptances."""
+        self.out_norm.reset_parameters()
+        nn.init.zeros_(self.out.weight)
+        d, k, depth = self.d_model, self.head_dim, self.depth
+        for linear, factor in ((self.receptance, 0.5), (self.key, 0.05), (self.value, 0.5)):
+            draw_uniform(linear.weight, -factor / sqrt(d), factor / sqrt(d), generator)
+        channel = torch.arange(d, device="cpu")
+        line = channel / max(d - 1, 1)
+        zigzag = (channel % k - (k - 1) / 2) / max((k - 1) / 2, 0.5)
+        zigzag = zigzag * zigzag.abs()
+        self.decay.reset_parameters(-6 + 6 * line ** (1 + depth**0.3) + 0.5 + 2.5 * zigzag, generator)
+        self.rate.reset_parameters(-0.19 + 0.3 * zigzag + 0.4 * (line - 0.5), generator)
+        self.gate.reset_parameters(None, generator)
+        with torch.no_grad():
+            powers = torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2], device="cpu") * (1 - depth)
+            self.mix.copy_(1 - (channel / d) ** powers[:, None])
+            self.erased.copy_(0.71 - 0.1 * (line - 0.5))
+            nn.init.constant_(self.written, 1.02)
+            nn.init.constant_(self.bonus, -0.04)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.mix)
+        return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> RWKV7State:
+        last = torch.zeros(batch_size, self.d_model, **state_options(self.mix, device, dtype))
+        shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
+        return RWKV7State(last, torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True)))
+
+    def step(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+        self.check_input(x, self.mix)
+        return self._mixed(x, state)
+
+    def state_size(self, context: int) -> int:
+        return self.d_model * (1 + self.head_dim)
+
+    def _start(self, x: Tensor) -> RWKV7State:
+        return self.init_state(x.shape[0], device=x.device)
+
+    def _mixed(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+        before = shifted(x, state.last)
+        x_r, x_w, x_k, x_v, x_a, x_g = (x + share * (before - x) for share in self.mix)
+        dtype = state.memory.dtype
+        r, k, v = self.receptance(x_r).to(dtype), self.key(x_k).to(dtype), self.value(x_v).to(dtype)
+        rate = torch.sigmoid(self.rate(x_a).to(dtype))
+        # exp(-exp(w)), w at most -1/2: a channel keeps more than 54% a token.
+        decay = torch.exp(-torch.exp(-F.softplus(-self.decay(x_w).to(dtype)) - 0.5))
+        kappa = F.normalize(self._heads(k * self.erased), dim=-1)
+        r, k, v, rate, decay = map(self._heads, (r, k * (1 + (rate - 1) * self.written), v, rate, decay))
+        with torch.autocast(x.device.type, enabled=False):
+            y, memory = delta_rule(r, decay, k, v, kappa, rate, state.memory)
+        y = head_normed(self.out_norm, y) + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
+        out = self.out(y.to(x.dtype) * self.gate(x_g))
+        return out, RWKV7State(x[:, -1].to(state.last.dtype, copy=True), memory)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.n_heads, self.head_dim))
+
+
+def delta_rule(
+    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, kappa: Tensor, rate: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t, token by token.
+
+    Args:
+        r, decay, k, kappa, rate: [B, T, H, K]; v: [B, T, H, V]; memory: S before the first token, [B, H, V, K].
+
+    Returns:
+        y [B, T, H, V], and S after the last token.
+    """
+    outs = []
+    removed = rate * kappa
+    for t in range(r.shape[1]):
+        old = (memory * kappa[:, t, :, None]).sum(-1, keepdim=True)
+        memory = memory * decay[:, t, :, None] - old * removed[:, t, :, None]
+        memory = memory + v[:, t, :, :, None] * k[:, t, :, None]
+        outs.append((memory * r[:, t, :, None]).sum(-1))
+    return torch.stack(outs, dim=1), memory
