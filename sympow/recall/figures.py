@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from sympow.evaluation.plot import COLOURS, MARKERS
@@ -19,7 +19,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
     accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
     seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
-    of them, a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
+    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
 
     Raises ValueError without rows, ImportError without matplotlib.
     """
@@ -44,13 +44,14 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
 def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
     """Test accuracy against column `x`, a panel for all values of the columns `panels` that have several x."""
+    rows = _with_models(rows, x)
     several = {key: same for key, same in sorted(group(rows, *panels).items()) if len({row[x] for row in same}) > 1}
     if not several:
         return None
     figure, axes = _panels(len(several))
     for axis, (key, same) in zip(axes, several.items(), strict=True):
-        for style, of_label in _by_label(rows, same):
-            points = sorted(group(of_label, x).items())
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, x).items())
             _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
         values = sorted({row[x] for row in same})
         axis.set_xscale("log", base=2)
@@ -63,14 +64,14 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
 
 def _frontier(rows: Sequence[Row]) -> Any:
     """Test accuracy against bytes of state, a panel a task."""
-    rows = [row for row in rows if row["state_bytes"]]
+    rows = _with_models([row for row in rows if row["state_bytes"]])
     if not rows:
         return None
     tasks = group(rows, "test")
     figure, axes = _panels(len(tasks))
     for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
-        for style, of_label in _by_label(rows, same):
-            points = sorted(group(of_label, "state_bytes").items())
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, "state_bytes").items())
             _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
         axis.set_xscale("log", base=10)
         axis.set_xlabel("state a sequence, bytes")
@@ -80,19 +81,18 @@ def _frontier(rows: Sequence[Row]) -> Any:
 
 def _learning_rates(rows: Sequence[Row]) -> Any:
     """Validation accuracy against learning rate, a panel for every task and width."""
+    rows = _with_models(rows)
     several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items())
                if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
     if not several:
         return None
     figure, axes = _panels(len(several))
     for axis, ((length, pairs, width), same) in zip(axes, several.items(), strict=True):
-        for style, of_label in _by_label(rows, same):
-            points = sorted(group(of_label, "learning_rate").items())
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, "learning_rate").items())
             rates = [key[0] for key, _ in points]
             found = [[row["validation_accuracy"] for row in seeds] for _, seeds in points]
-            axis.plot(rates, [mean(values) for values in found], **style)
-            for rate, values in zip(rates, found, strict=True):
-                axis.plot([rate] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
+            _dotted_line(axis, rates, found, mean, style)
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
         axis.set_title(f"N {length:,}, D {pairs:,}, d {width:,}")
@@ -100,25 +100,25 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
-    """The most pairs held against bits of state: a point a model, its bar from the worst to the best seed.
+    """The most pairs held against bits of state: a point a width, the median of its seeds, and a dot a seed.
 
-    The state is that after the longest row of those held, or after the shortest where none is.
+    The state is that after the row with the most pairs held, or after the shortest where none is.
     """
-    rows = [row for row in rows if row["state_bytes"]]
+    rows = _with_models([row for row in rows if row["state_bytes"]])
     if len({row["pairs"] for row in rows}) < 2:
         return None
     figure, axes = _panels(1, size=(8, 5))
     (axis,) = axes
-    for style, of_label in _by_label(rows, rows):
-        bits, held = [], []
-        for (model,) in [(same,) for same in group(of_label, "width", "heads", "layers", "mlp_ratio").values()]:
+    for style, of_model in _by_model(rows, rows):
+        points = []
+        for model in group(of_model, "width").values():
             seeds = [_held(same) for same in group(model, "seed").values()]
-            bits.append(max(size for _, size in seeds))
-            held.append([pairs for pairs, _ in seeds])
-        order = sorted(range(len(bits)), key=bits.__getitem__)
-        _line(axis, [bits[i] for i in order], [held[i] for i in order], style)
+            points.append((max(bits for _, bits in seeds), [pairs for pairs, _ in seeds]))
+        points.sort()
+        _dotted_line(axis, [bits for bits, _ in points], [held for _, held in points], median, style)
     axis.set_xscale("log", base=10)
     axis.set_yscale("symlog", base=2, linthresh=1)
+    axis.set_ylim(bottom=-0.3)
     ticks = [0, *sorted({row["pairs"] for row in rows})]
     axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
     axis.minorticks_off()
@@ -154,15 +154,29 @@ def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list
     return figure, axes[:count]
 
 
-def _by_label(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """The rows of every label and how it is drawn, which is the same in all panels."""
-    labels = list(group(all_rows, "label"))
+def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
+    """The rows with a column "model": the label, and heads, layers and MLP where models of the label differ in them.
+
+    Not where they follow from the width, nor in what `x` is.
+    """
+    named: list[Row] = []
+    for same in group(rows, "label").values():
+        at_width = group(same, "width").values()
+        apart = [name for name in ("heads", "layers", "mlp_ratio") if name != x and
+                 any(len({row[name] for row in rows}) > 1 for rows in at_width)]  # fmt: skip
+        named += [{**row, "model": ", ".join([row["label"], *(f"{n} {row[n]}" for n in apart)])} for row in same]
+    return named
+
+
+def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """The rows of every model and how it is drawn, which is the same in all panels."""
+    models = list(group(all_rows, "model"))
     styled = []
-    for key, same in group(rows, "label").items():
-        n = labels.index(key)
+    for key, same in group(rows, "model").items():
+        n = models.index(key)
         again = n // len(COLOURS)  # a second round: other markers, dashed
-        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[(n + 3 * again) % len(MARKERS)],
-                 "linestyle": ("-", "--", ":")[again % 3], "markersize": 5, "label": key[0]}  # fmt: skip
+        style = {"label": key[0], "color": COLOURS[n % len(COLOURS)], "markersize": 5,
+                 "marker": MARKERS[(n + 3 * again) % len(MARKERS)], "linestyle": ("-", "--", ":")[again % 3]}  # fmt: skip
         styled.append((style, same))
     return styled
 
@@ -177,6 +191,15 @@ def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
     axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+
+
+def _dotted_line(
+    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float], style: dict[str, Any]
+) -> None:
+    """The middles of `seeds`, a list of values for every x, and all of them as dots."""
+    axis.plot(x, [middle(values) for values in seeds], **style)
+    for at, values in zip(x, seeds, strict=True):
+        axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
 
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = True) -> Any:
