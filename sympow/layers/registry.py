@@ -8,8 +8,10 @@ from typing import Any
 from sympow.layers.base import Mixer
 from sympow.layers.base_conv import BaseConv
 from sympow.layers.blocked_window import BlockedWindowAttention
+from sympow.layers.fla import GLA, DeltaNet, GatedDeltaNet, Mamba2
 from sympow.layers.h3 import H3
 from sympow.layers.hyena import Hyena
+from sympow.layers.input_dependent_conv import AutocorrelationConv, ProgrammaticConv
 from sympow.layers.linear import LinearAttention
 from sympow.layers.liquid_s4 import LiquidS4
 from sympow.layers.long_convolution import LongConvolution
@@ -17,6 +19,7 @@ from sympow.layers.power import PowerAttention
 from sympow.layers.retnet import RetNet
 from sympow.layers.rwkv4 import RWKV4
 from sympow.layers.rwkv7 import RWKV7
+from sympow.layers.selection import SelectiveAttention
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.window import WindowAttention
@@ -36,22 +39,35 @@ MIXERS: dict[str, type[Mixer]] = {
     "rwkv7": RWKV7,
     "retnet": RetNet,
     "blocked_window": BlockedWindowAttention,
+    "programmatic_conv": ProgrammaticConv,
+    "autocorrelation_conv": AutocorrelationConv,
+    "selection": SelectiveAttention,
+}
+
+# From flash-linear-attention: they need the extra `fla` and a GPU.
+FLA_MIXERS: dict[str, type[Mixer]] = {
+    "gla": GLA,
+    "delta_net": DeltaNet,
+    "gated_delta_net": GatedDeltaNet,
+    "mamba2": Mamba2,
 }
 
 
 def check_mixer(name: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for a mixer or an option that does not exist, also of a mixer behind a convolution."""
-    if name not in MIXERS:
-        raise ValueError(f"a mixer is one of {', '.join(MIXERS)}; got {name!r}")
-    known = MIXERS[name].option_names()
+    every = MIXERS | FLA_MIXERS
+    if name not in every:
+        raise ValueError(f"a mixer is one of {', '.join(every)}; got {name!r}")
+    known = every[name].option_names()
     for option in options:
         if option not in known:
-            raise ValueError(f"the {name} mixer has no option {option!r}; it has {', '.join(known)}")
-    if MIXERS[name] is ShortConvolution and options.get("mixer") is not None:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
+    if every[name] is ShortConvolution and options.get("mixer") is not None:
         check_mixer(options["mixer"], options.get("options") or {})
 
 
 def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
     """The mixer `name` of width `d_model`; raises ValueError as `check_mixer` does, and for options that do not fit."""
     check_mixer(name, options)
-    return MIXERS[name](d_model, n_heads, **options)
+    return (MIXERS | FLA_MIXERS)[name](d_model, n_heads, **options)

@@ -12,7 +12,7 @@ from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_
 from sympow.layers.cache import KVCache, capacity
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
-_MASK_ELEMENTS = 1 << 23
+MASK_ELEMENTS = 1 << 23
 
 
 class SoftmaxAttention(AttentionMixer):
@@ -61,7 +61,7 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if new == 1 or new == total:
         return attend(q, k, v, causal=new > 1)
     position = torch.arange(total, device=q.device)
-    blocks = q.split(max(1, _MASK_ELEMENTS // total), dim=2)
+    blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
     rows = position[total - new :].split(blocks[0].shape[2])
     outs = [attend(block, k, v, mask=row[:, None] >= position) for block, row in zip(blocks, rows, strict=True)]
     return torch.cat(outs, dim=2)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from sympow.ops.feature_map import spow_dim, tpow_dim
 
-STATE_BYTES = 4  # float32
+STATE_BYTES = GATE_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,8 @@ def power_cost(
 ) -> Cost:
     """Forward of power attention in one layer, over one sequence. Linear attention is p = 1."""
     flops = power_flops(time, key_dim, value_dim, p, chunk, gated, heads=heads, kv_heads=kv_heads)
-    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
     boundaries = -(-time // min(chunk or time, time)) - 1
-    moved = _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes)
-    moved += kv_heads * time * 4 if gated else 0
-    return Cost(flops, moved + 2 * boundaries * state * STATE_BYTES, state)
+    return _power_layer(flops, time, boundaries, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
 
 
 def softmax_cost(
@@ -185,10 +182,8 @@ def power_step_cost(
     """One decoded token in one layer: the state is read, decayed, updated and written, whatever the
     context.
     """
-    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
-    flops = 2 * power_state(key_dim, value_dim, p) * heads + 2 * state + (state if gated else 0)
-    moved = _io_bytes(1, key_dim, value_dim, heads, kv_heads, element_bytes) + 2 * state * STATE_BYTES
-    return Cost(flops, moved, state)
+    flops = power_state(key_dim, value_dim, p) * (2 * heads + (3 if gated else 2) * kv_heads)
+    return _power_layer(flops, 1, 1, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
 
 
 def softmax_step_cost(
@@ -296,6 +291,24 @@ def format_bytes(count: int) -> str:
     while size >= 999.5 and unit < len(units) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {units[unit]}" if size < 9.95 and unit > 0 else f"{size:,.0f} {units[unit]}"
+
+
+def _power_layer(
+    flops: int,
+    time: int,
+    crossings: int,
+    key_dim: int,
+    value_dim: int,
+    p: int,
+    gated: bool,
+    heads: int,
+    kv_heads: int,
+    element_bytes: int,
+) -> Cost:
+    """`flops`, the state, and the traffic of inputs, outputs and gates, and of the state written and read again."""
+    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
+    moved = _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes) + 2 * crossings * state * STATE_BYTES
+    return Cost(flops, moved + (kv_heads * time * GATE_BYTES if gated else 0), state)
 
 
 def _io_bytes(time: int, key_dim: int, value_dim: int, heads: int, kv_heads: int, element_bytes: int) -> int:

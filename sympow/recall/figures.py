@@ -175,9 +175,9 @@ def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[s
     for key, same in group(rows, "model").items():
         n = models.index(key)
         again = n // len(COLOURS)  # a second round: other markers, dashed
-        style = {"label": key[0], "color": COLOURS[n % len(COLOURS)], "markersize": 5,
-                 "marker": MARKERS[(n + 3 * again) % len(MARKERS)], "linestyle": ("-", "--", ":")[again % 3]}  # fmt: skip
-        styled.append((style, same))
+        marker, dashes = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--", ":")[again % 3]
+        style = {"label": key[0], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": dashes}
+        styled.append((style | {"markersize": 5}, same))
     return styled
 
 

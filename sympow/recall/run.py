@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.data.mqar import RecallTask, mixture
+from sympow.layers import auxiliary_losses
 from sympow.models import RecallModel
 from sympow.recall.config import RecallConfig
 from sympow.training.config import TrainingConfig
@@ -226,10 +227,10 @@ class _Trainer:
     def _train_step(self, part: int) -> None:
         cursor = self.cursors[part]
         tokens, places, labels = self.parts[part].rows(self.orders[part].index_select(0, cursor))
-        with autocast(self.config.precision, self.device):
+        with autocast(self.config.precision, self.device), auxiliary_losses() as extra:
             logits = self.model.query_logits(tokens, places)
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        loss.backward()
+        (loss + sum(extra)).backward()
         self.rate.copy_(self.rates.index_select(0, self.step).squeeze(0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -81,17 +81,27 @@ _POWER: dict[str, Any] = {"p": 2, "gate": False, "rotation": "none", "qk_norm": 
 
 
 def _mixers() -> list[Architecture]:
-    """What is compared; attention and power first. Power has heads of 32 at most, whose states fit on a chip."""
+    """What is compared; attention and power first. Power has heads of 32, whose states are small enough to be kept."""
     return [
         _behind("attention", "softmax", rotation="none"),
         _behind("power p=2", "power", head_dim=32, **_POWER),
         _behind("power p=2, gated", "power", head_dim=32, **_POWER | {"gate": True}),
         _behind("window 32", "window", window=32, rotation="none"),
+        _behind("RetNet", "retnet", head_dim=32),
+        _alone("BaseConv", ("base_conv", {"filter": "explicit", "max_length": 3}), ("base_conv", {})),
+        _alone("Hyena", ("hyena", {})),
+        _alone("H3", ("h3", {"head_dim": 2})),
+        _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0})),
     ]
 
 
+def _alone(label: str, *mixers: tuple[str, dict[str, Any]]) -> Architecture:
+    """Mixers, one a layer, that need no convolution in front; without MLP, as in the published code."""
+    return Architecture(label, tuple(MixerConfig(name, options) for name, options in mixers), mlp_ratio=0)
+
+
 def _behind(label: str, mixer: str, *, head_dim: int | None = None, **options: Any) -> Architecture:
-    """A mixer behind a short convolution, without MLP, as in the published code."""
+    """A mixer behind a short convolution, without MLP."""
     convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
     return Architecture(label, (convolution,), head_dim=head_dim, mlp_ratio=0)
 

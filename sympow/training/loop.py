@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
+from sympow.layers import auxiliary_losses
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
     Checkpoint,
@@ -173,8 +174,9 @@ def _train_step(
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in passes:
-        loss = _loss_sum(model, rows, settings, device) / targets
-        loss.backward()
+        with auxiliary_losses() as extra:
+            loss = _loss_sum(model, rows, settings, device) / targets
+        (loss + sum(extra) / len(passes)).backward()
         total += loss.detach()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
     set_learning_rate(optimizer, rate)

@@ -41,7 +41,7 @@ def test_blocks_are_dense_attention(new, past, size, block, heads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "_LEAST_BLOCK", block)
         patch.setattr(window, "_MOST_BLOCK", block)
-        patch.setattr(softmax, "_MASK_ELEMENTS", block * (new + past))
+        patch.setattr(softmax, "MASK_ELEMENTS", block * (new + past))
         torch.testing.assert_close(attend_in_window(q, k, v, size), dense(q, k, v, size), **TIGHT)
         torch.testing.assert_close(attend_to_past(q, k, v), dense(q, k, v), **TIGHT)
 

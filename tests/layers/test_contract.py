@@ -57,6 +57,14 @@ OPTIONS: dict[str, list[dict]] = {
         {"chunk_size": 8, "value_dim": 4, "n_kv_heads": 2},
         {"chunk_size": 1, "rotation": "none", "qk_norm": True, "bias": True},
     ],
+    "programmatic_conv": [{}],
+    "autocorrelation_conv": [{}, {"top_k": 2}],
+    "selection": [
+        {"selection": "random", "top_k": 4},
+        {"selection": "programmatic"},
+        {"selection": "learned", "top_k": 3, "n_kv_heads": 2, "value_dim": 10, "noise": 1.0},
+        {"selection": "learned", "top_k": 300, "rotation": "none"},
+    ],
     "blocked_window": [
         {"window": 7},
         {"window": 1},
@@ -71,6 +79,9 @@ OPTIONS: dict[str, list[dict]] = {
     ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]
+# The only mixers that look ahead, and so have no step form.
+NOT_CAUSAL = ["programmatic_conv", "autocorrelation_conv"]
+STEPPED = [case for case in CASES if case.values[0][0] not in NOT_CAUSAL]
 T = 37
 
 
@@ -90,11 +101,20 @@ def sequence(batch: int = 2, time: int = T, seed: int = 1) -> torch.Tensor:
     return torch.randn(batch, time, D_MODEL, generator=generator, dtype=torch.float64)
 
 
+def tokens_of(x: torch.Tensor) -> torch.Tensor:
+    """Tokens that x [B, T, d] may stand for: a few kinds, that repeat, each a function of its row."""
+    return (1.5 * x[..., 0].double()).round().long()
+
+
+def run(mixer: Mixer, x: torch.Tensor, **cu_seqlens: torch.Tensor) -> torch.Tensor:
+    return mixer(x, **mixer.extras(tokens_of(x)), **cu_seqlens)
+
+
 def in_steps(mixer: Mixer, x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     state = mixer.init_state(x.shape[0])
     outs = []
     for piece in x.split(lengths, dim=1):
-        y, state = mixer.step(piece, state)
+        y, state = mixer.step(piece, state, **mixer.extras(tokens_of(piece)))
         outs.append(y)
     return torch.cat(outs, dim=1)
 
@@ -105,23 +125,32 @@ def sees_itself_only(case: tuple[str, dict]) -> bool:
 
 def test_every_mixer_is_covered():
     assert set(OPTIONS) == set(MIXERS)
+    assert [name for name, mixer in MIXERS.items() if not mixer.causal] == NOT_CAUSAL
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_a_mixer_that_looks_ahead_says_that_it_cannot_step(name):
+    mixer = make((name, {}))
+    for call in (lambda: mixer.init_state(1), lambda: mixer.step(sequence(), None), lambda: mixer.state_size(9)):
+        with pytest.raises(NotImplementedError, match="has no step form: its filter depends on the whole sequence"):
+            call()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_shape_and_dtype(case):
     mixer = make(case)
     for batch, time in ((2, T), (1, 1), (3, 2)):
-        y = mixer(sequence(batch, time))
+        y = run(mixer, sequence(batch, time))
         assert y.shape == (batch, time, D_MODEL) and y.dtype == torch.float64 and y.isfinite().all()
     mixer.float()
-    assert mixer(sequence().float()).dtype == torch.float32
+    assert run(mixer, sequence().float()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_reaches_input_and_every_parameter(case):
     mixer = make(case)
     x = sequence().requires_grad_()
-    mixer(x).square().sum().backward()
+    run(mixer, x).square().sum().backward()
     gradients = {"x": x.grad} | {name: parameter.grad for name, parameter in mixer.named_parameters()}
     if isinstance(mixer, AttentionMixer):
         sizes = [HEADS * mixer.head_dim, mixer.n_kv_heads * mixer.head_dim, mixer.n_kv_heads * mixer.value_dim]
@@ -138,41 +167,46 @@ def test_gradient_reaches_input_and_every_parameter(case):
 def test_causal(case):
     mixer = make(case)
     x = sequence()
-    y = mixer(x)
+    y = run(mixer, x)
+    seen = []
     for t in (0, 17, T - 1):
         changed = x.clone()
         changed[:, t:] = sequence(time=T - t, seed=2)
-        other = mixer(changed)
-        torch.testing.assert_close(other[:, :t], y[:, :t], rtol=0, atol=1e-12)
-        assert (other[:, t] - y[:, t]).abs().max() > 1e-3
+        other = run(mixer, changed)
+        if mixer.causal:
+            torch.testing.assert_close(other[:, :t], y[:, :t], rtol=0, atol=1e-12)
+        elif t == 17:
+            assert (other[:, :t] - y[:, :t]).abs().max() > 1e-3  # marked as what it is
+        seen.append((other[:, t] - y[:, t]).abs().max() > 1e-3)
+    assert any(seen) if case[0] == "selection" else all(seen)  # a token that is not selected is 0 before and after
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STEPPED)
 def test_steps_are_the_sequence(case):
     mixer = make(case)
     x = sequence()
-    y = mixer(x)
+    y = run(mixer, x)
     with torch.no_grad():
         for lengths in ([1] * T, [20] + [1] * 17, [1, 36], [T]):
             torch.testing.assert_close(in_steps(mixer, x, lengths), y, **TIGHT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STEPPED)
 @settings(max_examples=6)
 @given(cuts=st.lists(st.integers(1, 15), min_size=1, max_size=8), batch=st.integers(1, 3))
 def test_any_cut_is_the_sequence(case, cuts, batch):
     mixer = make(case)
     x = sequence(batch, sum(cuts))
     with torch.no_grad():
-        torch.testing.assert_close(in_steps(mixer, x, cuts), mixer(x), **TIGHT)
+        torch.testing.assert_close(in_steps(mixer, x, cuts), run(mixer, x), **TIGHT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STEPPED)
 def test_gradients_flow_through_steps(case):
     mixer = make(case)
     x = sequence().requires_grad_()
     parameters = [x, *mixer.parameters()]
-    whole = torch.autograd.grad(mixer(x).square().sum(), parameters)
+    whole = torch.autograd.grad(run(mixer, x).square().sum(), parameters)
     cut = torch.autograd.grad(in_steps(mixer, x, [3, 1, 1, 12, 20]).square().sum(), parameters)
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
@@ -183,13 +217,13 @@ def test_packed_documents_are_each_alone(case):
     mixer = make(case)
     x = sequence(1)
     bounds = [0, 5, 5, 6, 30, T]
-    packed = mixer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    alone = torch.cat([mixer(x[:, a:b]) for a, b in pairwise(bounds) if a < b], dim=1)
+    packed = run(mixer, x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = torch.cat([run(mixer, x[:, a:b]) for a, b in pairwise(bounds) if a < b], dim=1)
     torch.testing.assert_close(packed, alone, **TIGHT)
-    assert (packed - mixer(x)).abs().max() > 1e-6 or sees_itself_only(case)
+    assert (packed - run(mixer, x)).abs().max() > 1e-6 or sees_itself_only(case)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", STEPPED)
 @torch.no_grad()
 def test_state_is_as_large_as_it_says(case):
     mixer = make(case)
@@ -198,7 +232,7 @@ def test_state_is_as_large_as_it_says(case):
         state = mixer.init_state(batch)
         x = sequence(batch, max(1, sum(lengths)))
         for piece in x.split(lengths, dim=1) if lengths else ():
-            _, state = mixer.step(piece, state)
+            _, state = mixer.step(piece, state, **mixer.extras(tokens_of(piece)))
         tensors = list(state.tensors())
         assert sum(tensor.numel() for tensor in tensors) == batch * mixer.state_size(sum(lengths))
         # What counts is what is kept alive: a view keeps all of what it views.
@@ -210,10 +244,10 @@ def test_state_is_as_large_as_it_says(case):
 def test_weights_save_and_load(case, tmp_path):
     mixer, other = make(case), make(case, seed=1)
     x = sequence()
-    assert not torch.equal(mixer(x), other(x))
+    assert not torch.equal(run(mixer, x), run(other, x))
     torch.save(mixer.state_dict(), tmp_path / "weights.pt")
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    assert torch.equal(mixer(x), other(x))
+    assert torch.equal(run(mixer, x), run(other, x))
     assert set(mixer.state_dict()) == {name for name, _ in mixer.named_parameters()}
 
 
@@ -222,11 +256,11 @@ def test_weights_save_and_load(case, tmp_path):
 def test_bfloat16_autocast_is_close_to_float32(case):
     mixer = make(case).float()
     x = sequence(time=70).float()
-    y = mixer(x)
+    y = run(mixer, x)
     with torch.autocast("cpu", torch.bfloat16):
-        half = mixer(x)
+        half = run(mixer, x)
         with torch.no_grad():
-            stepped = in_steps(mixer, x, [40] + [1] * 30)
+            stepped = in_steps(mixer, x, [40] + [1] * 30) if mixer.causal else half
     half.float().sum().backward()
     scale = y.square().mean().sqrt()
     for close in (half, stepped):
@@ -278,6 +312,10 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
         ("h3", {"head_dim": 5}, "d_model must be a multiple of head_dim; got d_model=24, head_dim=5"),
         ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
+        ("selection", {"selection": "best"}, "selection is one of random, programmatic, learned; got 'best'"),
+        ("selection", {"selection": "random", "top_k": 0}, "top_k must be an integer of at least 1; got 0"),
+        ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
+        ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("rwkv4", {"depth": 2}, "depth lies between 0 and 1; got 2"),
         ("rwkv7", {"depth": -1}, "depth lies between 0 and 1; got -1"),
         ("blocked_window", {"window": 0}, "window must be an integer of at least 1; got 0"),
@@ -285,6 +323,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("short_convolution", {"options": {"p": 2}}, "options are those of the mixer behind, and there is none"),
         ("short_convolution", {"mixer": "powr"}, "a mixer is one of power, .*; got 'powr'"),
         ("short_convolution", {"mixer": "power", "options": {"q": 2}}, "the power mixer has no option 'q'"),
+        ("short_convolution", {"mixer": "gla", "options": {"q": 2}}, "the gla mixer has no option 'q'; it has none"),
     ],
 )
 def test_bad_options_of_one_mixer_are_refused(name, options, message):
@@ -297,18 +336,19 @@ def test_bad_input_is_refused(case):
     mixer = make(case)
     for bad in (sequence()[..., :-1], sequence()[0], sequence()[:, :0]):
         with pytest.raises(ValueError, match=r"x must be \[B, T >= 1, 24\]; got"):
-            mixer(bad)
-        with pytest.raises(ValueError, match=r"x must be"):
-            mixer.step(bad, mixer.init_state(2))
+            run(mixer, bad)
+        if mixer.causal:
+            with pytest.raises(ValueError, match=r"x must be"):
+                in_steps(mixer, bad, [bad.shape[1]])
     weights = next(mixer.parameters()).dtype
     for dtype in {torch.float32, torch.float64, torch.int64} - {weights}:
         with pytest.raises(TypeError, match=f"the dtype of the weights, {weights}, or autocast be on; got {dtype}"):
-            mixer(sequence().to(dtype))
+            run(mixer, sequence().to(dtype))
     with pytest.raises(ValueError, match="x must be on the device of the weights, cpu; got meta"):
-        mixer(sequence().to("meta"))
+        run(mixer, sequence().to("meta"))
     for batch, bounds in ((2, [0, T]), (1, [0, 5]), (1, [0, 9, 5, T]), (1, [0.0, T]), (1, [[0, T]])):
         with pytest.raises((ValueError, TypeError), match="cu_seqlens"):
-            mixer(sequence(batch), cu_seqlens=torch.tensor(bounds))
+            run(mixer, sequence(batch), cu_seqlens=torch.tensor(bounds))
 
 
 def test_unknown_options_are_refused():

@@ -23,6 +23,9 @@ def test_fft_convolution_is_the_sum(time, taps):
     torch.testing.assert_close(causal_convolution(x, h), summed(x, h), rtol=0, atol=1e-13)
     x, h = normal(2, time, 3, 4), normal(taps, 3, 1, seed=1)
     torch.testing.assert_close(causal_convolution(x, h), summed(x, h), rtol=0, atol=1e-13)
+    rows = normal(2, taps, 1, 4, seed=2)  # a filter for every row
+    each = torch.cat([summed(x[i : i + 1], rows[i]) for i in range(2)])
+    torch.testing.assert_close(causal_convolution(x, rows), each, rtol=0, atol=1e-13)
 
 
 def test_fft_convolution_keeps_the_dtype_and_refuses_shapes():
@@ -30,8 +33,8 @@ def test_fft_convolution_keeps_the_dtype_and_refuses_shapes():
     half = causal_convolution(x.bfloat16(), h.float())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.double(), summed(x.bfloat16().double(), h), rtol=2**-7, atol=2**-7)
-    with pytest.raises(ValueError, match=r"h \[S, ...\] of one axis less; got \[2, 9, 3\], \[2, 9, 3\]"):
-        causal_convolution(x, x)
+    with pytest.raises(ValueError, match=r"h \[S, ...\] of one axis less, or .*; got \[2, 9, 3\] and \[9\]"):
+        causal_convolution(x, h[:, 0])
 
 
 def built(name: str, d_model: int, n_heads: int, **options) -> torch.nn.Module:

@@ -13,6 +13,15 @@ from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
 HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
+RECALL = (
+    MixerConfig("short_convolution", {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}}),
+    MixerConfig("base_conv", {"max_length": 30}),
+    MixerConfig("selection", {"selection": "programmatic"}),
+    MixerConfig("short_convolution", {"mixer": "selection", "options": {"selection": "programmatic"}}),
+    MixerConfig("hyena", {"max_length": 30}),
+    MixerConfig("h3"),
+    MixerConfig("retnet"),
+)
 
 
 def model(mixers=HYBRID, seed: int = 0) -> LanguageModel:
@@ -29,8 +38,9 @@ def tokens(batch: int = 2, time: int = 30, seed: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
-def test_logits_are_causal():
-    built, x = model(), tokens()
+@pytest.mark.parametrize("mixers", [HYBRID, RECALL])
+def test_logits_are_causal(mixers):
+    built, x = model(mixers).eval(), tokens()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % VOCAB
     a, b = built(x), built(changed)
@@ -39,10 +49,11 @@ def test_logits_are_causal():
     assert (a[:, 12] - b[:, 12]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("mixers", [HYBRID, RECALL])
 @pytest.mark.parametrize("lengths", [[1] * 30, [17, 1, 12], [30]])
 @torch.no_grad()
-def test_steps_are_the_forward(lengths):
-    built, x = model(), tokens()
+def test_steps_are_the_forward(lengths, mixers):
+    built, x = model(mixers), tokens()
     logits, ends = built(x), torch.tensor(lengths).cumsum(0)
     state = built.init_state(2)
     for piece, end in zip(x.split(lengths, dim=1), ends, strict=True):
@@ -52,8 +63,9 @@ def test_steps_are_the_forward(lengths):
     assert state.nbytes == sum(layer.nbytes for layer in state.layers) > 0
 
 
-def test_packed_documents_are_each_alone():
-    built, x = model(), tokens(1)
+@pytest.mark.parametrize("mixers", [HYBRID, RECALL])
+def test_packed_documents_are_each_alone(mixers):
+    built, x = model(mixers), tokens(1)
     packed = built(x, cu_seqlens=torch.tensor([0, 11, 30]))
     torch.testing.assert_close(packed, torch.cat([built(x[:, :11]), built(x[:, 11:])], dim=1), rtol=1e-9, atol=1e-9)
 

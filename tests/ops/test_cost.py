@@ -201,7 +201,7 @@ def test_decoding_costs_grow_with_the_cache_only():
     step = cost.power_step_cost(8, 8, 2, gated=True, **shape)
     assert step.state == 2 * 36 * 9
     assert step.flops == 2 * 36 * 9 * 4 + 2 * step.state + step.state
-    assert step.bytes == (4 + 2) * 16 * 2 + 2 * step.state * 4
+    assert step.bytes == (4 + 2) * 16 * 2 + 2 * 4 + 2 * step.state * 4
 
 
 def test_chunking_pays_at_long_contexts_only():

@@ -14,10 +14,10 @@ VOCAB = 17
 def make_config():
     """make_config(**fields of TrainingConfig) -> RunConfig of a one-layer model."""
 
-    def make(mixer: str = "power", **training) -> RunConfig:
+    def make(mixer: str = "power", options: dict | None = None, **training) -> RunConfig:
         settings = {"context": 16, "batch_size": 2, "steps": 12, "warmup_steps": 2, "learning_rate": 1e-2,
                     "log_every": 1, "checkpoint_every": 4, "evaluate_every": 6, "evaluation_batches": 2}  # fmt: skip
-        model = ModelConfig(VOCAB, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),))
+        model = ModelConfig(VOCAB, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer, options or {}),))
         data = DataConfig(tokenizer="bytes")
         return RunConfig("tiny", model, data, TrainingConfig(**{**settings, **training}))
 

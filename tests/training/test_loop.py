@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 
+from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
 from sympow.training import CheckpointError, NonFiniteError, latest, load_checkpoint, load_model, read_metrics, train
 from sympow.training import loop as module
@@ -74,9 +75,11 @@ def test_a_run_learns_and_leaves_its_folder(tmp_path, make_config, make_batches)
     assert torch.equal(load_model(latest(run)).model.embedding.weight, loaded.model.embedding.weight)
 
 
-@pytest.mark.parametrize("mixer", ["power", "softmax"])
-def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer):
-    config = make_config(mixer, steps=12, checkpoint_every=5, evaluate_every=3)
+@pytest.mark.parametrize(
+    ("mixer", "options"), [("power", {}), ("softmax", {}), ("selection", {"selection": "learned", "top_k": 4})]
+)
+def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer, options):
+    config = make_config(mixer, options, steps=12, checkpoint_every=5, evaluate_every=3)
     batches, held_out = make_batches(config), make_batches(config, corpus_seed=1)
     train(config, batches, tmp_path / "whole", held_out=held_out, quiet=True)
     stops = [(3, signal.SIGINT, "SIGINT"), (8, signal.SIGTERM, "SIGTERM")]
@@ -100,6 +103,22 @@ def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_
     before = torch.manual_seed(1234).get_state()
     train(make_config(steps=1, warmup_steps=1), make_batches(make_config()), tmp_path / "d", quiet=True)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_auxiliary_losses_are_trained_on_and_not_reported(tmp_path, make_config, make_batches, monkeypatch):
+    config = make_config(steps=1, warmup_steps=1)
+    train(config, make_batches(config), tmp_path / "plain", quiet=True)
+    real = module._loss_sum
+
+    def loss_sum(model, *arguments):
+        add_auxiliary_loss(100 * model.embedding.weight.sum())
+        return real(model, *arguments)
+
+    monkeypatch.setattr(module, "_loss_sum", loss_sum)
+    train(config, make_batches(config), tmp_path / "extra", quiet=True)
+    (plain,), (extra,) = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "extra")
+    assert extra["loss"] == plain["loss"]
+    assert extra["grad_norm"] == pytest.approx(100 * math.sqrt(17 * 16), rel=0.05)
 
 
 def test_generators_continue(tmp_path, make_config, make_batches, monkeypatch):

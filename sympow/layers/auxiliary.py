@@ -1,0 +1,41 @@
+"""Losses that a mixer adds to that of its task while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+_collected: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def auxiliary_losses() -> Iterator[list[Tensor]]:
+    """Collects the auxiliary losses of all forward passes inside, each a number with a gradient.
+
+    A training loop runs the model in it and adds their sum to its loss; elsewhere mixers do not compute them:
+
+        with auxiliary_losses() as extra:
+            loss = task_loss(model(tokens))
+        (loss + sum(extra)).backward()
+    """
+    losses: list[Tensor] = []
+    token = _collected.set(losses)
+    try:
+        yield losses
+    finally:
+        _collected.reset(token)
+
+
+def collecting() -> bool:
+    """Whether a forward pass runs inside `auxiliary_losses`."""
+    return _collected.get() is not None
+
+
+def add_auxiliary_loss(loss: Tensor) -> None:
+    """Adds `loss` to those collected; does nothing where none are."""
+    losses = _collected.get()
+    if losses is not None:
+        losses.append(loss)

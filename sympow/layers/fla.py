@@ -1,0 +1,156 @@
+"""Mamba-2, GLA, DeltaNet and Gated DeltaNet, from the package flash-linear-attention: thin adapters to the contract.
+
+They need a GPU and the extra `fla`, and are tested here against a stand-in for the package only: what they pass on and
+give back, not what they compute. What their states hold is counted from the package's source.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import Mixer, MixerState, per_document
+
+_CONV = 4  # taps of the short convolutions, all of which the package keeps
+
+
+@dataclass
+class FlaState(MixerState):
+    """What the package's layer keeps, in the form of its caches: empty before the first token."""
+
+    recurrent: Any = None
+    conv: Any = None
+
+    def __len__(self) -> int:
+        return int(self.recurrent is not None)
+
+    def __getitem__(self, layer: int) -> dict[str, Any]:
+        return {"recurrent_state": self.recurrent, "conv_state": self.conv, "attn_state": None, "ffn_state": None}
+
+    def update(self, *, recurrent_state: Any = None, conv_state: Any = None, **_: Any) -> dict[str, Any]:
+        self.recurrent, self.conv = recurrent_state, conv_state
+        return self[0]
+
+
+class FlaMixer(Mixer):
+    """A layer of flash-linear-attention. Subclasses name it, its arguments, and the elements of its state.
+
+    Its linear weights are drawn as `Mixer.reset_parameters` does, everything else as its constructor does. Packed
+    documents are computed one after another, and so are new tokens on a state.
+    """
+
+    layer_name: ClassVar[str]
+
+    def __init__(self, d_model: int, n_heads: int):
+        super().__init__(d_model, n_heads)
+        if d_model % n_heads:
+            raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
+        self.layer = self._made()
+        self.reset_parameters()
+
+    @property
+    def out(self) -> nn.Linear:
+        """The output projection, under whichever name the layer gives it."""
+        return self.layer.out_proj if hasattr(self.layer, "out_proj") else self.layer.o_proj
+
+    def arguments(self) -> dict[str, Any]:
+        """Keywords of the layer besides its width and heads."""
+        return {}
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        if not self.out.weight.is_meta:
+            # Its constructor draws from torch's default generator: seeded from ours, and put back.
+            seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(seed)
+                fresh = self._made().state_dict()
+            self.layer.load_state_dict(fresh)
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.check_input(x, self.out.weight)
+        return per_document(lambda document: self.layer(document)[0], cu_seqlens, x)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> FlaState:
+        return FlaState()
+
+    def step(self, x: Tensor, state: FlaState) -> tuple[Tensor, FlaState]:
+        self.check_input(x, self.out.weight)
+        state = FlaState(state.recurrent, state.conv)
+        pieces = x.split(1, dim=1) if len(state) else (x,)
+        outs = [self.layer(piece, past_key_values=state, use_cache=True)[0] for piece in pieces]
+        return torch.cat(outs, dim=1), state
+
+    def state_size(self, context: int) -> int:
+        return self._elements() if context else 0
+
+    def _elements(self) -> int:
+        raise NotImplementedError
+
+    def _made(self) -> Any:
+        try:
+            layers = importlib.import_module("fla.layers")
+        except ImportError as error:
+            raise ImportError(
+                f"{type(self).__name__} needs flash-linear-attention: pip install 'sympow[fla]' ({error})"
+            ) from error
+        sizes = {"hidden_size": self.d_model, "num_heads": self.n_heads, "layer_idx": 0}
+        return getattr(layers, self.layer_name)(**sizes, **self.arguments())
+
+
+class GLA(FlaMixer):
+    """Gated linear attention (Yang et al., "Gated Linear Attention Transformers", 2023): keys d / 2 wide, values d."""
+
+    layer_name = "GatedLinearAttention"
+
+    def _elements(self) -> int:
+        return self.d_model // 2 * self.d_model // self.n_heads
+
+
+class DeltaNet(FlaMixer):
+    """The delta rule (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)."""
+
+    layer_name = "DeltaNet"
+
+    def _elements(self) -> int:
+        return self.d_model**2 // self.n_heads + _CONV * 3 * self.d_model
+
+
+class GatedDeltaNet(FlaMixer):
+    """The delta rule with decay (Yang et al., "Gated Delta Networks", 2024): keys d wide, values 2 d."""
+
+    layer_name = "GatedDeltaNet"
+
+    def arguments(self) -> dict[str, Any]:
+        return {"head_dim": self.d_model // self.n_heads, "expand_v": 2}
+
+    def _elements(self) -> int:
+        return 2 * self.d_model**2 // self.n_heads + _CONV * 4 * self.d_model
+
+
+class Mamba2(FlaMixer):
+    """Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024), twice as wide inside as out.
+
+    Args:
+        state_dim: N, states of every inner channel.
+    """
+
+    layer_name = "Mamba2"
+
+    def __init__(self, d_model: int, n_heads: int, *, state_dim: int = 128):
+        self.state_dim = state_dim  # before the layer is made
+        super().__init__(d_model, n_heads)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"head_dim": 2 * self.d_model // self.n_heads, "expand": 2, "state_size": self.state_dim}
+
+    def _elements(self) -> int:
+        return 2 * self.d_model * self.state_dim + _CONV * (2 * self.d_model + 2 * self.state_dim)

@@ -1,0 +1,211 @@
+"""Softmax attention for selected tokens only: at random, where a token repeats, or where a learned score says so.
+
+A few such layers among BaseConv ones are the hybrids of Zoology; selecting every token is `SoftmaxAttention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.auxiliary import add_auxiliary_loss, collecting
+from sympow.layers.base import (
+    AttentionMixer,
+    HeadOptions,
+    MixerState,
+    linear_float32,
+    per_document,
+    state_options,
+)
+from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.repeats import checked_tokens, distance_to_previous
+from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
+
+SELECTIONS = ("random", "programmatic", "learned")
+
+_BLOCK = 64  # scores compared with each other at once
+_UNLIMITED = 1 << 62
+
+
+@dataclass
+class TopKState(MixerState):
+    """The k largest scores so far [B, k], how many tokens were selected [B], and the tokens so far."""
+
+    largest: Tensor
+    selected: Tensor
+    position: int
+
+
+@dataclass
+class SelectionState(MixerState):
+    """Keys and values of all tokens, and what the selection remembers: scores, or the tokens themselves."""
+
+    cache: KVCache
+    choice: TopKState | InputCache
+
+
+class SelectiveAttention(AttentionMixer):
+    """Causal softmax attention in which only selected tokens ask; the others get 0 (Arora et al., "Zoology", 2023,
+    section 5 and appendix). Every token can be attended to. Rotary.
+
+    The source selects the k largest scores of the whole sequence, which looks at later tokens. Here a token is
+    selected if its score is among the k largest so far, and no more than k (1 + ln(1 + t / k)) of the first t + 1
+    tokens are, as many as there are on average in random order. So the layer is causal, and at O(T k log T) products
+    sub-quadratic, in training too.
+
+    Args:
+        selection: "random": by random scores, drawn anew in training, fixed by the position otherwise.
+            "programmatic": every token that occurred before (needs `tokens`; as many as repeat, without a limit).
+            "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
+            noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
+        top_k: k, of random and learned selection.
+        noise: standard deviation of what is added to learned scores in training, before they are compared. Like
+            dropout it comes from torch's default generator.
+        rotation: "fixed" or "none".
+        **heads: options of `AttentionMixer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        selection: str,
+        top_k: int = 16,
+        noise: float = 0.1,
+        rotation: str = "fixed",
+        **heads: Unpack[HeadOptions],
+    ):
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        if selection not in SELECTIONS:
+            raise ValueError(f"selection is one of {', '.join(SELECTIONS)}; got {selection!r}")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise ValueError(f"top_k must be an integer of at least 1; got {top_k!r}")
+        if noise < 0:
+            raise ValueError(f"noise must be at least 0; got {noise!r}")
+        self.selection, self.top_k, self.noise = selection, top_k, noise
+        self.reads_tokens = selection == "programmatic"
+        self.score = nn.Linear(d_model, 1) if selection == "learned" else None
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        inputs = [x, *self.rotate(q, k), v, *self._ids(x, tokens)]
+        return per_document(self._whole, cu_seqlens, *inputs)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SelectionState:
+        return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
+
+    def step(
+        self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, SelectionState]:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, k, state.cache.length)
+        selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
+        cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
+        y = self._attend(q.to(cache.k.dtype), *cache.filled(), selected)
+        return self._gated(y.to(x.dtype), gate), SelectionState(cache, choice)
+
+    def state_size(self, context: int) -> int:
+        cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
+        return cache + (capacity(context) if self.reads_tokens else self.top_k + 1)
+
+    def _ids(self, x: Tensor, tokens: Tensor | None) -> list[Tensor]:
+        return [checked_tokens(tokens, x)] if self.reads_tokens else []
+
+    def _whole(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *tokens: Tensor) -> Tensor:
+        selected, gate, _ = self._select(x, self._choice(x.shape[0], x.device, None), *tokens)
+        if gate is not None and self.training and collecting():
+            excess = gate.mean((1, 2)) - min(1.0, self.top_k / x.shape[1])
+            add_auxiliary_loss(F.relu(excess).mean())
+        return self._gated(self._attend(q, k.transpose(1, 2), v.transpose(1, 2), selected), gate)
+
+    def _choice(
+        self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> TopKState | InputCache:
+        options = state_options(self.out.weight, device, dtype, sums=True)
+        if self.reads_tokens:
+            return InputCache.empty(batch_size, 1, _UNLIMITED, options | {"dtype": torch.int64})
+        largest = torch.full((batch_size, self.top_k), -torch.inf, **options)
+        return TopKState(largest, largest.new_zeros(batch_size, dtype=torch.int64), 0)
+
+    def _select(
+        self, x: Tensor, choice: TopKState | InputCache, *tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None, TopKState | InputCache]:
+        """Which rows of x [B, T, d] are selected, bool [B, T]; their scores [B, T, 1] if learned; the choice after."""
+        if isinstance(choice, InputCache):
+            choice = choice.extend(tokens[0][..., None])
+            return distance_to_previous(choice.ordered()[..., 0])[:, -x.shape[1] :] > 0, None, choice
+        gate = None
+        if self.score is not None:
+            gate = torch.sigmoid(linear_float32(self.score, x))
+            score = gate.detach()[..., 0]
+            if self.training:
+                score = score + self.noise * torch.randn_like(score)
+        elif self.training:
+            score = torch.rand(x.shape[:2], device=x.device)
+        else:
+            score = scattered(choice.position, x.shape[1], x.device).expand(x.shape[:2])
+        selected, choice = running_top_k(score.to(choice.largest.dtype), choice)
+        return selected, gate, choice
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
+        """The output projection of attention for selected rows of q [B, T, H, K], 0 for others: [B, T, d].
+
+        q are the last T of the S tokens of k [B, G, S, K] and v [B, G, S, V]; selected is bool [B, T].
+        """
+        (batch, new), total = selected.shape, k.shape[2]
+        most = int(selected.sum(1).max())
+        # The selected rows first, in order; what fills up shorter lists is multiplied by 0.
+        rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
+        asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:]))
+        position = torch.arange(total, device=q.device)
+        step = max(1, MASK_ELEMENTS // (batch * total))
+        outs = [asking.new_empty(batch, 0, self.n_heads, self.value_dim)]
+        for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
+            mask = position <= at[:, None, :, None]
+            outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
+        y = self.merge(torch.cat(outs, dim=1)) * selected.gather(1, rows)[..., None]
+        return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
+
+    def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        return y if gate is None else y * gate.to(y.dtype)
+
+
+def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:
+    """Selects rows of score [B, T] that are among the k largest up to themselves, within the budget; no gradient.
+
+    Returns:
+        bool [B, T], and the state after the last row.
+    """
+    largest, candidates = state.largest, []
+    k = largest.shape[1]
+    for piece in score.split(_BLOCK, dim=1):
+        size = piece.shape[1]
+        before = torch.ones(size, size, dtype=torch.bool, device=score.device).tril(-1)
+        above = ((piece[:, None] >= piece[..., None]) & before).sum(-1)
+        above = above + (largest[:, None] >= piece[..., None]).sum(-1)
+        candidates.append(above < k)
+        largest = torch.cat([largest, piece], dim=1).topk(k, dim=1).values
+    wanted = torch.cat(candidates, dim=1).long().cumsum(1)
+    position = torch.arange(state.position, state.position + score.shape[1], device=score.device, dtype=torch.float64)
+    budget = torch.ceil(k * (1 + torch.log1p(position / k))).long()
+    # taken_t = min(taken_{t-1} + candidate_t, budget_t), unrolled
+    room = torch.cummin(budget - wanted, dim=1).values
+    taken = wanted + torch.minimum(state.selected[:, None], room)
+    earlier = torch.cat([state.selected[:, None], taken[:, :-1]], dim=1)
+    return taken > earlier, TopKState(largest, taken[:, -1].clone(), state.position + score.shape[1])
+
+
+def scattered(start: int, count: int, device: torch.device) -> Tensor:
+    """A number in [0, 1) for each of the positions start .. start + count - 1, in no order: a hash of the position."""
+    x = torch.arange(start + 1, start + count + 1, device=device)
+    for factor in (0x45D9F3B, 0x45D9F3B):
+        x = ((x >> 16) ^ x) * factor & 0xFFFFFFFF
+    return ((x >> 16) ^ x).double() / 2**32

@@ -1,0 +1,83 @@
+"""The adapters to flash-linear-attention, against a stand-in for its layers: what goes in and what comes out."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from sympow.layers import FLA_MIXERS, make_mixer
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+
+
+class StandIn(nn.Module):
+    """A running sum with a layer's arguments, its weights and its way with caches."""
+
+    def __init__(self, hidden_size, num_heads, layer_idx, **arguments):
+        super().__init__()
+        self.arguments = {"hidden_size": hidden_size, "num_heads": num_heads, "layer_idx": layer_idx, **arguments}
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.dt_bias = nn.Parameter(torch.rand(num_heads))
+
+    def forward(self, x, past_key_values=None, use_cache=False):
+        before = 0
+        if past_key_values is not None and len(past_key_values) > 0:
+            assert x.shape[1] == 1 and use_cache
+            before = past_key_values[0]["recurrent_state"][:, None]
+        sums = x.cumsum(1) + before
+        if past_key_values is not None:
+            past_key_values.update(recurrent_state=sums[:, -1].clone(), conv_state=None, layer_idx=0, offset=x.shape[1])
+        return self.o_proj(sums), None, past_key_values
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    package, layers = ModuleType("fla"), ModuleType("fla.layers")
+    for mixer in FLA_MIXERS.values():
+        setattr(layers, mixer.layer_name, StandIn)
+    monkeypatch.setitem(sys.modules, "fla", package)
+    monkeypatch.setitem(sys.modules, "fla.layers", layers)
+
+
+@pytest.mark.parametrize("name", FLA_MIXERS)
+def test_without_the_package_there_is_one_clear_line(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(ImportError, match=r"needs flash-linear-attention: pip install 'sympow\[fla\]'") as caught:
+        make_mixer(name, 8, 2, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FLA_MIXERS)
+def test_forward_steps_and_documents(fla, name):
+    mixer = make_mixer(name, 8, 2, {}).double()
+    x = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y, state, outs = mixer(x), mixer.init_state(1), []
+    assert list(state.tensors()) == [] and mixer.state_size(0) == 0 < mixer.state_size(1)
+    for piece in x.split([4, 1, 3, 1], dim=1):
+        out, state = mixer.step(piece, state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, dim=1), y)
+    assert [tensor.shape for tensor in state.tensors()] == [(1, 8)]
+    packed = mixer(x, cu_seqlens=torch.tensor([0, 4, 9]))
+    torch.testing.assert_close(packed, torch.cat([mixer(x[:, :4]), mixer(x[:, 4:])], dim=1))
+    with pytest.raises(ValueError, match="d_model must be a multiple of n_heads"):
+        make_mixer(name, 8, 3, {})
+
+
+def test_arguments(fla):
+    made = {name: make_mixer(name, 8, 2, {}).layer.arguments for name in FLA_MIXERS}
+    plain = {"hidden_size": 8, "num_heads": 2, "layer_idx": 0}
+    assert made["gla"] == made["delta_net"] == plain
+    assert made["gated_delta_net"] == plain | {"head_dim": 4, "expand_v": 2}
+    assert made["mamba2"] == plain | {"head_dim": 8, "expand": 2, "state_size": 128}
+    assert make_mixer("mamba2", 8, 2, {"state_dim": 16}).layer.arguments["state_size"] == 16
+
+
+def test_the_seed_decides_weights_and_nothing_else_is_touched(fla):
+    before = torch.get_rng_state()
+    config = ModelConfig(11, 8, 2, 2, (MixerConfig("gla"),))
+    a, b, c = (LanguageModel(config, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    name = "blocks.1.mixer.layer.dt_bias"
+    assert all(torch.equal(a[key], b[key]) for key in a) and not torch.equal(a[name], c[name])

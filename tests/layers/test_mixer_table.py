@@ -1,0 +1,60 @@
+"""The table of docs/mixers.md against the mixers: no row missing, and none that says what is no longer so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sympow.layers import FLA_MIXERS, MIXERS, AttentionMixer
+from sympow.ops.feature_map import spow_dim
+
+LINES = (Path(__file__).resolve().parents[2] / "docs/mixers.md").read_text().splitlines()
+CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
+ROWS = {cells[0]: cells[1:] for cells in CELLS[1:]}  # after the heading
+HEADS = {"n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "qk_norm", "bias"}
+REQUIRED = {
+    "window": {"window": 24},
+    "blocked_window": {"window": 48},
+    "long_convolution": {"max_length": 40},
+    "base_conv": {"max_length": 40},
+    "hyena": {"max_length": 40},
+    "selection": {"selection": "learned"},
+}
+D_MODEL, N_HEADS = 24, 4
+
+
+def test_every_mixer_has_a_row():
+    assert set(ROWS) == {*MIXERS, *FLA_MIXERS}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_options_and_causality(name):
+    mixer = (MIXERS | FLA_MIXERS)[name]
+    options = set(ROWS[name][0].split(", ")) - {"none"}
+    listed = (options - {"heads"}) | (HEADS if "heads" in options else set())
+    assert listed == set(mixer.option_names())
+    assert ("heads" in options) == issubclass(mixer, AttentionMixer)
+    assert ROWS[name][4] == ("yes" if mixer.causal else "no")
+
+
+@pytest.mark.parametrize("tokens", [16, 64])  # sizes at which caches have no spare room
+@pytest.mark.parametrize("name", ROWS)
+def test_state(name, tokens):
+    steps, state = ROWS[name][2:4]
+    if name in FLA_MIXERS:
+        mixer = FLA_MIXERS[name].__new__(FLA_MIXERS[name])  # without the package, and so without its layer
+        torch.nn.Module.__init__(mixer)
+        mixer.d_model, mixer.n_heads, mixer.state_dim = D_MODEL, N_HEADS, 128
+    else:
+        mixer = MIXERS[name](D_MODEL, N_HEADS, **REQUIRED.get(name, {}))
+    if not mixer.causal:
+        assert steps == state == "none"
+        return
+    letters = {"d": D_MODEL, "N": tokens, "H": N_HEADS, "min": min}
+    letters |= {"w": getattr(mixer, "window", None), "L": REQUIRED.get(name, {}).get("max_length")}
+    letters |= {"k": getattr(mixer, "top_k", 4), "n": getattr(mixer, "state_dim", 64)}
+    if isinstance(mixer, AttentionMixer):
+        letters |= {"G": mixer.n_kv_heads, "K": mixer.head_dim, "V": mixer.value_dim, "D": spow_dim(mixer.head_dim, 2)}
+    assert mixer.state_size(tokens) == eval(state.strip("`"), {"__builtins__": {}}, letters)
+    grows = max(mixer.state_size(40), mixer.state_size(100_000)) > mixer.state_size(1)
+    assert steps == ("cache" if grows else "recurrence")

@@ -1,0 +1,146 @@
+"""Selection by tokens, by chance and by learned scores, and the filters that depend on the input."""
+
+import math
+
+import pytest
+import torch
+
+from sympow.layers import MIXERS, auxiliary_losses
+from sympow.layers.input_dependent_conv import autocorrelation
+from sympow.layers.repeats import distance_to_previous
+from sympow.layers.selection import TopKState, running_top_k, scattered
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def selective(selection: str, **options) -> torch.nn.Module:
+    mixer = MIXERS["selection"](16, 2, selection=selection, **options).double()
+    mixer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    return mixer
+
+
+def selected_rows(mixer: torch.nn.Module, y: torch.Tensor) -> torch.Tensor:
+    return y.abs().sum(-1) > 0
+
+
+def start(batch: int, k: int) -> TopKState:
+    return TopKState(torch.full((batch, k), -torch.inf).double(), torch.zeros(batch, dtype=torch.int64), 0)
+
+
+def test_distance_to_previous():
+    tokens = torch.tensor([[5, 3, 5, 5, 9, 3], [1, 2, 3, 4, 5, 6]])
+    assert distance_to_previous(tokens).tolist() == [[0, 0, 2, 1, 0, 4], [0] * 6]
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "ties"])
+def test_running_top_k_is_what_it_says(k, order):
+    time = 150  # more than two blocks
+    score = normal(2, time, seed=k)
+    if order != "random":
+        score = {"rising": score.sort(1).values, "falling": -score.sort(1).values, "ties": score.round()}[order]
+    got, state = running_top_k(score, start(2, k))
+    for row in range(2):
+        taken = 0
+        for t in range(time):
+            among_largest = (score[row, :t] >= score[row, t]).sum() < k
+            wanted = bool(among_largest and taken < math.ceil(k * (1 + math.log1p(t / k))))
+            assert got[row, t] == wanted
+            taken += wanted
+        assert state.selected[row] == taken
+    assert torch.equal(state.largest, score.topk(k, dim=1).values)
+    # far fewer than half of the tokens, also of scores that rise, which all are among the largest so far
+    assert int(got.sum(1).max()) <= math.ceil(k * (1 + math.log1p((time - 1) / k)))
+
+
+def test_random_scores_are_without_order_and_of_the_position():
+    score = scattered(0, 4000, torch.device("cpu"))
+    assert torch.equal(score[70:90], scattered(70, 20, torch.device("cpu")))
+    assert abs(score.mean() - 0.5) < 0.03 and abs(torch.corrcoef(torch.stack([score[1:], score[:-1]]))[0, 1]) < 0.06
+    assert len(score.unique()) == 4000
+
+
+@pytest.mark.parametrize("selection", ["random", "learned"])
+def test_training_draws_and_stays_causal(selection):
+    mixer, x = selective(selection, top_k=3, noise=2.0).train(), normal(2, 40, 16)
+    with torch.random.fork_rng():
+        outs = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            outs.append(mixer(x))
+        assert torch.equal(outs[0], outs[1])
+        assert not torch.equal(selected_rows(mixer, outs[0]), selected_rows(mixer, outs[2]))
+        changed = torch.cat([x[:, :20], normal(2, 20, 16, seed=1)], dim=1)
+        torch.manual_seed(0)
+        assert torch.equal(selected_rows(mixer, mixer(changed))[:, :20], selected_rows(mixer, outs[0])[:, :20])
+        torch.manual_seed(0)
+        torch.testing.assert_close(mixer(changed)[:, :20], outs[0][:, :20])
+
+
+def test_selected_rows_are_softmax_attention_and_others_zero():
+    mixer, x = selective("programmatic"), normal(2, 12, 16)
+    tokens = torch.tensor([[1, 2, 1, 3, 2, 4, 4, 5, 6, 7, 8, 1], list(range(12))])
+    softmax = MIXERS["softmax"](16, 2).double()
+    softmax.load_state_dict(mixer.state_dict())
+    y = mixer(x, tokens=tokens)
+    repeats = torch.tensor([[0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 1], [0] * 12])
+    torch.testing.assert_close(y, softmax(x) * repeats[..., None])
+
+
+def test_blocks_of_selected_rows_are_the_whole(monkeypatch):
+    mixer, x = selective("random", top_k=9).eval(), normal(2, 40, 16)
+    y = mixer(x)
+    monkeypatch.setattr("sympow.layers.selection.MASK_ELEMENTS", 3 * 2 * 40)
+    torch.testing.assert_close(mixer(x), y)
+
+
+def test_auxiliary_loss_is_the_hinge_of_the_mean_score():
+    mixer, x = selective("learned", top_k=4).train(), normal(2, 40, 16)
+    with torch.no_grad():
+        mixer.score.bias.fill_(3.0)
+    mean = torch.sigmoid(mixer.score(x)).mean((1, 2))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mixer(x)  # outside, none is computed
+        with auxiliary_losses() as losses:
+            mixer(x)
+        torch.testing.assert_close(sum(losses), (mean - 4 / 40).mean())
+        sum(losses).backward()
+        assert mixer.score.bias.grad > 0 and mixer.qkv.weight.grad is None
+        with torch.no_grad():
+            mixer.score.bias.fill_(-30.0)
+        with auxiliary_losses() as losses:
+            mixer(x)
+        assert len(losses) == 1 and losses[0] == 0
+        with auxiliary_losses() as losses:
+            mixer.eval()(x)
+        assert losses == []
+
+
+def test_tokens_are_asked_for_and_checked():
+    mixer, x = selective("programmatic"), normal(1, 4, 16)
+    with pytest.raises(ValueError, match="this mixer needs the tokens that x stands for"):
+        mixer(x)
+    with pytest.raises(ValueError, match=r"tokens must be int64 \[1, 4\]; got torch.int64 \[1, 3\]"):
+        mixer(x, tokens=torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"tokens must be int64 \[1, 4\]; got torch.int32 \[1, 4\]"):
+        MIXERS["programmatic_conv"](16, 2).double()(x, tokens=torch.zeros(1, 4, dtype=torch.int32))
+
+
+def test_programmatic_filter_marks_the_lags_of_repeats():
+    mixer, x = MIXERS["programmatic_conv"](3, 1).double(), normal(1, 7, 3)
+    tokens = torch.tensor([[1, 2, 1, 3, 2, 1, 4]])  # lags 2, 3 and 3
+    moved = sum(torch.cat([torch.zeros(1, lag, 3), x[:, :-lag]], dim=1) for lag in (2, 3))
+    torch.testing.assert_close(mixer(x, tokens=tokens), mixer.projection(x) * (moved + mixer.bias))
+
+
+def test_autocorrelation_is_its_sum_and_finds_a_period():
+    x = normal(2, 20, 3)
+    expected = torch.stack([(x[:, lag:] * x[:, : 20 - lag]).sum((1, 2)) for lag in range(20)], dim=1)
+    torch.testing.assert_close(autocorrelation(x), expected)
+    mixer = MIXERS["autocorrelation_conv"](3, 1, top_k=1).double()
+    x = normal(1, 6, 3).repeat(1, 5, 1)
+    moved = torch.cat([torch.zeros(1, 6, 3), x[:, :-6]], dim=1)
+    torch.testing.assert_close(mixer(x), mixer.projection(x) * (moved + mixer.bias))
