@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -135,10 +136,9 @@ class RecallConfig:
             if self.architecture.positions and task.length > longest:
                 raise ValueError(f"learned positions end at the trained length, {longest}; the test has {task.length}")
         model = self.model
-        with torch.device("meta"):
-            for layer in range(model.n_layers):
-                mixer = model.mixer(layer)
-                make_mixer(mixer.name, model.d_model, model.n_heads, mixer.options)
+        for layer in range(model.n_layers):
+            mixer = model.mixer(layer)
+            _check_mixer(mixer.name, json.dumps(mixer.options, sort_keys=True), model.d_model, model.n_heads)
 
     @property
     def model(self) -> ModelConfig:
@@ -196,6 +196,13 @@ def grid(
         if values:
             runs = [replace(run, **{name: value}) for run in runs for value in values]
     return tuple(runs)
+
+
+@lru_cache(maxsize=256)  # a sweep of a thousand runs has a few mixers
+def _check_mixer(name: str, options: str, width: int, heads: int) -> None:
+    """Makes a mixer, without its weights, for the errors that this raises."""
+    with torch.device("meta"):
+        make_mixer(name, width, heads, json.loads(options))
 
 
 def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str, Any]:
