@@ -23,14 +23,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mqar", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as mqar:anchors")
     parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
-    parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/ and its name)")
+    parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/, its name and the commit)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--executor", choices=EXECUTORS, default="process", help="(default: process)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     sweep = load_sweep(args.recipe)
     about = {"processor": processor(args.device), "commit": commit()}
-    folder = args.out or Path("runs") / sweep.name
+    # A folder of its own for every commit: rows of another one are not to be taken for those of this.
+    folder = args.out or Path("runs") / f"{sweep.name}-{about['commit']}"
     rows = run_sweep(sweep, folder, executor=args.executor, jobs=args.jobs, device=args.device)
     write_results(args.csv, [row | about for row in rows])
     print(summary(rows))

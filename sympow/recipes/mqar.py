@@ -23,7 +23,7 @@ def attention() -> RecallConfig:
 
 def power() -> RecallConfig:
     """One run: power attention, p = 2, in the same place."""
-    return _anchor(_behind("power p=2", "power", **_POWER))
+    return _anchor(_behind("power p=2", "power", head_dim=32, **_POWER))
 
 
 def anchors() -> Sweep:
@@ -107,7 +107,7 @@ def _behind(label: str, mixer: str, *, head_dim: int | None = None, **options: A
 
 
 def _anchor(architecture: Architecture) -> RecallConfig:
-    return RecallConfig(architecture, learning_rate=3e-3, examples=64_000, epochs=1, validations=10, stop_at=0.998)
+    return RecallConfig(architecture, learning_rate=3e-3, epochs=1, validations=12, stop_at=0.994)
 
 
 def _gpu_grid(architectures: list[Architecture], **axes: Any) -> tuple[RecallConfig, ...]:
