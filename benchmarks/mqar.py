@@ -22,13 +22,14 @@ LEAST = {"mqar-anchors": 0.99}  # median test accuracy over the seeds, of every 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mqar", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as mqar:anchors")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="of every run, such as epochs=4")
     parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
     parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/, its name and the commit)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--executor", choices=EXECUTORS, default="process", help="(default: process)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    sweep = load_sweep(args.recipe)
+    sweep = load_sweep(args.recipe).override(args.overrides)
     about = {"processor": processor(args.device), "commit": commit()}
     # A folder of its own for every commit: rows of another one are not to be taken for those of this.
     folder = args.out or Path("runs") / f"{sweep.name}-{about['commit']}"

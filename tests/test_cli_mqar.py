@@ -48,7 +48,7 @@ def test_one_run(recipe, tmp_path, capsys):
     said = capsys.readouterr()
     (row,) = read_results(out / "results.csv")
     assert row["seed"] == 3 and row["mlp_ratio"] == 0 and row["width"] == 16
-    assert said.out.splitlines()[-1] == f"1 runs: {out}/results.csv" and "| attention | 1 | 16 | mqar 8:1 |" in said.out
+    assert said.out.splitlines()[-1] == f"1 run: {out}/results.csv" and "| attention | 1 | 16 | mqar 8:1 |" in said.out
     assert "validation 1: loss" in said.err
 
 
@@ -79,7 +79,7 @@ def test_errors_are_one_line(recipe, fails, tmp_path):
     assert fails("mqar", recipe, *out, "--executor", "slurm", "--slurm", "gpus") == (
         "a parameter of Slurm is written key=value, got 'gpus'"
     )
-    assert fails("mqar", recipe, *out, "--slurm", "timeout_min=5").startswith("parameters of Slurm are for the executor")
+    assert fails("mqar", recipe, *out, "--slurm", "timeout_min=5").startswith("parameters of Slurm are for")
     assert fails("mqar", recipe, *out, "--device", "tpu").startswith("device 'tpu' cannot be used here")
     assert not (tmp_path / "out").exists()
     (tmp_path / "other.csv").write_text("a\n1\n")

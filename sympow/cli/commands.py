@@ -17,7 +17,7 @@ from sympow.data import Corpus, StreamDecoder, open_corpus
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
 from sympow.models import PRESETS, stream
 from sympow.ops.cost import ModelShape, format_bytes
-from sympow.recall import Sweep, draw_figures, read_results, run_sweep, summary
+from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
@@ -82,8 +82,7 @@ def sizes(options: argparse.Namespace) -> None:
 
 def mqar(options: argparse.Namespace) -> None:
     """`sympow mqar`."""
-    sweep = load_sweep(options.recipe)
-    sweep = Sweep(sweep.name, tuple(override(run, options.overrides) for run in sweep.runs))
+    sweep = load_sweep(options.recipe).override(options.overrides)
     resolve_device(options.device)
     folder = Path(options.out or f"runs/{sweep.name}")
     rows = run_sweep(
@@ -97,7 +96,7 @@ def mqar(options: argparse.Namespace) -> None:
         quiet=options.quiet,
     )
     print(summary(rows))
-    print(f"{len(sweep.runs)} runs: {folder / RESULTS}")
+    print(f"{len(sweep.runs)} {'run' if len(sweep.runs) == 1 else 'runs'}: {folder / RESULTS}")
 
 
 def mqar_figures(options: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from sympow.data.mqar import RecallTask
 from sympow.layers import FLA_MIXERS, MIXERS, make_mixer
 from sympow.models import MixerConfig, ModelConfig
 from sympow.training.config import PRECISIONS, unknown
+from sympow.training.overrides import override
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,10 @@ class Sweep:
         object.__setattr__(self, "runs", tuple({run.id: run for run in self.runs}.values()))
         if not self.runs:
             raise ValueError(f"the sweep {self.name} has no runs")
+
+    def override(self, assignments: Sequence[str]) -> Sweep:
+        """The sweep with fields of every run set, each as "key.path=value"; see `sympow.training.override`."""
+        return Sweep(self.name, tuple(override(run, assignments) for run in self.runs))
 
 
 def grid(

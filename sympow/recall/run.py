@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,15 +43,20 @@ def run(
     Raises RuntimeError where a mixer's step cannot be captured as a graph.
     """
     where = resolve_device(device)
+    on_cuda = where.type == "cuda"
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+    with ExitStack() as stack:
+        if on_cuda:
+            stack.enter_context(torch.cuda.device(where))  # graphs and kernels go to the current one
+        stack.enter_context(torch.random.fork_rng(devices=[where] if on_cuda else []))
         torch.manual_seed(config.seed)
         longest = max(task.length for task in config.train)
         positions = longest if config.architecture.positions else 0
         model = RecallModel(config.model, positions=positions, seed=config.seed).to(where)
-        trainer = _Trainer(config, model, where, cuda_graphs and where.type == "cuda")
+        trainer = _Trainer(config, model, where, cuda_graphs and on_cuda)
         validation = _load(config.train, config.validation_examples, (config.data_seed, _VALIDATION), str(where))
         terminal = Terminal(quiet, 0, config.epochs * config.validations)
+        stack.callback(terminal.close)
         ended = "epochs over"
         for epoch in range(config.epochs * config.validations):
             train_loss = trainer.epoch(epoch)
@@ -63,27 +69,24 @@ def run(
             if config.stop_at is not None and valid.accuracy >= config.stop_at:
                 ended = "solved"
                 break
-        terminal.close()
         rows = []
         for number, task in enumerate(config.tests):
             key = (config.data_seed, _TEST, number)
             tested = _measure(model, _load((task,), config.test_examples, key, str(where)), config)
-            rows.append(
-                _described(config, task, model)
-                | {
-                    "steps": trainer.steps_done,
-                    "epochs_run": (epoch + 1) / config.validations,
-                    "ended": ended,
-                    "train_loss": train_loss,
-                    "validation_loss": valid.loss,
-                    "validation_accuracy": valid.accuracy,
-                    "test_loss": tested.loss,
-                    "test_accuracy": tested.accuracy,
-                    "seconds": round(time.perf_counter() - began, 2),
-                    "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
-                    "torch": torch.__version__,
-                }
-            )
+            result = {
+                "steps": trainer.steps_done,
+                "epochs_run": (epoch + 1) / config.validations,
+                "ended": ended,
+                "train_loss": train_loss,
+                "validation_loss": valid.loss,
+                "validation_accuracy": valid.accuracy,
+                "test_loss": tested.loss,
+                "test_accuracy": tested.accuracy,
+                "seconds": round(time.perf_counter() - began, 2),
+                "device": torch.cuda.get_device_name(where) if on_cuda else where.type,
+                "torch": torch.__version__,
+            }
+            rows.append(_described(config, task, model) | result)
     return rows
 
 

@@ -90,7 +90,9 @@ def test_a_grid_is_every_combination_and_a_sweep_holds_a_run_once():
     assert {(run.train[0].length, run.width, run.seed) for run in runs} == {
         (n, d, s) for n in (64, 128) for d in (64, 128) for s in (0, 1, 2)
     }
-    assert Sweep("twice", (base, *runs, base)).runs == (base, *(run for run in runs if run != base))
+    twice = Sweep("twice", (base, *runs, base))
+    assert twice.runs == (base, *(run for run in runs if run != base))
+    assert len(twice.override(["seed=0"]).runs) == 8 and twice.override(["seed=0"]).name == "twice"
 
 
 def test_a_mixer_that_needs_a_length_gets_the_longest_row():
