@@ -137,8 +137,8 @@ class Mixer(nn.Module, ABC):
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
 
-    def extras(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The keywords that `forward` and `step` need besides x: {"tokens": tokens} or none, see `reads_tokens`."""
+    def extras(self, tokens: Tensor | None) -> dict[str, Tensor | None]:
+        """What `forward` and `step` need besides x, as keywords: {"tokens": tokens} or nothing, see `reads_tokens`."""
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:

@@ -23,9 +23,7 @@ class BaseConv(Mixer):
         order: width of the implicit filter's network.
     """
 
-    def __init__(
-        self, d_model: int, n_heads: int, *, max_length: int, filter: str = "implicit", order: int = 64
-    ):
+    def __init__(self, d_model: int, n_heads: int, *, max_length: int, filter: str = "implicit", order: int = 64):
         super().__init__(d_model, n_heads)
         self.filter = make_filter(filter, d_model, max_length, order)
         self.projection = nn.Linear(d_model, d_model)

@@ -20,7 +20,7 @@ _FAST, _SLOW, _TARGET = 0.3, 1.5, 1e-2  # a channel's taps fall to _TARGET withi
 class ExplicitFilter(nn.Module):
     """A weight for every tap and channel, [max_length, C], drawn as torch's convolutions are: within 1 / sqrt(taps).
 
-    Zoology's code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
+    Published code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
     """
 
     def __init__(self, channels: int, max_length: int):

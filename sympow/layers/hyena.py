@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,7 @@ class Hyena(Mixer):
         order: width of the filter's network.
     """
 
-    def __init__(
-        self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64
-    ):
+    def __init__(self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64):
         super().__init__(d_model, n_heads)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
@@ -88,9 +87,27 @@ class Hyena(Mixer):
 
     def _long(self, q: Tensor, seen: Tensor) -> Tensor:
         """q [B, T', d] and what T >= T' tokens left -> [B, T', d], of the last T' tokens."""
-        h, new = self.filter(seen.shape[1]), q.shape[1]
+        h = self.filter(seen.shape[1])
         if self.heads == self.d_model:
-            return q * last_outputs(seen, h, new)
-        k, v = (part.unflatten(-1, (self.heads, -1)) for part in seen.chunk(2, dim=-1))
-        past = last_outputs(k[..., :, None] * v[..., None, :], h[..., None, None], new)  # [B, T', heads, K, V]
-        return (q.unflatten(-1, (self.heads, -1, 1)) * past).sum(-2).flatten(2)
+            return q * last_outputs(seen, h, q.shape[1])
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, *seen.chunk(2, dim=-1)))
+        return filtered_attention(q, k, v, h).flatten(2)
+
+
+def filtered_attention(q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
+    """y_t = sum over s <= t of h_{t-s} (q_t . k_s) v_s, by scores or as a convolution of k v^T, whichever costs less.
+
+    Args:
+        q: [B, T', H, K], of the last T' of T tokens.
+        k, v: [B, T, H, K].
+        h: [S, H], the filter's taps; missing ones are zero.
+    """
+    new, total, width = q.shape[1], k.shape[1], q.shape[3]
+    # Products: 4 K a pair of tokens, against three transforms of length 2 T for each of K K channels.
+    if new > 1 and total > 7.5 * width * log2(2 * total):
+        past = last_outputs(k[..., :, None] * v[..., None, :], h[..., None, None], new)  # [B, T', H, K, K]
+        return (q[..., None] * past).sum(-2)
+    position = torch.arange(total, device=q.device)
+    lag = position[total - new :, None] - position
+    weight = h[lag.clamp(0, h.shape[0] - 1)].permute(2, 0, 1) * ((lag >= 0) & (lag < h.shape[0]))
+    return torch.einsum("bhts,bshv->bthv", torch.einsum("bthk,bshk->bhts", q, k) * weight.to(q.dtype), v)

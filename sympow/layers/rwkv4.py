@@ -41,9 +41,7 @@ class RWKV4(Mixer):
         self.mix = nn.Parameter(torch.empty(3, d_model))  # of k, v, r: the share of the token itself
         self.decay = nn.Parameter(torch.empty(d_model))  # log of the decay rate
         self.bonus = nn.Parameter(torch.empty(d_model))  # u, added to the token's own exponent
-        self.key, self.value, self.receptance, self.out = (
-            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
-        )
+        self.key, self.value, self.receptance, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.reset_parameters()
 
     def reset_parameters(

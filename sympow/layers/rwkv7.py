@@ -72,9 +72,7 @@ class RWKV7(Mixer):
             raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
         self.depth, self.head_dim = depth, d_model // n_heads
         self.mix = nn.Parameter(torch.empty(6, d_model))  # of r, w, k, v, a, g: the share of the token before
-        self.receptance, self.key, self.value, self.out = (
-            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
-        )
+        self.receptance, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.decay = LowRank(d_model, 2.5, nn.Tanh())
         self.rate = LowRank(d_model, 2.5)
         self.gate = LowRank(d_model, 5.0, nn.Sigmoid(), bias=False)

@@ -102,15 +102,13 @@ class SelectiveAttention(AttentionMixer):
     ) -> SelectionState:
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
-    def step(
-        self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
-    ) -> tuple[Tensor, SelectionState]:
+    def step(self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None) -> tuple[Tensor, SelectionState]:
         q, k, v = self.heads(x)
         q, k = self.rotate(q, k, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
-        y = self._attend(q.to(cache.k.dtype), *cache.filled(), selected)
-        return self._gated(y.to(x.dtype), gate), SelectionState(cache, choice)
+        y = self._attend(q, *cache.filled(), selected)
+        return self._gated(y, gate), SelectionState(cache, choice)
 
     def state_size(self, context: int) -> int:
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
@@ -164,14 +162,14 @@ class SelectiveAttention(AttentionMixer):
         most = int(selected.sum(1).max())
         # The selected rows first, in order; what fills up shorter lists is multiplied by 0.
         rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
-        asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:]))
+        asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:])).to(k.dtype)
         position = torch.arange(total, device=q.device)
         step = max(1, MASK_ELEMENTS // (batch * total))
         outs = [asking.new_empty(batch, 0, self.n_heads, self.value_dim)]
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
             outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
-        y = self.merge(torch.cat(outs, dim=1)) * selected.gather(1, rows)[..., None]
+        y = self.merge(torch.cat(outs, dim=1).to(q.dtype)) * selected.gather(1, rows)[..., None]
         return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:

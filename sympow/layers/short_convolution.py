@@ -42,9 +42,7 @@ class DepthwiseConvolution(nn.Module):
         """x [B, T, C] -> [B, T, C]; zeros stand before the first token."""
         return self._apply_to(F.pad(x.transpose(1, 2), (self.width - 1, 0)))
 
-    def init_state(
-        self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> Tensor:
+    def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
         """The k - 1 inputs before the first token, zeros [B, k - 1, C]."""
         shape = (batch_size, self.width - 1, self.weight.shape[0])
         return torch.zeros(shape, **state_options(self.weight, device, dtype))
@@ -102,11 +100,9 @@ class ShortConvolution(Mixer):
 
         self.convolution = DepthwiseConvolution(d_model, width)
         self.mixer = None if mixer is None else make_mixer(mixer, d_model, n_heads, options or {})
-        if self.mixer is None:
-            self.convolution.reset_parameters()
-        else:
+        if self.mixer is not None:
             self.causal, self.reads_tokens = self.mixer.causal, self.mixer.reads_tokens
-            self.reset_parameters()
+        self.reset_parameters()
 
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
@@ -115,10 +111,11 @@ class ShortConvolution(Mixer):
         if self.mixer is not None:
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **tokens: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """As `Mixer.forward`; `tokens` are for a mixer behind that reads them."""
         self.check_input(x, self.convolution.weight)
         y = per_document(self.convolution, cu_seqlens, x)
-        return y if self.mixer is None else self.mixer(y.to(x.dtype), cu_seqlens=cu_seqlens, **tokens)
+        return y if self.mixer is None else self.mixer(y.to(x.dtype), cu_seqlens=cu_seqlens, **self.extras(tokens))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -128,13 +125,13 @@ class ShortConvolution(Mixer):
         return ShortConvolutionState(past, behind)
 
     def step(
-        self, x: Tensor, state: ShortConvolutionState, **tokens: Tensor
+        self, x: Tensor, state: ShortConvolutionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, ShortConvolutionState]:
         self.check_input(x, self.convolution.weight)
         y, past = self.convolution.step(x, state.past)
         behind = state.behind
         if self.mixer is not None:
-            y, behind = self.mixer.step(y.to(x.dtype), behind, **tokens)
+            y, behind = self.mixer.step(y.to(x.dtype), behind, **self.extras(tokens))
         return y, ShortConvolutionState(past, behind)
 
     def state_size(self, context: int) -> int:

@@ -48,10 +48,10 @@ class Block(nn.Module):
             self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
             self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
 
-    def forward(self, x: Tensor, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
 
-    def step(self, x: Tensor, tokens: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
+    def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
         return self._mlp(x + y), state
 
@@ -154,7 +154,7 @@ class LanguageModel(nn.Module):
         x = self._embed(tokens)
         layers = []
         for block, before in zip(self.blocks, state.layers, strict=True):
-            x, after = block.step(x, tokens, before)
+            x, after = block.step(x, before, tokens)
             layers.append(after)
         return self._head(self.final_norm(x[:, -1])), ModelState(layers)
 
@@ -169,7 +169,7 @@ class LanguageModel(nn.Module):
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         x = self._embed(tokens)
         for block in self.blocks:
-            x = block(x, tokens, cu_seqlens)
+            x = block(x, cu_seqlens, tokens)
         return self.final_norm(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:

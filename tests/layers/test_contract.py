@@ -240,6 +240,19 @@ def test_state_is_as_large_as_it_says(case):
         assert state.nbytes == sum(storages.values())
 
 
+@pytest.mark.parametrize("case", STEPPED)
+@torch.no_grad()
+def test_state_in_lower_precision(case):
+    mixer, x = make(case).float(), sequence().float()
+    y, state, outs = run(mixer, x), mixer.init_state(2, dtype=torch.bfloat16), []
+    for piece in x.split([20] + [1] * 17, dim=1):
+        out, state = mixer.step(piece, state, **mixer.extras(tokens_of(piece)))
+        outs.append(out)
+    stepped = torch.cat(outs, dim=1)
+    assert stepped.dtype == torch.float32
+    assert (stepped - y).square().mean().sqrt() < 0.03 * y.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_weights_save_and_load(case, tmp_path):
     mixer, other = make(case), make(case, seed=1)

@@ -5,6 +5,7 @@ import torch
 
 from sympow.layers import MIXERS
 from sympow.layers.filters import ImplicitFilter
+from sympow.layers.hyena import filtered_attention
 from sympow.ops.convolution import causal_convolution
 
 
@@ -17,7 +18,7 @@ def summed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows, dim=1)
 
 
-@pytest.mark.parametrize(("time", "taps"), [(1, 1), (1, 5), (7, 3), (8, 8), (13, 40), (33, 1)])
+@pytest.mark.parametrize(("time", "taps"), [(1, 1), (1, 5), (7, 3), (8, 8), (9, 9), (13, 40), (33, 1), (33, 12)])
 def test_fft_convolution_is_the_sum(time, taps):
     x, h = normal(2, time, 3), normal(taps, 3, seed=1)
     torch.testing.assert_close(causal_convolution(x, h), summed(x, h), rtol=0, atol=1e-13)
@@ -66,6 +67,16 @@ def test_hyena_in_heads_is_linear_attention_with_a_filter():
     weights = torch.einsum("btmk,bsmk->bmts", q, k) * (h[lag.clamp(min=0)] * (lag >= 0)[..., None]).permute(2, 0, 1)
     y = torch.einsum("bmts,bsmv->btmv", weights, v)
     torch.testing.assert_close(mixer(x), mixer.out(y.flatten(2)))
+
+
+@pytest.mark.parametrize("taps", [9, 40, 500])
+def test_filtered_attention_by_scores_is_that_by_convolution(taps):
+    q, k, v = (normal(2, 200, 3, 2, seed=seed) for seed in range(3))  # so long that it convolves
+    h = normal(taps, 3, seed=3)
+    rows = torch.cat([filtered_attention(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1], h) for t in range(200)], dim=1)
+    torch.testing.assert_close(filtered_attention(q, k, v, h), rows)
+    torch.testing.assert_close(filtered_attention(q[:, 50:], k, v, h), rows[:, 50:])
+    torch.testing.assert_close(filtered_attention(q[:, 20:30], k[:, :30], v[:, :30], h), rows[:, 20:30])
 
 
 def test_implicit_filter_decays_and_its_first_taps_do_not_depend_on_how_many_are_asked_for():
