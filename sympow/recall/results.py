@@ -16,7 +16,8 @@ Row = Mapping[str, Any]
 
 # Rows that agree in these differ in learning rate and seed alone.
 SETTING = ("label", "mixers", "width", "heads", "layers", "mlp_ratio", "positions", "train", "test", "vocab_size",
-           "data_seed", "examples", "epochs", "batch_size", "weight_decay", "precision")  # fmt: skip
+           "data_seed", "examples", "epochs", "batch_size", "weight_decay", "warmup",
+           "stop_at", "validations", "precision")  # fmt: skip
 
 
 def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:

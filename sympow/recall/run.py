@@ -30,7 +30,7 @@ _EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimize
 def run(
     config: RecallConfig, *, device: str = "auto", cuda_graphs: bool = True, quiet: bool = True
 ) -> list[dict[str, Any]]:
-    """Trains, validates after every epoch, and tests once, at the end; a row of results for every task tested on.
+    """Trains, validates after every epoch or more often, and tests once, at the end; a row for every task tested on.
 
     The test decides nothing: learning rates are chosen by the validation accuracies of their rows.
 
@@ -58,11 +58,11 @@ def run(
         terminal = Terminal(quiet, 0, config.epochs * config.validations)
         stack.callback(terminal.close)
         ended = "epochs over"
-        for epoch in range(config.epochs * config.validations):
-            train_loss = trainer.epoch(epoch)
+        for number in range(config.epochs * config.validations):
+            train_loss = trainer.train(number)
             valid = _measure(model, validation, config)
             terminal.advance(train_loss)
-            terminal.say(f"validation {epoch + 1}: loss {train_loss:.4f}, validation accuracy {valid.accuracy:.4f}")
+            terminal.say(f"validation {number + 1}: loss {train_loss:.4f}, validation accuracy {valid.accuracy:.4f}")
             if not math.isfinite(train_loss):
                 ended = "diverged"
                 break
@@ -70,12 +70,12 @@ def run(
                 ended = "solved"
                 break
         rows = []
-        for number, task in enumerate(config.tests):
-            key = (config.data_seed, _TEST, number)
+        for stream, task in enumerate(config.tests):
+            key = (config.data_seed, _TEST, stream)
             tested = _measure(model, _load((task,), config.test_examples, key, str(where)), config)
             result = {
                 "steps": trainer.steps_done,
-                "epochs_run": (epoch + 1) / config.validations,
+                "epochs_run": (number + 1) / config.validations,
                 "ended": ended,
                 "train_loss": train_loss,
                 "validation_loss": valid.loss,
@@ -127,6 +127,9 @@ def _described(config: RecallConfig, task: RecallTask, model: RecallModel) -> di
         "epochs": config.epochs,
         "batch_size": config.batch,
         "weight_decay": config.weight_decay,
+        "warmup": config.warmup,
+        "stop_at": config.stop_at,
+        "validations": config.validations,
         "precision": config.precision,
         "parameters": model.num_parameters(),
         "state_elements": state,
@@ -182,8 +185,8 @@ class _Trainer:
         groups = parameter_groups(model, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=device.type == "cuda")
 
-    def epoch(self, number: int) -> float:
-        """Trains on part `number` of the epochs, counted in validations; the mean loss of its steps."""
+    def train(self, number: int) -> float:
+        """Trains up to validation `number`, from 0; the mean loss of the steps."""
         pieces = self.config.validations
         if number % pieces == 0:
             self._shuffle()

@@ -70,16 +70,18 @@ def run_sweep(
         error.unlink()
     missing = [config for config in sweep.runs if not _row_file(folder, config).exists()]
     missing.sort(key=_cost, reverse=True)
-    if missing:
-        jobs = min(jobs, len(missing))
-        options = {"device": device, "cuda_graphs": cuda_graphs, "workers": jobs}
-        if len(missing) == 1 or (jobs == 1 and executor == "process"):
-            _work_here(missing, folder, quiet, options)
-        else:
+    jobs = max(1, min(jobs, len(missing)))
+    options = {"device": device, "cuda_graphs": cuda_graphs, "workers": jobs}
+    try:
+        if len(missing) > 1 and (jobs > 1 or executor != "process"):
             start = {"process": _processes, "submitit": _local_jobs, "slurm": _slurm_jobs}[executor]
             _wait(start(missing, folder, jobs, options, slurm or {}), sweep, folder, quiet)
-    rows = collect(sweep, folder)
-    write_results(folder / RESULTS, rows)
+        else:
+            _work_here(missing, folder, quiet, options)
+    finally:  # also of a sweep that is interrupted
+        rows = collect(sweep, folder)
+        if rows:
+            write_results(folder / RESULTS, rows)
     failed = [config.id for config in sweep.runs if not _row_file(folder, config).exists()]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(sweep.runs)} runs did not finish: {_first_error(folder, failed)}")
@@ -107,12 +109,12 @@ def _run_unclaimed(
 ) -> None:
     for config in runs:
         with _claim(folder / _CLAIMS / config.id) as ours:
-            if not ours or _row_file(folder, config).exists():
+            if not ours or _row_file(folder, config).exists() or _error_file(folder, config.id).exists():
                 continue
             try:
                 rows = run(config, **options)
             except Exception:  # the others go on; the sweep tells at its end
-                (folder / _ERRORS / f"{config.id}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+                _error_file(folder, config.id).write_text(traceback.format_exc(), encoding="utf-8")
                 continue
             with atomic_write(_row_file(folder, config)) as file:
                 file.write((json.dumps(rows, indent=1) + "\n").encode())
@@ -231,7 +233,7 @@ def _wait(started: tuple[Alive, Stop], sweep: Sweep, folder: Path, quiet: bool) 
 @contextmanager
 def _progress(total: int, done: int, quiet: bool) -> Iterator[Callable[[int], object]]:
     """A bar of runs on stderr where that is a terminal and there are several."""
-    if quiet or total == 1 or not sys.stderr.isatty():
+    if quiet or total < 2 or not sys.stderr.isatty():
         yield lambda count: None
         return
     try:
@@ -246,6 +248,10 @@ def _row_file(folder: Path, config: RecallConfig) -> Path:
     return folder / _ROWS / f"{config.id}.json"
 
 
+def _error_file(folder: Path, run_id: str) -> Path:
+    return folder / _ERRORS / f"{run_id}.txt"
+
+
 def _cost(config: RecallConfig) -> int:
     """About what a run costs, to begin with the longest."""
     tokens = sum(task.length for task in config.train) * config.examples // len(config.train)
@@ -254,7 +260,7 @@ def _cost(config: RecallConfig) -> int:
 
 def _first_error(folder: Path, failed: Sequence[str]) -> str:
     for name in failed:
-        file = folder / _ERRORS / f"{name}.txt"
+        file = _error_file(folder, name)
         if file.exists():
             return f"{name}: {file.read_text(encoding='utf-8').splitlines()[-1]} ({file})"
     return f"{failed[0]} was interrupted; the same command continues"

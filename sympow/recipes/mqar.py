@@ -111,5 +111,5 @@ def _anchor(architecture: Architecture) -> RecallConfig:
 
 
 def _gpu_grid(architectures: list[Architecture], **axes: Any) -> tuple[RecallConfig, ...]:
-    base = RecallConfig(architectures[0], batch_size=256, epochs=8, precision="bf16")
+    base = RecallConfig(architectures[0], batch_size=256, epochs=8, validations=2, precision="bf16")
     return grid(base, architectures=architectures, learning_rates=PUBLISHED_RATES, **axes)

@@ -49,7 +49,8 @@ def _row(label, width, pairs, heads, rate, seed, accuracy, state_bytes):
         "run": f"{label}-{width}-{pairs}-{heads}-{rate}-{seed}", "label": label, "mixers": label, "width": width,
         "heads": heads, "layers": 2, "mlp_ratio": 0, "positions": False, "train": task, "test": task,
         "length": 16 * pairs, "pairs": pairs, "vocab_size": 8192, "learning_rate": rate, "seed": seed, "data_seed": 0,
-        "examples": 1000, "epochs": 1, "batch_size": 64, "weight_decay": 0.1, "precision": "bf16", "state_elements":
-        state_bytes // 4, "state_bytes": state_bytes, "validation_loss": 1 - accuracy, "validation_accuracy": accuracy,
+        "examples": 1000, "epochs": 1, "batch_size": 64, "weight_decay": 0.1, "warmup": 0.1,
+        "stop_at": None, "validations": 1, "precision": "bf16", "state_elements": state_bytes // 4,
+        "state_bytes": state_bytes, "validation_loss": 1 - accuracy, "validation_accuracy": accuracy,
         "test_loss": 1 - accuracy, "test_accuracy": accuracy,
     }  # fmt: skip

@@ -88,7 +88,7 @@ def test_an_epoch_takes_every_row_once_in_a_new_order(small):
                                      made.cursors[part].add_(32))  # fmt: skip
     for number in range(6):
         before = len(seen)
-        made.epoch(number)
+        made.train(number)
         taken.append(len(seen) - before)
     assert taken == [4, 3, 3] * 2 and made.steps_done == 20
     for epoch in (seen[:10], seen[10:]):

@@ -131,6 +131,18 @@ run_sweep(pickle.load(open(sys.argv[1], "rb")), {str(tmp_path / "out")!r}, execu
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
+def test_an_interrupted_sweep_leaves_its_results(tiny, tmp_path, monkeypatch):
+    def run(config, **options):
+        if config.id == tiny.runs[2].id:
+            raise KeyboardInterrupt
+        return [{"run": config.id}]
+
+    monkeypatch.setattr(module, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        here(tiny, tmp_path)
+    assert (tmp_path / "results.csv").read_text().split() == ["run", tiny.runs[0].id, tiny.runs[1].id]
+
+
 def test_the_longest_runs_come_first(small, tmp_path, counted):
     seen, _ = counted
     runs = grid(small, widths=(32, 128, 64))
