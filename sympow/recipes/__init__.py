@@ -54,7 +54,7 @@ def load_sweep(name: str) -> Sweep:
 
     label, config = _called(name)
     if isinstance(config, RecallConfig):
-        return Sweep(config.id, (config,))
+        return Sweep("mqar", (config,))
     if not isinstance(config, Sweep):
         raise TypeError(f"{label} is no recipe: it returned {type(config).__name__}, not RecallConfig or Sweep")
     return config
