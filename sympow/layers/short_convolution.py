@@ -78,6 +78,9 @@ class ShortConvolution(Mixer):
     It lets a mixer compare a token with the one before another, which one layer of attention cannot (Arora et al.,
     "Zoology", 2023, section 4; Fu et al., "Hungry Hungry Hippos", 2022, use a shift for the same).
 
+    In front of a mixer the convolution starts near the identity, 1 added to a token's own weight and no bias: with
+    torch's initialisation alone the mixer behind sees tokens blurred into each other and learns to recall more slowly.
+
     Args:
         width: k, the tokens seen, the token itself included.
         mixer: the name of the mixer behind, one of `sympow.layers.MIXERS`; None for none.
@@ -109,6 +112,9 @@ class ShortConvolution(Mixer):
     ) -> None:
         self.convolution.reset_parameters(generator)
         if self.mixer is not None:
+            with torch.no_grad():
+                self.convolution.weight[:, -1] += 1
+                self.convolution.bias.zero_()
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:

@@ -79,6 +79,15 @@ def test_filtered_attention_by_scores_is_that_by_convolution(taps):
     torch.testing.assert_close(filtered_attention(q[:, 20:30], k[:, :30], v[:, :30], h), rows[:, 20:30])
 
 
+def test_in_front_of_a_mixer_a_short_convolution_starts_near_the_identity():
+    alone, before = built("short_convolution", 4, 1), built("short_convolution", 4, 1, mixer="softmax")
+    own = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(before.convolution.weight, alone.convolution.weight + own)
+    assert alone.convolution.weight.abs().max() <= 0.5 and not before.convolution.bias.any()
+    x = normal(1, 6, 4)
+    torch.testing.assert_close(before(x), before.mixer(before.convolution(x)))
+
+
 def test_implicit_filter_decays_and_its_first_taps_do_not_depend_on_how_many_are_asked_for():
     filter = ImplicitFilter(4, 50, order=8).double()
     filter.reset_parameters(torch.Generator().manual_seed(0))
