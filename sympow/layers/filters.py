@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import log, pi, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal, draw_uniform
+from sympow.layers.base import draw_normal, draw_uniform, linear_float32
 from sympow.layers.cache import InputCache
 from sympow.ops.convolution import causal_convolution
 
@@ -57,7 +58,8 @@ class ImplicitFilter(nn.Module):
             raise ValueError(f"order must be an integer of at least 1; got {order!r}")
         self.channels, self.max_length = channels, checked_length(max_length)
         widths = [2 * _BANDS + 1, order, order, order]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.layers = cast(Sequence[nn.Linear], layers)
         self.last = nn.Linear(order, channels, bias=False)
         self.frequency = nn.Parameter(torch.empty(order))
         self.skip = nn.Parameter(torch.empty(channels))
@@ -71,19 +73,16 @@ class ImplicitFilter(nn.Module):
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, length: int) -> Tensor:
-        """The first min(length, max_length) taps, [taps, C], not in lower precision under autocast."""
-        with torch.autocast(self.skip.device.type, enabled=False):
-            return self._taps(min(length, self.max_length))
-
-    def _taps(self, taps: int) -> Tensor:
-        like: dict[str, Any] = {"device": self.skip.device, "dtype": self.skip.dtype}
-        position = torch.arange(taps, **like)[:, None]
+        """The first min(length, max_length) taps, [taps, C], in float32 at least: positions need it."""
+        dtype = torch.promote_types(self.skip.dtype, torch.float32)
+        like: dict[str, Any] = {"device": self.skip.device, "dtype": dtype}
+        position = torch.arange(min(length, self.max_length), **like)[:, None]
         angle = 2 * pi / self.max_length * position * torch.linspace(1e-4, _BANDS - 1, _BANDS, **like)
         h = torch.cat([position / self.max_length, angle.cos(), angle.sin()], dim=1)
         for layer in self.layers:
-            h = torch.sin(self.frequency * layer(h))
+            h = torch.sin(self.frequency * linear_float32(layer, h))
         decay = torch.linspace(-log(_TARGET) / _SLOW, -log(_TARGET) / _FAST, self.channels, **like)
-        h = self.last(h) * torch.exp(-decay * position / self.max_length)
+        h = linear_float32(self.last, h) * torch.exp(-decay * position / self.max_length)
         return torch.cat([h[:1] + self.skip, h[1:]])
 
     def extra_repr(self) -> str:

@@ -142,8 +142,9 @@ def test_shape_and_dtype(case):
     for batch, time in ((2, T), (1, 1), (3, 2)):
         y = run(mixer, sequence(batch, time))
         assert y.shape == (batch, time, D_MODEL) and y.dtype == torch.float64 and y.isfinite().all()
-    mixer.float()
-    assert run(mixer, sequence().float()).dtype == torch.float32
+    for dtype in (torch.float32, torch.bfloat16):
+        y = run(mixer.to(dtype), sequence().to(dtype))
+        assert y.dtype == dtype and y.isfinite().all()
 
 
 @pytest.mark.parametrize("case", CASES)
