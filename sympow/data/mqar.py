@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-IGNORED = -100  # the target where nothing is asked, as in torch's cross_entropy
+from sympow.data.batches import IGNORED
+
 KINDS = ("mqar", "forgetting", "compositional")
 FILLERS = ("zero", "random")
 
@@ -133,7 +134,7 @@ class RecallTask:
 
 
 class RecallExamples(NamedTuple):
-    """Rows: tokens and targets, int32 [n, N]; targets are -100 but at the D queries of a row."""
+    """Rows: tokens and targets, int32 [n, N]; targets are -100 (IGNORED) but at the D queries of a row."""
 
     tokens: np.ndarray
     targets: np.ndarray
