@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -183,7 +184,7 @@ class _Trainer:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), device=device)
         groups = parameter_groups(model, config.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=graphs)
 
     def train(self, number: int) -> float:
         """Trains up to validation `number`, from 0; the mean loss of the steps."""
@@ -216,7 +217,8 @@ class _Trainer:
             self.eager_left[part] -= 1
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*capturable=True")  # it will be captured soon
                 self._train_step(part)
             torch.cuda.current_stream(self.device).wait_stream(stream)
         else:
