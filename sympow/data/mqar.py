@@ -34,8 +34,8 @@ from sympow.data.batches import IGNORED
 KINDS = ("mqar", "forgetting", "compositional")
 FILLERS = ("zero", "random")
 
-# Elements worked on at once: what is held beside the result stays within a few megabytes.
-_BLOCK = 1 << 18
+# Elements worked on at once, of rows and of the table of random filler: a few megabytes beside the result.
+_BLOCK, _TABLE = 1 << 18, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,10 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
     tokens = np.zeros((examples, task.length), np.int32)
     targets = np.full((examples, task.length), IGNORED, np.int32)
     fill = _RandomFiller(task) if task.filler == "random" else None
-    rows = max(1, _BLOCK // (task.length if fill is None else max(task.length, task.vocab_size)))
+    rows = max(1, _BLOCK // task.length if fill is None else min(_BLOCK // task.length, _TABLE // task.vocab_size))
     for start in range(0, examples, rows):
         block = slice(start, start + rows)
-        used = _compose(task, rng, tokens[block], targets[block])
-        if fill is not None:
-            fill(rng, tokens[block], used)
+        _compose(task, rng, fill, tokens[block], targets[block])
     return RecallExamples(tokens, targets)
 
 
@@ -193,8 +191,10 @@ def solve(task: RecallTask, tokens: np.ndarray) -> np.ndarray:
     return targets
 
 
-def _compose(task: RecallTask, rng: np.random.Generator, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Writes contexts, queries and their targets; returns the keys and values of every row, all different [n, F]."""
+def _compose(
+    task: RecallTask, rng: np.random.Generator, fill: _RandomFiller | None, tokens: np.ndarray, targets: np.ndarray
+) -> None:
+    """Writes contexts, filler, queries and their targets into rows of zeros and of -100."""
     n, pairs, width = len(tokens), task.pairs, task.width
     ranges = zip(task.bounds, task.bounds[1:], task.drawn, strict=False)
     used = [_distinct(rng, n, low, high, count) for low, high, count in ranges]
@@ -214,11 +214,12 @@ def _compose(task: RecallTask, rng: np.random.Generator, tokens: np.ndarray, tar
         np.put_along_axis(last, updated, values[:, pairs:], 1)
     for i, part in enumerate([*in_context, values]):
         tokens[:, i : task.context : width] = part
+    if fill is not None:
+        fill(rng, tokens[:, task.context :], np.concatenate(used, axis=1))
     place = task.context + width * _draw_slots(rng, n, task)
     for i, key in enumerate(keys):
         np.put_along_axis(tokens, place + i, key, 1)
     np.put_along_axis(targets, place + len(keys) - 1, last, 1)
-    return np.concatenate(used, axis=1)
 
 
 def _draw_slots(rng: np.random.Generator, n: int, task: RecallTask) -> np.ndarray:
@@ -252,7 +253,7 @@ def _distinct(rng: np.random.Generator, n: int, low: int, high: int, count: int)
 
 
 class _RandomFiller:
-    """Fills zeros with tokens of 1..C-1 that a row does not use, all equally likely.
+    """Fills rows with tokens of 1..C-1 that they do not use, all equally likely.
 
     A row uses F tokens, so C - 1 - F are allowed. A number of 1..C-1-F stands for itself where that is allowed; the
     others stand for the allowed tokens beyond, of which there are as many.
@@ -263,6 +264,7 @@ class _RandomFiller:
         self._meaning = np.empty((0, 0), np.int32)
 
     def __call__(self, rng: np.random.Generator, tokens: np.ndarray, used: np.ndarray) -> None:
+        """Fills tokens [n, T] of rows that use `used` [n, F], all different."""
         n, meant = len(tokens), self.allowed + 1
         if len(self._meaning) < n:
             self._meaning = np.tile(np.arange(meant, dtype=np.int32), (n, 1))
@@ -273,7 +275,7 @@ class _RandomFiller:
         row, column = np.nonzero(used <= self.allowed)
         refused = used[row, column]
         meaning[row, refused] = meant + np.nonzero(beyond)[1]
-        drawn = rng.integers(1, meant, tokens.shape, dtype=np.int32)
-        drawn += np.arange(0, n * meant, meant, dtype=np.int32)[:, None]  # places in the flattened table
-        np.copyto(tokens, meaning.ravel().take(drawn, mode="clip"), where=tokens == 0)
+        drawn = rng.integers(1, meant, tokens.shape)
+        drawn += np.arange(0, n * meant, meant)[:, None]  # places in the flattened table
+        tokens[:] = meaning.ravel().take(drawn, mode="clip")
         meaning[row, refused] = refused
