@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from sympow.models import LanguageModel
-from sympow.recipes import load_recipe, recipe_names
+from sympow.recall.run import describe_tasks
+from sympow.recipes import load_recipe, load_sweep, recipe_names
 from sympow.training import override
 
 RECIPES = [
@@ -13,10 +14,28 @@ RECIPES = [
     "demo:softmax",
     *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
 ]
+SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 360, "pairs": 1080, "heads": 32,
+          "lengths": 12, "relatives": 144}  # fmt: skip
 
 
 def test_every_file_is_listed():
-    assert recipe_names() == sorted({name.split(":")[0] for name in RECIPES})
+    assert recipe_names() == sorted({name.split(":")[0] for name in RECIPES} | {"mqar"})
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_recall_sweeps_are_runs_that_can_be_made(name):
+    """Every config is checked where it is made, its mixers and heads too."""
+    sweep = load_sweep(f"mqar:{name}")
+    assert len(sweep.runs) == SWEEPS[name]
+    assert len({run.id for run in sweep.runs}) == SWEEPS[name]
+
+
+def test_the_grid_of_widths_is_the_published_one_in_part():
+    runs = load_sweep("mqar:widths").runs
+    assert {describe_tasks(run.train) for run in runs} == {"mqar 64:4", "mqar 128:8", "mqar 256:16"}
+    assert {run.architecture.label for run in runs if run.width == 32} == {"attention", "power p=2", "power p=2, gated"}
+    assert len({run.architecture.label for run in runs if run.width == 64}) == 9
+    assert sorted({round(run.learning_rate, 6) for run in runs}) == [0.0001, 0.000464, 0.002154, 0.01]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "data": set(),
     "evaluation": {"ops", "layers", "models"},
     "training": {"ops", "layers", "models"},
-    "recipes": {"ops", "layers", "models", "data", "evaluation", "training"},
-    "cli": {"ops", "layers", "models", "data", "evaluation", "training", "recipes"},
+    "recall": {"ops", "layers", "models", "data", "evaluation", "training"},
+    "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
+    "cli": {"ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes"},
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},
 }
@@ -34,7 +35,8 @@ EXCEPTIONS = {
     ("training/config.py", "sympow.data.config"),  # a run's configuration holds the configuration of its data
 }
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
-LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "tensorboard", "tokenizers", "tqdm", "triton", "zarr"]
+LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "submitit", "tensorboard", "tokenizers", "tqdm", "triton",
+        "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

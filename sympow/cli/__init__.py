@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         from sympow.cli import commands
 
-        code = getattr(commands, options.command)(options)
+        code = getattr(commands, options.command.replace("-", "_"))(options)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:  # a reader such as `head` has left
@@ -91,6 +91,27 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes an element of a state")
     sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
 
+    mqar = command("mqar", "train on associative recall: one run, or a sweep", MQAR)
+    mqar.add_argument("recipe", metavar="RECIPE", help="mqar:attention, mqar:widths, path/to/file.py:function")
+    mqar.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="of every run, such as learning_rate=1e-3"
+    )
+    mqar.add_argument("--out", metavar="DIR", type=_path, help="the folder (default: runs/ and the sweep's name)")
+    mqar.add_argument("--jobs", metavar="N", type=_positive, default=1, help="runs at a time (default: 1)")
+    executors = ("submitit", "slurm", "process")
+    mqar.add_argument(
+        "--executor", choices=executors, default="submitit", help="of a sweep: jobs here or on Slurm, or processes"
+    )
+    mqar.add_argument("--slurm", metavar="key=value", action="append", default=[],
+                      help="a parameter of the jobs, such as slurm_partition=gpu; may be repeated")  # fmt: skip
+    mqar.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    mqar.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew, for mixers that need it")
+    mqar.add_argument("--quiet", action="store_true", help="no progress, only the results")
+
+    figures = command("mqar-figures", "draw the figures of associative recall", MQAR_FIGURES)
+    figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="results.csv of a sweep")
+    figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="folder for the images")
+
     demo = command("demo", "train, compare and sample two small models", DEMO)
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
@@ -112,6 +133,13 @@ output, the state's size and the speed to standard error."""
 
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
 for a model shape: a preset, with single sizes changed."""
+
+MQAR = """Trains models on multi-query associative recall and reports how many queries they answer. A recipe is a Python
+function that returns a RecallConfig, or a Sweep of them. Results go to results.csv in the sweep's folder; the same
+command continues a sweep that was stopped, and repeats no run that has finished."""
+
+MQAR_FIGURES = """Draws accuracy against width, pairs, heads and state, the learning rates, and the capacity of states,
+as far as the results have data for them."""
 
 DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
 standard library, evaluates both at four times the context they were trained on, draws the curves, and generates. What
@@ -146,7 +174,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
     top = parser()
     options, more = top.parse_known_args(arguments)
-    lists = {"train": "overrides", "evaluate": "runs"}
+    lists = {"train": "overrides", "evaluate": "runs", "mqar": "overrides", "mqar-figures": "results"}
     if more and (options.command not in lists or any(word.startswith("-") for word in more)):
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:

@@ -17,7 +17,9 @@ from sympow.data import Corpus, StreamDecoder, open_corpus
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
 from sympow.models import PRESETS, stream
 from sympow.ops.cost import ModelShape, format_bytes
-from sympow.recipes import load_recipe
+from sympow.recall import draw_figures, read_results, run_sweep, summary
+from sympow.recall.sweep import RESULTS
+from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
 from sympow.training.loop import resolve_device
 
@@ -78,6 +80,34 @@ def sizes(options: argparse.Namespace) -> None:
         print("\n\n".join(table.text() for table in tables))
 
 
+def mqar(options: argparse.Namespace) -> None:
+    """`sympow mqar`."""
+    sweep = load_sweep(options.recipe).override(options.overrides)
+    resolve_device(options.device)
+    folder = Path(options.out or f"runs/{sweep.name}")
+    rows = run_sweep(
+        sweep,
+        folder,
+        executor=options.executor,
+        jobs=options.jobs,
+        device=options.device,
+        cuda_graphs=not options.no_cuda_graphs,
+        slurm=dict(_slurm_parameter(text) for text in options.slurm),
+        quiet=options.quiet,
+    )
+    print(summary(rows))
+    print(f"{len(sweep.runs)} {'run' if len(sweep.runs) == 1 else 'runs'}: {folder / RESULTS}")
+
+
+def mqar_figures(options: argparse.Namespace) -> None:
+    """`sympow mqar-figures`."""
+    rows = [row for file in options.results for row in read_results(file)]
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in draw_figures(rows, folder):
+        print(file)
+
+
 def demo(options: argparse.Namespace) -> int | None:
     """`sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
     folder = Path(options.out)
@@ -96,6 +126,13 @@ def demo(options: argparse.Namespace) -> int | None:
     print(f"drawn: {folder / 'context_loss.png'}\n")
     _generate(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
     return None
+
+
+def _slurm_parameter(text: str) -> tuple[str, int | str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"a parameter of Slurm is written key=value, got {text!r}")
+    return key, int(value) if value.isdecimal() else value
 
 
 def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) -> int | None:

@@ -3,6 +3,7 @@
 from sympow.models.config import PRESETS, MixerConfig, ModelConfig, preset
 from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.recall import RecallModel
 
 __all__ = [
     "PRESETS",
@@ -12,6 +13,7 @@ __all__ = [
     "MixerConfig",
     "ModelConfig",
     "ModelState",
+    "RecallModel",
     "generate",
     "preset",
     "stream",

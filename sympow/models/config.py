@@ -50,7 +50,7 @@ class ModelConfig:
         `head_dim`.
         mixers: a pattern repeated over the layers; of length 1 all layers are alike, longer ones make
         hybrids.
-        mlp_ratio: hidden width of the MLP over d_model.
+        mlp_ratio: hidden width of the MLP over d_model; 0 for blocks without one.
 
     Raises ValueError for sizes that are not positive and for an empty pattern.
     """
@@ -65,8 +65,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "mlp_ratio"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+            least = 0 if name == "mlp_ratio" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
         if not self.mixers or not all(isinstance(mixer, MixerConfig) for mixer in self.mixers):
             raise ValueError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")

@@ -35,16 +35,18 @@ class ModelState(MixerState):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)) unless `mlp_ratio` is 0."""
 
     def __init__(self, config: ModelConfig, mixer: MixerConfig):
         super().__init__()
         d = config.d_model
         self.mixer_norm = nn.LayerNorm(d)
         self.mixer = make_mixer(mixer.name, d, config.n_heads, mixer.options)
-        self.mlp_norm = nn.LayerNorm(d)
-        self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
-        self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
+        self.has_mlp = config.mlp_ratio > 0
+        if self.has_mlp:
+            self.mlp_norm = nn.LayerNorm(d)
+            self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
+            self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
@@ -55,12 +57,15 @@ class Block(nn.Module):
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
         self.mixer_norm.reset_parameters()
-        self.mlp_norm.reset_parameters()
         self.mixer.reset_parameters(std=std, out_std=residual_std, generator=generator)
-        init_linear(self.mlp_in, std, generator)
-        init_linear(self.mlp_out, residual_std, generator)
+        if self.has_mlp:
+            self.mlp_norm.reset_parameters()
+            init_linear(self.mlp_in, std, generator)
+            init_linear(self.mlp_out, residual_std, generator)
 
     def _mlp(self, x: Tensor) -> Tensor:
+        if not self.has_mlp:
+            return x
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
 
 
@@ -174,7 +179,10 @@ class LanguageModel(nn.Module):
             device = self.embedding.weight.device
             raise ValueError(f"tokens must be on the device of the weights, {device}; got {tokens.device}")
         self._check_vocabulary(tokens, "tokens")
-        return self.embedding_norm(self.embedding(tokens))
+        return self.embedding_norm(self._vectors(tokens))
+
+    def _vectors(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight)

@@ -1,5 +1,7 @@
 """A run is a Python function that returns a `RunConfig`; this package holds those of the project, by subject.
 
+Those of `mqar.py` return a `RecallConfig`, or a `Sweep` of them.
+
 A recipe is named by its file and function, "demo:softmax"; without a function it is the first one of the
 file. Recipes of one's own are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".
 """
@@ -15,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sympow.recall.config import Sweep
     from sympow.training.config import RunConfig
 
 
@@ -37,7 +40,29 @@ def load_recipe(name: str) -> RunConfig:
     a module that cannot be imported, TypeError for a function that is no recipe, and RecipeError for whatever
     the code of a recipe raises.
     """
-    from sympow.training.config import RunConfig, unknown
+    from sympow.training.config import RunConfig
+
+    label, config = _called(name)
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"{label} is no recipe: it returned {type(config).__name__}, not RunConfig")
+    return config
+
+
+def load_sweep(name: str) -> Sweep:
+    """The sweep that the recipe of this name returns, or that of the one run it returns; raises as `load_recipe`."""
+    from sympow.recall.config import RecallConfig, Sweep
+
+    label, config = _called(name)
+    if isinstance(config, RecallConfig):
+        return Sweep("mqar", (config,))
+    if not isinstance(config, Sweep):
+        raise TypeError(f"{label} is no recipe: it returned {type(config).__name__}, not RecallConfig or Sweep")
+    return config
+
+
+def _called(name: str) -> tuple[str, Any]:
+    """What the recipe is called in messages, and what it returns."""
+    from sympow.training.config import unknown
 
     place, colon, function_name = name.rpartition(":")
     if not colon or not function_name.isidentifier():
@@ -48,17 +73,13 @@ def load_recipe(name: str) -> RunConfig:
     if function_name and function_name not in functions:
         raise ValueError(unknown(f"recipe in {place}", function_name, functions))
     recipe = functions[function_name] if function_name else next(iter(functions.values()))
+    label = f"{recipe.__name__} in {place}"
     needed = [p.name for p in inspect.signature(recipe).parameters.values()
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if needed:
-        raise TypeError(f"{recipe.__name__} in {place} is no recipe: it needs the argument {needed[0]!r}")
+        raise TypeError(f"{label} is no recipe: it needs the argument {needed[0]!r}")
     with _errors_of_recipes():
-        config = recipe()
-    if not isinstance(config, RunConfig):
-        raise TypeError(
-            f"{recipe.__name__} in {place} is no recipe: it returned {type(config).__name__}, not RunConfig"
-        )
-    return config
+        return label, recipe()
 
 
 def _module(place: str) -> ModuleType:
@@ -101,7 +122,7 @@ def _errors_of_recipes() -> Iterator[None]:
         raise RecipeError(f"{place}: {type(error).__name__}: {error}") from error
 
 
-def _recipes_of(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
+def _recipes_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
     """The public functions defined in a module, in the order of its source."""
     return {
         name: value

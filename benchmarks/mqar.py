@@ -1,0 +1,52 @@
+"""Runs a sweep of associative recall and keeps its results: `python -m benchmarks.mqar mqar:anchors --csv FILE`.
+
+The rows are those of `sympow mqar`, each with the commit and the processor; the anchors must reach 99%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+
+from benchmarks.measure import commit, processor
+from sympow.recall import run_sweep, summary, write_results
+from sympow.recall.results import group
+from sympow.recall.sweep import EXECUTORS
+from sympow.recipes import load_sweep
+
+LEAST = {"mqar-anchors": 0.99}  # median test accuracy over the seeds, of every model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mqar", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="such as mqar:anchors")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="of every run, such as epochs=4")
+    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--out", type=Path, help="folder of the sweep (default: runs/, its name and the commit)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--executor", choices=EXECUTORS, default="process", help="(default: process)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew")
+    args = parser.parse_args()
+    sweep = load_sweep(args.recipe).override(args.overrides)
+    about = {"processor": processor(args.device), "commit": commit()}
+    # A folder of its own for every commit: rows of another one are not to be taken for those of this.
+    folder = args.out or Path("runs") / f"{sweep.name}-{about['commit']}"
+    graphs = not args.no_cuda_graphs
+    rows = run_sweep(
+        sweep, folder, executor=args.executor, jobs=args.jobs, device=args.device, cuda_graphs=graphs
+    )
+    write_results(args.csv, [row | about for row in rows])
+    print(summary(rows))
+    least = LEAST.get(sweep.name, 0.0)
+    missed = [label for (label,), same in group(rows, "label").items()
+              if median(row["test_accuracy"] for row in same) < least]  # fmt: skip
+    if missed:
+        print(f"below {least:.0%}: {', '.join(missed)}", file=sys.stderr)
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Multi-query associative recall (MQAR) and two relatives: which value stood behind this key?
+
+A row begins with its context, pairs of a key and a value. Behind it every key comes once more, as a query, and the
+target there is its value. Source of MQAR: Zoology (Arora et al., 2023, arXiv 2312.04927), Algorithm 1. The relatives
+are those of its code (github.com/HazyResearch/zoology, data/forgetting_mqar.py and data/compositional_ar.py).
+
+With length N = 12, D = 2 pairs, a vocabulary of C = 10 and zeros as filler ("." stands for "no target"):
+
+    mqar             3 7 1 9|0 0 1 0 0 0 3 0      keys 1 to 4, values 5 to 9
+      targets        . . . . . . 9 . . . 7 .
+    forgetting       3 7 1 9 3 6|1 0 0 0 3 0      one update: 3 is given 6 in place of 7
+      targets        . . . . . . 9 . . . 6 .
+
+and with N = 24, D = 4 (a grid of 2 first and 2 second keys), C = 12:
+
+    compositional    1 5 8 2 4 9 2 5 11 1 4 10|2 5 0 1 5 0 2 4 0 1 4 0      first keys 1 to 3, second keys 4 to 7,
+      targets        . . . . . . . . .  . . . |. 11 . . 8 . . 9 . . 10 .    values 8 to 11
+
+Queries stand in slots of 2 tokens (compositional: 3) behind the context. The slot of distance s = 1, 2, ... is drawn
+with probability proportional to s**(alpha - 1), without replacement; alpha = 1 is uniform.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sympow.data.batches import IGNORED
+
+KINDS = ("mqar", "forgetting", "compositional")
+FILLERS = ("zero", "random")
+
+# Elements worked on at once, of rows and of the table of random filler: a few megabytes beside the result.
+_BLOCK, _TABLE = 1 << 18, 1 << 19
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """What rows of recall look like.
+
+    Attributes:
+        kind: "mqar"; "forgetting", where `updates` of the keys are given another value behind the D pairs, and the
+            last one counts; "compositional", where a key is two tokens, and every pair of sqrt(D) first and sqrt(D)
+            second keys has its value, so that neither token alone tells it.
+        length: N, tokens in a row; even.
+        pairs: D, keys that are asked for, all of them once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
+            compositional: D is a square, and 6 D <= N.
+        vocab_size: C. Token 0 is filler. Keys are 1 to C // 2 - 1 and values C // 2 to C - 1; compositional: first
+            keys from 1, second keys from C // 3, values from 2 (C // 3). Those of a row are all different.
+        alpha: of the power law of distances; the published runs have 0.1, the published code 0.01.
+        filler: what stands elsewhere: "zero", or "random" tokens that are no 0 and neither key nor value of the row.
+        updates: of "forgetting", 1 to D; 0 for the others.
+
+    Raises TypeError and ValueError in one line for what cannot be drawn.
+    """
+
+    kind: str = "mqar"
+    length: int = 64
+    pairs: int = 4
+    vocab_size: int = 8192
+    alpha: float = 0.1
+    filler: str = "zero"
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("kind", KINDS), ("filler", FILLERS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, least in (("length", 2), ("pairs", 1), ("vocab_size", 2), ("updates", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer; got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}; got {value}")
+        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
+            raise ValueError(f"alpha must be a finite number; got {self.alpha!r}")
+        if self.length % 2:
+            raise ValueError(f"length must be even; got {self.length}")
+        if self.kind == "compositional" and math.isqrt(self.pairs) ** 2 != self.pairs:
+            raise ValueError(f"pairs of a compositional task must be a square, 1, 4, 9, ...; got {self.pairs}")
+        if self.kind == "forgetting" and not 1 <= self.updates <= self.pairs:
+            raise ValueError(f"a forgetting task has 1 to {self.pairs} updates, as many as pairs; got {self.updates}")
+        if self.kind != "forgetting" and self.updates:
+            raise ValueError(f"updates are of the forgetting task alone; got {self.updates} for {self.kind}")
+        needed = self.context + self.width * self.pairs
+        if self.length < needed:
+            with_updates = f" and {self.updates} updates" if self.updates else ""
+            raise ValueError(f"{self.pairs} pairs{with_updates} need a length of at least {needed}; got {self.length}")
+        self._check_vocabulary()
+
+    @property
+    def width(self) -> int:
+        """Tokens of a pair in the context, and of a slot behind it."""
+        return 3 if self.kind == "compositional" else 2
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first slot."""
+        return self.width * (self.pairs + self.updates)
+
+    @property
+    def slots(self) -> int:
+        """Places for queries, S; slot s starts at token context + width (s - 1), s = 1..S."""
+        return (self.length - self.context) // self.width
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the ranges of keys (of first and of second keys) and of values start, and where they end."""
+        c = self.vocab_size
+        return (1, c // 3, 2 * (c // 3), c) if self.kind == "compositional" else (1, c // 2, c)
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """How many tokens of each range a row uses."""
+        side = math.isqrt(self.pairs)
+        return (side, side, self.pairs) if self.kind == "compositional" else (self.pairs, self.pairs + self.updates)
+
+    def _check_vocabulary(self) -> None:
+        names = ("first keys", "second keys", "values") if self.kind == "compositional" else ("keys", "values")
+        for name, low, high, drawn in zip(names, self.bounds, self.bounds[1:], self.drawn, strict=False):
+            if high - low < drawn:
+                raise ValueError(
+                    f"vocab_size is too small: {drawn} {name} are needed, {self.vocab_size} tokens hold {high - low}"
+                )
+        if self.filler == "random" and self.vocab_size - 1 <= sum(self.drawn):
+            raise ValueError(
+                f"vocab_size is too small for random filler: keys and values take {sum(self.drawn)} of "
+                f"{self.vocab_size - 1} tokens"
+            )
+
+
+class RecallExamples(NamedTuple):
+    """Rows: tokens and targets, int32 [n, N]; targets are -100 (IGNORED) but at the D queries of a row."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+
+    def queries(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the queries stand, from left to right, and their targets: int64 and int32, [n, D]."""
+        rows, columns = np.nonzero(self.targets != IGNORED)
+        return columns.reshape(len(self.targets), -1), self.targets[rows, columns].reshape(len(self.targets), -1)
+
+
+def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> RecallExamples:
+    """`examples` rows of `task`, which depend on the arguments alone.
+
+    `seed` is a non-negative integer or several, as numpy's generators take it. Raises ValueError for a number of
+    examples below 1.
+    """
+    if examples < 1:
+        raise ValueError(f"examples must be at least 1; got {examples}")
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((examples, task.length), np.int32)
+    targets = np.full((examples, task.length), IGNORED, np.int32)
+    fill = _RandomFiller(task) if task.filler == "random" else None
+    rows = max(1, _BLOCK // task.length if fill is None else min(_BLOCK // task.length, _TABLE // task.vocab_size))
+    for start in range(0, examples, rows):
+        block = slice(start, start + rows)
+        _compose(task, rng, fill, tokens[block], targets[block])
+    return RecallExamples(tokens, targets)
+
+
+def mixture(tasks: Sequence[RecallTask], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:
+    """`examples` rows, shared out evenly among the tasks: lengths and numbers of pairs mixed in training or test.
+
+    A task's rows depend on its place among the tasks too, so equal tasks give different rows.
+    """
+    if not tasks or examples < len(tasks):
+        raise ValueError(f"a mixture needs tasks and an example for each; got {len(tasks)} tasks, {examples} examples")
+    key = [seed] if isinstance(seed, int) else list(seed)
+    counts = [examples // len(tasks) + (i < examples % len(tasks)) for i in range(len(tasks))]
+    return [generate(task, count, [*key, i]) for i, (task, count) in enumerate(zip(tasks, counts, strict=True))]
+
+
+def solve(task: RecallTask, tokens: np.ndarray) -> np.ndarray:
+    """The targets of tokens [n, N] by scanning every row with a dictionary: the oracle; int32 [n, N]."""
+    targets = np.full(tokens.shape, IGNORED, np.int32)
+    keys = task.width - 1
+    for row, row_targets in zip(tokens.tolist(), targets, strict=True):
+        values = {}
+        for i in range(0, task.context, task.width):
+            values[tuple(row[i : i + keys])] = row[i + keys]
+        for i in range(task.context, task.length - keys + 1):
+            value = values.get(tuple(row[i : i + keys]))
+            if value is not None:
+                row_targets[i + keys - 1] = value
+    return targets
+
+
+def _compose(
+    task: RecallTask, rng: np.random.Generator, fill: _RandomFiller | None, tokens: np.ndarray, targets: np.ndarray
+) -> None:
+    """Writes contexts, filler, queries and their targets into rows of zeros and of -100."""
+    n, pairs, width = len(tokens), task.pairs, task.width
+    ranges = zip(task.bounds, task.bounds[1:], task.drawn, strict=False)
+    used = [_distinct(rng, n, low, high, count) for low, high, count in ranges]
+    values = used[-1]
+    if task.kind == "compositional":
+        side = task.drawn[0]
+        cell = rng.permuted(np.tile(np.arange(pairs), (n, 1)), axis=1)
+        keys = [np.take_along_axis(used[0], cell // side, 1), np.take_along_axis(used[1], cell % side, 1)]
+    else:
+        keys = [used[0]]
+    last = values[:, :pairs]
+    in_context = keys
+    if task.updates:
+        updated = _distinct(rng, n, 0, pairs, task.updates)
+        in_context = [np.concatenate([key, np.take_along_axis(key, updated, 1)], axis=1) for key in keys]
+        last = last.copy()
+        np.put_along_axis(last, updated, values[:, pairs:], 1)
+    for i, part in enumerate([*in_context, values]):
+        tokens[:, i : task.context : width] = part
+    if fill is not None:
+        fill(rng, tokens[:, task.context :], np.concatenate(used, axis=1))
+    place = task.context + width * _draw_slots(rng, n, task)
+    for i, key in enumerate(keys):
+        np.put_along_axis(tokens, place + i, key, 1)
+    np.put_along_axis(targets, place + len(keys) - 1, last, 1)
+
+
+def _draw_slots(rng: np.random.Generator, n: int, task: RecallTask) -> np.ndarray:
+    """[n, D] different slots, from 0: drawn one after another by the power law, then given to the keys at random.
+
+    The slots whose exponential clocks, of rates s**(alpha - 1), ring first are such a draw without replacement
+    (Efraimidis and Spirakis, 2006). Given out in that order early keys would stand near.
+    """
+    clocks = rng.standard_exponential((n, task.slots))
+    clocks *= np.arange(1, task.slots + 1, dtype=np.float64) ** (1 - task.alpha)
+    first = np.argpartition(clocks, task.pairs - 1, axis=1)[:, : task.pairs]
+    return rng.permuted(first, axis=1)
+
+
+def _distinct(rng: np.random.Generator, n: int, low: int, high: int, count: int) -> np.ndarray:
+    """int32 [n, count]: in every row `count` different numbers of [low, high), every ordered choice equally likely."""
+    if 4 * count > high - low:
+        return rng.permuted(np.tile(np.arange(low, high, dtype=np.int32), (n, 1)), axis=1)[:, :count]
+    drawn = rng.integers(low, high, (n, count), dtype=np.int32)
+    # A number that stands further left in its row is drawn anew. What a place refuses this way is always among the
+    # final numbers on its left, so it is as if the places were filled one after another.
+    bits = count.bit_length()
+    rows = np.arange(n)
+    while len(rows):
+        ordered = np.sort((drawn[rows].astype(np.int64) << bits) | np.arange(count), axis=1)
+        which, column = np.nonzero((ordered[:, 1:] >> bits) == (ordered[:, :-1] >> bits))
+        places = ordered[which, column + 1] & ((1 << bits) - 1)
+        drawn[rows[which], places] = rng.integers(low, high, len(which), dtype=np.int32)
+        rows = rows[np.unique(which)]
+    return drawn
+
+
+class _RandomFiller:
+    """Fills rows with tokens of 1..C-1 that they do not use, all equally likely.
+
+    A row uses F tokens, so C - 1 - F are allowed. A number of 1..C-1-F stands for itself where that is allowed; the
+    others stand for the allowed tokens beyond, of which there are as many.
+    """
+
+    def __init__(self, task: RecallTask):
+        self.allowed = task.vocab_size - 1 - sum(task.drawn)
+        self._meaning = np.empty((0, 0), np.int32)
+
+    def __call__(self, rng: np.random.Generator, tokens: np.ndarray, used: np.ndarray) -> None:
+        """Fills tokens [n, T] of rows that use `used` [n, F], all different."""
+        n, meant = len(tokens), self.allowed + 1
+        if len(self._meaning) < n:
+            self._meaning = np.tile(np.arange(meant, dtype=np.int32), (n, 1))
+        meaning = self._meaning[:n]
+        beyond = np.ones(used.shape, bool)
+        row, column = np.nonzero(used > self.allowed)
+        beyond[row, used[row, column] - meant] = False
+        row, column = np.nonzero(used <= self.allowed)
+        refused = used[row, column]
+        meaning[row, refused] = meant + np.nonzero(beyond)[1]
+        drawn = rng.integers(1, meant, tokens.shape)
+        drawn += np.arange(0, n * meant, meant)[:, None]  # places in the flattened table
+        tokens[:] = meaning.ravel().take(drawn, mode="clip")
+        meaning[row, refused] = refused

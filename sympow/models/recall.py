@@ -1,0 +1,61 @@
+"""The language model as recall is measured with: learned positions if asked for, and logits only where they count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.base import draw_normal
+from sympow.models.config import ModelConfig
+from sympow.models.lm import LanguageModel, ModelState
+
+# Added to the seed for the positions, which would otherwise be drawn as the first rows of the embedding are. The
+# generator reads the lowest 32 bits.
+_POSITIONS_SEED = 1 << 31
+
+
+class RecallModel(LanguageModel):
+    """`LanguageModel` for tasks in which few tokens have a target.
+
+    Args:
+        config: the shape and the mixers.
+        positions: rows of a table of learned positions, N(0, 0.02), added to the embedding; 0 for none. With it the
+            model takes sequences of at most so many tokens, and has no `step`.
+        seed: as of `LanguageModel`.
+    """
+
+    def __init__(self, config: ModelConfig, *, positions: int = 0, seed: int | None = None):
+        super().__init__(config, seed)
+        self.positions: nn.Parameter | None = None
+        if positions:
+            like = self.embedding.weight
+            self.positions = nn.Parameter(torch.empty(positions, config.d_model, dtype=like.dtype, device=like.device))
+            generator = None if seed is None else torch.Generator("cpu").manual_seed(seed + _POSITIONS_SEED)
+            draw_normal(self.positions.data, 0.02, generator)
+
+    def query_logits(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits [B, Q, vocab_size] of what follows tokens [B, T] at places [B, Q] of every row; both int64.
+
+        The head is the largest product of a small model: with Q of T tokens labelled it costs Q / T of `forward`'s.
+        """
+        hidden = self._hidden(tokens, None)
+        return self._head(hidden.gather(1, places.unsqueeze(2).expand(-1, -1, hidden.shape[2])))
+
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """As of `LanguageModel`; ValueError with learned positions."""
+        if self.positions is not None:
+            raise ValueError("a model with learned positions has no step: its state does not say where it stands")
+        return super().step(tokens, state)
+
+    def _vectors(self, tokens: Tensor) -> Tensor:
+        vectors = super()._vectors(tokens)
+        if self.positions is None:
+            return vectors
+        if tokens.shape[1] > self.positions.shape[0]:
+            raise ValueError(f"the model has {self.positions.shape[0]} positions; got {tokens.shape[1]} tokens")
+        return vectors + self.positions[: tokens.shape[1]]
+
+    def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
+        """Dtype alone: reading the tokens' range would wait for a GPU in every step, and a task fixes it."""
+        if tokens.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64; got {tokens.dtype}")

@@ -1,0 +1,228 @@
+"""What a run of associative recall is (`RecallConfig`), and what a sweep of them is (`Sweep`)."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from sympow.data.mqar import RecallTask
+from sympow.layers import FLA_MIXERS, MIXERS, make_mixer
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training.config import PRECISIONS, unknown
+from sympow.training.overrides import override
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model but for its width and vocabulary.
+
+    Attributes:
+        label: its name in tables and figures.
+        mixers: a pattern repeated over the layers, as in `ModelConfig`. One that needs a `max_length` and is given none
+            gets the longest row of the run.
+        heads: of every mixer.
+        head_dim: if given, heads are d / head_dim, and `heads` is not used.
+        layers: blocks.
+        mlp_ratio: hidden width of the MLP over the width; 0 for none.
+        positions: whether there are learned positions. The published runs have them with attention alone.
+    """
+
+    label: str
+    mixers: tuple[MixerConfig, ...]
+    heads: int = 1
+    head_dim: int | None = None
+    layers: int = 2
+    mlp_ratio: int = 4
+    positions: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w .,=+()-]+", self.label):
+            raise ValueError(f"a label is made of letters, digits, spaces and . , = + ( ) -; got {self.label!r}")
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+
+    def model(self, width: int, vocab_size: int, length: int) -> ModelConfig:
+        """The config of the model for rows of `length`; ValueError where head_dim does not divide the width."""
+        heads = self.heads
+        if self.head_dim is not None:
+            if self.head_dim < 1 or width % self.head_dim:
+                raise ValueError(f"{self.label}: width {width} is no multiple of head_dim {self.head_dim}")
+            heads = width // self.head_dim
+        mixers = tuple(MixerConfig(m.name, _with_length(m.name, m.options, length)) for m in self.mixers)
+        return ModelConfig(vocab_size, width, self.layers, heads, mixers, self.mlp_ratio)
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """A run: a model trained on recall until it is solved or its epochs are over.
+
+    The defaults are the published protocol (Zoology, appendix; its code, train.py, for what falls after the warmup).
+
+    Attributes:
+        architecture, width: the model; d is its width.
+        learning_rate: the highest one: it rises linearly over the first `warmup` of all steps and falls to 0 by a half
+            cosine.
+        seed: of the weights and of the order of examples.
+        train: what is trained on: one task, or a mixture in equal parts.
+        test: what is tested on, each by itself; empty: the tasks of `train`. Validation is on the tasks of `train`.
+        examples, validation_examples, test_examples: rows, of all tasks of the part together but for the test, which
+            has as many of each task.
+        data_seed: of all three; each is drawn from a stream of its own.
+        epochs: at most.
+        batch_size: rows in a step; None: 8 where the longest row has 512 tokens or more, 16 from 256, else 64.
+        weight_decay: of AdamW, on matrices.
+        warmup: share of the steps.
+        stop_at: validation accuracy, measured after every epoch, at which training stops; None: never.
+        validations: how often an epoch is validated, for tasks that are solved within one.
+        precision: "float32", or "bf16" for autocast.
+
+    Raises TypeError and ValueError in one line for whatever could not run, options of mixers included.
+    """
+
+    architecture: Architecture
+    width: int = 64
+    learning_rate: float = 1e-3
+    seed: int = 0
+    train: tuple[RecallTask, ...] = (RecallTask(),)
+    test: tuple[RecallTask, ...] = ()
+    examples: int = 100_000
+    validation_examples: int = 3000
+    test_examples: int = 3000
+    data_seed: int = 0
+    epochs: int = 64
+    batch_size: int | None = None
+    weight_decay: float = 0.1
+    warmup: float = 0.1
+    stop_at: float | None = 0.99
+    validations: int = 1
+    precision: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("train", "test"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, least in (("width", 1), ("seed", 0), ("data_seed", 0), ("examples", 1), ("validation_examples", 1),
+                            ("test_examples", 1), ("epochs", 1), ("validations", 1)):  # fmt: skip
+            _check_integer(name, getattr(self, name), least)
+        if self.batch_size is not None:
+            _check_integer("batch_size", self.batch_size, 1)
+        if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < math.inf):
+            raise ValueError(f"learning_rate must be above 0; got {self.learning_rate!r}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be at least 0; got {self.weight_decay!r}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup is a share of the steps, 0 to 1; got {self.warmup!r}")
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise ValueError(f"stop_at is an accuracy above 0 and at most 1, or none; got {self.stop_at!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(unknown("precision", str(self.precision), PRECISIONS))
+        if not self.train:
+            raise ValueError("train needs at least one task")
+        if len({task.vocab_size for task in (*self.train, *self.test)}) > 1:
+            raise ValueError("all tasks of a run have one vocab_size")
+        rows = self.examples // len(self.train)
+        if rows < self.batch:
+            raise ValueError(f"every task needs a batch of {self.batch} rows to train on; got {rows}")
+        if self.validation_examples < len(self.train):
+            raise ValueError(f"validation_examples must be at least 1 for each of the {len(self.train)} tasks")
+        longest = max(task.length for task in self.train)
+        for task in self.test:
+            if self.architecture.positions and task.length > longest:
+                raise ValueError(f"learned positions end at the trained length, {longest}; the test has {task.length}")
+        model = self.model
+        for layer in range(model.n_layers):
+            mixer = model.mixer(layer)
+            _check_mixer(mixer.name, json.dumps(mixer.options, sort_keys=True), model.d_model, model.n_heads)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's config."""
+        longest = max(task.length for task in (*self.train, *self.test))
+        return self.architecture.model(self.width, self.train[0].vocab_size, longest)
+
+    @property
+    def batch(self) -> int:
+        """Rows in a step."""
+        longest = max(task.length for task in self.train)
+        return self.batch_size or (8 if longest >= 512 else 16 if longest >= 256 else 64)
+
+    @property
+    def tests(self) -> tuple[RecallTask, ...]:
+        """The tasks tested on."""
+        return self.test or self.train
+
+    @property
+    def id(self) -> str:
+        """A file name of this run: readable, and different for every config."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
+        task = self.train[-1]
+        return f"{label}-n{task.length}-d{task.pairs}-w{self.width}-lr{self.learning_rate:.2g}-s{self.seed}-{digest}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs under one name. A run that stands in it twice counts once."""
+
+    name: str
+    runs: tuple[RecallConfig, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", tuple({run.id: run for run in self.runs}.values()))
+        if not self.runs:
+            raise ValueError(f"the sweep {self.name} has no runs")
+
+    def override(self, assignments: Sequence[str]) -> Sweep:
+        """The sweep with fields of every run set, each as "key.path=value"; see `sympow.training.override`."""
+        return Sweep(self.name, tuple(override(run, assignments) for run in self.runs))
+
+
+def grid(
+    base: RecallConfig,
+    *,
+    architectures: Sequence[Architecture] = (),
+    widths: Sequence[int] = (),
+    tasks: Sequence[RecallTask] = (),
+    learning_rates: Sequence[float] = (),
+    seeds: Sequence[int] = (),
+) -> tuple[RecallConfig, ...]:
+    """`base` with every combination of the values given; an axis without values stays as `base` has it."""
+    runs = [base]
+    axes: dict[str, Sequence[Any]] = {"train": [(task,) for task in tasks], "architecture": architectures,
+                                      "width": widths, "learning_rate": learning_rates, "seed": seeds}  # fmt: skip
+    for name, values in axes.items():
+        if values:
+            runs = [replace(run, **{name: value}) for run in runs for value in values]
+    return tuple(runs)
+
+
+@lru_cache(maxsize=256)  # a sweep of a thousand runs has a few mixers
+def _check_mixer(name: str, options: str, width: int, heads: int) -> None:
+    """Makes a mixer, without its weights, for the errors that this raises."""
+    with torch.device("meta"):
+        make_mixer(name, width, heads, json.loads(options))
+
+
+def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """The options of a mixer, and of one behind its convolution, with the `max_length` that it needs and lacks."""
+    options = dict(options)
+    if options.get("mixer") is not None:
+        options["options"] = _with_length(options["mixer"], options.get("options") or {}, length)
+    parameter = inspect.signature((MIXERS | FLA_MIXERS)[name]).parameters.get("max_length")
+    if parameter is not None and parameter.default is parameter.empty:
+        options.setdefault("max_length", length)
+    return options
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")

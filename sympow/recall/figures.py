@@ -1,0 +1,217 @@
+"""Figures of recall from rows of results. Learning rates are those that validation chose, but where all are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.recall.results import Row, chosen, group
+
+SOLVED = 0.9  # a number of pairs counts as held from this accuracy on
+
+
+def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
+    """Draws every figure for which the rows have data into `folder`; the files.
+
+    accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
+    seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
+    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
+
+    Raises ValueError without rows, ImportError without matplotlib.
+    """
+    if not rows:
+        raise ValueError("figures need at least one row of results")
+    best = chosen(rows)
+    figures: dict[str, Any] = {
+        "accuracy_width": _against(best, "width", "width d", ("length", "pairs")),
+        "accuracy_pairs": _against(best, "pairs", "key-value pairs D", ("length", "width")),
+        "accuracy_heads": _against(best, "heads", "heads", ("length", "pairs", "width")),
+        "frontier": _frontier(best),
+        "learning_rates": _learning_rates(rows),
+        "capacity": _capacity(best),
+    }
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            written.append(Path(folder) / f"{name}{suffix}")
+            figure.savefig(written[-1])
+    return written
+
+
+def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
+    """Test accuracy against column `x`, a panel for all values of the columns `panels` that have several x."""
+    rows = _with_models(rows, x)
+    several = {key: same for key, same in sorted(group(rows, *panels).items()) if len({row[x] for row in same}) > 1}
+    if not several:
+        return None
+    figure, axes = _panels(len(several))
+    for axis, (key, same) in zip(axes, several.items(), strict=True):
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, x).items())
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+        values = sorted({row[x] for row in same})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values, [f"{value:,}" for value in values])
+        axis.minorticks_off()
+        axis.set_xlabel(x_label)
+        axis.set_title(", ".join(f"{_SHORT[name]} {value:,}" for name, value in zip(panels, key, strict=True)))
+    return _finish(figure, axes, "test accuracy")
+
+
+def _frontier(rows: Sequence[Row]) -> Any:
+    """Test accuracy against bytes of state, a panel a task."""
+    rows = _with_models([row for row in rows if row["state_bytes"]])
+    if not rows:
+        return None
+    tasks = group(rows, "test")
+    figure, axes = _panels(len(tasks))
+    for axis, ((task,), same) in zip(axes, tasks.items(), strict=True):
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, "state_bytes").items())
+            _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+        axis.set_xscale("log", base=10)
+        axis.set_xlabel("state a sequence, bytes")
+        axis.set_title(task)
+    return _finish(figure, axes, "test accuracy")
+
+
+def _learning_rates(rows: Sequence[Row]) -> Any:
+    """Validation accuracy against learning rate, a panel for every task and width."""
+    rows = _with_models(rows)
+    several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items())
+               if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
+    if not several:
+        return None
+    figure, axes = _panels(len(several))
+    for axis, ((length, pairs, width), same) in zip(axes, several.items(), strict=True):
+        for style, of_model in _by_model(rows, same):
+            points = sorted(group(of_model, "learning_rate").items())
+            rates = [key[0] for key, _ in points]
+            found = [[row["validation_accuracy"] for row in seeds] for _, seeds in points]
+            _dotted_line(axis, rates, found, mean, style)
+        axis.set_xscale("log")
+        axis.set_xlabel("learning rate")
+        axis.set_title(f"N {length:,}, D {pairs:,}, d {width:,}")
+    return _finish(figure, axes, "validation accuracy")
+
+
+def _capacity(rows: Sequence[Row]) -> Any:
+    """The most pairs held against bits of state: a point a width, the median of its seeds, and a dot a seed.
+
+    The state is that after the row with the most pairs held, or after the shortest where none is.
+    """
+    rows = _with_models([row for row in rows if row["state_bytes"]])
+    if len({row["pairs"] for row in rows}) < 2:
+        return None
+    figure, axes = _panels(1, size=(8, 5))
+    (axis,) = axes
+    for style, of_model in _by_model(rows, rows):
+        points = []
+        for model in group(of_model, "width").values():
+            seeds = [_held(same) for same in group(model, "seed").values()]
+            points.append((max(bits for _, bits in seeds), [pairs for pairs, _ in seeds]))
+        points.sort()
+        _dotted_line(axis, [bits for bits, _ in points], [held for _, held in points], median, style)
+    axis.set_xscale("log", base=10)
+    axis.set_yscale("symlog", base=2, linthresh=1)
+    axis.set_ylim(bottom=-0.3)
+    ticks = [0, *sorted({row["pairs"] for row in rows})]
+    axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
+    axis.minorticks_off()
+    axis.set_xlabel("state a sequence, bits")
+    axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy")
+    return _finish(figure, axes, "most pairs D", accuracy=False)
+
+
+def _held(rows: Sequence[Row]) -> tuple[int, int]:
+    """The most pairs of a model and seed that are solved, and the bits of its state there."""
+    solved = [row for row in rows if row["test_accuracy"] >= SOLVED]
+    if not solved:
+        return 0, 8 * min(row["state_bytes"] for row in rows)
+    most = max(solved, key=lambda row: (row["pairs"], row["state_bytes"]))
+    return most["pairs"], 8 * most["state_bytes"]
+
+
+_SHORT = {"length": "N", "pairs": "D", "width": "d"}
+
+
+def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side, four in a row at most."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
+    columns = min(4, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns + 2.2, size[1] * lines), dpi=150, layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis in axes[count:]:
+        axis.remove()
+    return figure, axes[:count]
+
+
+def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
+    """The rows with a column "model": the label, and heads, layers and MLP where models of the label differ in them.
+
+    Not where they follow from the width, nor in what `x` is.
+    """
+    named: list[Row] = []
+    for same in group(rows, "label").values():
+        at_width = group(same, "width").values()
+        apart = [name for name in ("heads", "layers", "mlp_ratio") if name != x and
+                 any(len({row[name] for row in rows}) > 1 for rows in at_width)]  # fmt: skip
+        named += [{**row, "model": ", ".join([row["label"], *(f"{n} {row[n]}" for n in apart)])} for row in same]
+    return named
+
+
+def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """The rows of every model and how it is drawn, which is the same in all panels."""
+    models = list(group(all_rows, "model"))
+    styled = []
+    for key, same in group(rows, "model").items():
+        n = models.index(key)
+        again = n // len(COLOURS)  # a second round: other markers, dashed
+        marker, dashes = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--", ":")[again % 3]
+        style = {"label": key[0], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": dashes}
+        styled.append((style | {"markersize": 5}, same))
+    return styled
+
+
+def _accuracies(rows: Sequence[Row]) -> list[float]:
+    return [row["test_accuracy"] for row in rows]
+
+
+def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any]) -> None:
+    """Means of `seeds`, a list of values for every x, with bars from the lowest to the highest."""
+    means = [mean(values) for values in seeds]
+    low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
+    high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
+    axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
+
+
+def _dotted_line(
+    axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float], style: dict[str, Any]
+) -> None:
+    """The middles of `seeds`, a list of values for every x, and all of them as dots."""
+    axis.plot(x, [middle(values) for values in seeds], **style)
+    for at, values in zip(x, seeds, strict=True):
+        axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
+
+
+def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = True) -> Any:
+    """Grid, limits, and one legend for all panels beside them."""
+    handles: dict[str, Callable[..., Any]] = {}
+    for axis in axes:
+        if accuracy:
+            axis.set_ylim(-0.03, 1.03)
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+        axis.set_ylabel(y_label)
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    return figure

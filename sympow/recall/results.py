@@ -1,0 +1,97 @@
+"""Rows of results: in a file, and the learning rate that validation chooses."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from sympow.training.checkpoint import atomic_write
+
+Row = Mapping[str, Any]
+
+# Rows that agree in these differ in learning rate and seed alone.
+SETTING = ("label", "mixers", "width", "heads", "layers", "mlp_ratio", "positions", "train", "test", "vocab_size",
+           "data_seed", "examples", "epochs", "batch_size", "weight_decay", "warmup",
+           "stop_at", "validations", "precision")  # fmt: skip
+
+
+def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
+    """Writes rows as CSV, a column for every name in any of them, None as an empty cell; whole or not at all."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with atomic_write(Path(path)) as file:
+        file.write(text.getvalue().encode())
+
+
+def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a file of `write_results`; ValueError where it is none."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    missing = [name for name in (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
+               if rows and name not in rows[0]]  # fmt: skip
+    if not rows or missing:
+        raise ValueError(f"{path} holds no results of recall: " + (f"no column {missing[0]!r}" if rows else "no rows"))
+    return rows
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """Of every setting the rows, one a seed, of the learning rate whose mean validation accuracy is highest.
+
+    Of equal ones the one with the lower mean validation loss. The test has no part in it.
+    """
+    best: list[Row] = []
+    for setting in group(rows, *SETTING).values():
+        best += max(group(setting, "learning_rate").values(), key=_validation)
+    return best
+
+
+def group(rows: Sequence[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by their values of these columns, in the order in which they come."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A table in Markdown, of every setting the chosen learning rate and the median test accuracy over its seeds."""
+    lines = ["| model | heads | d | task | state, bytes | learning rate | seeds | validation | test | lowest test |"]
+    lines.append("|---|" + "---:|" * 2 + "---|" + "---:|" * 6)
+    for same in group(chosen(rows), *SETTING).values():
+        row = same[0]
+        task = row["test"] if row["test"] == row["train"] else f"{row['test']}, trained on {row['train']}"
+        state = "" if row["state_bytes"] is None else f"{row['state_bytes']:,}"
+        tests = [r["test_accuracy"] for r in same]
+        cells = [row["label"], row["heads"], row["width"], task, state, f"{row['learning_rate']:.2g}", len(same)]
+        cells += [f"{median(r['validation_accuracy'] for r in same):.4f}", f"{median(tests):.4f}", f"{min(tests):.4f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _validation(rows: Iterable[Row]) -> tuple[float, float]:
+    """What is to be highest: the mean accuracy, then the mean loss negated, one that is no number being the worst."""
+    rows = list(rows)
+    loss = mean(row["validation_loss"] for row in rows)
+    return mean(row["validation_accuracy"] for row in rows), -loss if loss == loss else float("-inf")
+
+
+def _value(text: str) -> Any:
+    if text == "":
+        return None
+    if text in ("True", "False"):
+        return text == "True"
+    kinds: tuple[Callable[[str], Any], ...] = (int, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

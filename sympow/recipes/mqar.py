@@ -1,0 +1,115 @@
+"""Multi-query associative recall: `sympow mqar mqar:FUNCTION`.
+
+Every model here can look at the token before: attention and its relatives stand behind a short convolution, the others
+have a convolution or a token shift of their own. Without it two layers must find the shift by themselves, which takes
+far longer (`published` does without, as the source did).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from sympow.data.mqar import RecallTask
+from sympow.models import MixerConfig
+from sympow.recall import Architecture, RecallConfig, Sweep, grid
+
+PUBLISHED_RATES = tuple(10 ** (-4 + 2 * i / 3) for i in range(4))  # logspace(-4, -2, 4)
+PUBLISHED_TASKS = tuple(RecallTask(length=n, pairs=d) for n, d in ((64, 4), (128, 8), (256, 16), (512, 64)))
+
+
+def attention() -> RecallConfig:
+    """One run: softmax attention behind a short convolution, on the published task of 64 tokens; minutes on a CPU."""
+    return _anchor(_behind("attention", "softmax", rotation="none"))
+
+
+def power() -> RecallConfig:
+    """One run: power attention, p = 2, in the same place."""
+    return _anchor(_behind("power p=2", "power", head_dim=32, **_POWER))
+
+
+def anchors() -> Sweep:
+    """Both, three seeds each: what a CPU must reach in minutes."""
+    runs = [run for base in (attention(), power()) for run in grid(base, seeds=(0, 1, 2))]
+    return Sweep("mqar-anchors", tuple(runs))
+
+
+def published() -> Sweep:
+    """The published protocol and shapes (Zoology, Figure 2) with attention and learned positions: hours on a GPU."""
+    plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
+    runs = grid(RecallConfig(plain), tasks=PUBLISHED_TASKS, widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
+    return Sweep("mqar-published", runs)
+
+
+def widths() -> Sweep:
+    """Accuracy against width for every mixer, N = 64, 128, 256 with D = N / 16: minutes on a large GPU.
+
+    The published learning rates, with larger batches and fewer epochs than published, one seed.
+    """
+    tasks = [RecallTask(length=n, pairs=n // 16) for n in (64, 128, 256)]
+    runs = _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128, 256))
+    runs += _gpu_grid(_mixers()[:3], tasks=tasks, widths=(32,))
+    return Sweep("mqar-widths", runs)
+
+
+def pairs() -> Sweep:
+    """Accuracy against the number of pairs in 256 tokens (Zoology, Figure 6), and what each state holds."""
+    tasks = [RecallTask(length=256, pairs=d) for d in (4, 8, 16, 32, 64)]
+    return Sweep("mqar-pairs", _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128), seeds=(0, 1, 2)))
+
+
+def heads() -> Sweep:
+    """Accuracy against the number of heads (Zoology, Figure 7)."""
+    models = [replace(model, heads=h, head_dim=None) for model in _mixers()[:2] for h in (1, 2, 4, 8)]
+    return Sweep("mqar-heads", _gpu_grid(models, tasks=[RecallTask(length=256, pairs=16)], widths=(64,)))
+
+
+def lengths() -> Sweep:
+    """Trained on a mixture of lengths, tested on each of them and on twice the longest."""
+    train = tuple(RecallTask(length=n, pairs=n // 16) for n in (64, 128, 256))
+    base = RecallConfig(_mixers()[0], train=train, test=(*train, RecallTask(length=512, pairs=32)), batch_size=256,
+                        epochs=8, precision="bf16")  # fmt: skip
+    return Sweep("mqar-lengths", grid(base, architectures=_mixers()[:3], learning_rates=PUBLISHED_RATES))
+
+
+def relatives() -> Sweep:
+    """Keys given another value, and keys of two tokens."""
+    tasks = [RecallTask("forgetting", length=128, pairs=8, updates=4), RecallTask("compositional", length=128, pairs=9)]
+    return Sweep("mqar-relatives", _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128)))
+
+
+# With norms on queries and keys scores are of order 1 from the first step on, at every width.
+_POWER: dict[str, Any] = {"p": 2, "gate": False, "rotation": "none", "qk_norm": True}
+
+
+def _mixers() -> list[Architecture]:
+    """What is compared; attention and power first. Power has heads of 32, whose states are small enough to be kept."""
+    return [
+        _behind("attention", "softmax", rotation="none"),
+        _behind("power p=2", "power", head_dim=32, **_POWER),
+        _behind("power p=2, gated", "power", head_dim=32, **_POWER | {"gate": True}),
+        _behind("window 32", "window", window=32, rotation="none"),
+        _behind("RetNet", "retnet", head_dim=32),
+        _alone("BaseConv", ("base_conv", {"filter": "explicit", "max_length": 3}), ("base_conv", {})),
+        _alone("Hyena", ("hyena", {})),
+        _alone("H3", ("h3", {"head_dim": 2})),
+        _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0})),
+    ]
+
+
+def _alone(label: str, *mixers: tuple[str, dict[str, Any]]) -> Architecture:
+    """Mixers, one a layer, that need no convolution in front; without MLP, as in the published code."""
+    return Architecture(label, tuple(MixerConfig(name, options) for name, options in mixers), mlp_ratio=0)
+
+
+def _behind(label: str, mixer: str, *, head_dim: int | None = None, **options: Any) -> Architecture:
+    """A mixer behind a short convolution, without MLP."""
+    convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
+    return Architecture(label, (convolution,), head_dim=head_dim, mlp_ratio=0)
+
+
+def _anchor(architecture: Architecture) -> RecallConfig:
+    return RecallConfig(architecture, learning_rate=3e-3, epochs=1, validations=12, stop_at=0.994)
+
+
+def _gpu_grid(architectures: list[Architecture], **axes: Any) -> tuple[RecallConfig, ...]:
+    base = RecallConfig(architectures[0], batch_size=256, epochs=8, validations=2, precision="bf16")
+    return grid(base, architectures=architectures, learning_rates=PUBLISHED_RATES, **axes)

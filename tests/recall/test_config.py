@@ -1,0 +1,113 @@
+"""Bad runs are refused in one line before anything runs; good ones have stable names."""
+
+from dataclasses import replace
+
+import pytest
+
+from sympow.data.mqar import RecallTask
+from sympow.models import MixerConfig
+from sympow.recall import Architecture, RecallConfig, Sweep, grid
+from sympow.training import override
+
+SOFTMAX = Architecture("attention", (MixerConfig("softmax"),))
+
+
+def refusal(build) -> str:
+    with pytest.raises((ValueError, TypeError)) as refused:
+        build()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architecture.heads": "3"}, "d_model must be a multiple of n_heads"),
+        ({"architecture.head_dim": "48"}, "attention: width 64 is no multiple of head_dim 48"),
+        ({"architecture.layers": "0"}, "n_layers must be an integer of at least 1"),
+        ({"architecture.mixers.0.name": "softmx"}, "a mixer is one of"),
+        ({"architecture.mixers.0.options.hedas": "2"}, "the softmax mixer has no option 'hedas'"),
+        ({"architecture.mixers.0.options.rotation": "data"}, "rotation is one of fixed, none"),
+        ({"architecture.label": "a|b"}, "a label is made of letters"),
+        ({"widht": "64"}, "unknown field 'widht'; did you mean 'width'?"),
+        ({"train.0.length": "63"}, "length must be even; got 63"),
+        ({"train.0.pairs": "17"}, "17 pairs need a length of at least 68; got 64"),
+        ({"train.0.vocab_size": "8"}, "vocab_size is too small: 4 keys are needed"),
+        ({"train.0.kind": "mqra"}, "kind is one of"),
+        ({"examples": "63"}, "every task needs a batch of 64 rows to train on; got 63"),
+        ({"batch_size": "0"}, "batch_size must be at least 1"),
+        ({"learning_rate": "0"}, "learning_rate must be above 0"),
+        ({"weight_decay": "-1"}, "weight_decay must be at least 0"),
+        ({"warmup": "1.5"}, "warmup is a share of the steps, 0 to 1; got 1.5"),
+        ({"stop_at": "2"}, "stop_at is an accuracy above 0 and at most 1, or none; got 2"),
+        ({"precision": "fp16"}, "unknown precision 'fp16'"),
+        ({"seed": "-1"}, "seed must be at least 0"),
+    ],
+    ids=str,
+)
+def test_refused(fields, message):
+    assert message in refusal(
+        lambda: override(RecallConfig(SOFTMAX), [f"{key}={value}" for key, value in fields.items()])
+    )
+
+
+def test_refused_together():
+    base = RecallConfig(SOFTMAX)
+    other = RecallTask(vocab_size=100)
+    assert "all tasks of a run have one vocab_size" in refusal(lambda: replace(base, test=(other,)))
+    assert "train needs at least one task" in refusal(lambda: replace(base, train=()))
+    learned = replace(SOFTMAX, positions=True)
+    long = RecallTask(length=128)
+    assert "learned positions end at the trained length, 64; the test has 128" in refusal(
+        lambda: replace(base, architecture=learned, test=(long,))
+    )
+    assert "width must be an integer; got 64.0" in refusal(lambda: replace(base, width=64.0))
+    three = (RecallTask(),) * 3
+    assert "at least 1 for each of the 3 tasks" in refusal(lambda: replace(base, train=three, validation_examples=2))
+    assert "the sweep empty has no runs" in refusal(lambda: Sweep("empty", ()))
+
+
+@pytest.mark.parametrize(("length", "batch"), [(64, 64), (254, 64), (256, 16), (510, 16), (512, 8)])
+def test_published_batch_sizes(length, batch):
+    assert RecallConfig(SOFTMAX, train=(RecallTask(length=length),)).batch == batch
+
+
+def test_names_differ_with_every_field_and_are_stable():
+    base = RecallConfig(SOFTMAX)
+    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "architecture.layers=3", "epochs=2",
+               "architecture.mixers.0.options.qk_norm=true", "stop_at=none", "precision=bf16"]  # fmt: skip
+    names = [base.id, *(override(base, [change]).id for change in changes)]
+    assert len(set(names)) == len(names)
+    assert RecallConfig(replace(SOFTMAX)).id == base.id
+    assert base.id.startswith("attention-n64-d4-w64-lr0.001-s0-") and "/" not in base.id
+
+
+def test_a_grid_is_every_combination_and_a_sweep_holds_a_run_once():
+    base = RecallConfig(SOFTMAX)
+    tasks = [RecallTask(length=64), RecallTask(length=128)]
+    runs = grid(base, tasks=tasks, widths=(64, 128), learning_rates=(1e-3, 1e-2), seeds=(0, 1, 2))
+    assert len(runs) == len({run.id for run in runs}) == 24
+    assert {(run.train[0].length, run.width, run.seed) for run in runs} == {
+        (n, d, s) for n in (64, 128) for d in (64, 128) for s in (0, 1, 2)
+    }
+    twice = Sweep("twice", (base, *runs, base))
+    assert twice.runs == (base, *(run for run in runs if run != base))
+    assert len(twice.override(["seed=0"]).runs) == 8 and twice.override(["seed=0"]).name == "twice"
+
+
+def test_a_mixer_that_needs_a_length_gets_the_longest_row():
+    convolution = {"mixer": "long_convolution"}
+    mixers = (MixerConfig("long_convolution"), MixerConfig("short_convolution", convolution), MixerConfig("softmax"))
+    architecture = Architecture("long", (*mixers, MixerConfig("long_convolution", {"max_length": 5})), layers=4)
+    config = RecallConfig(architecture, train=(RecallTask(length=64),), test=(RecallTask(length=128),))
+    assert [mixer.options for mixer in config.model.mixers] == [
+        {"max_length": 128},
+        {"mixer": "long_convolution", "options": {"max_length": 128}},
+        {},
+        {"max_length": 5},
+    ]
+
+
+def test_heads_follow_from_their_width():
+    architecture = replace(SOFTMAX, head_dim=32)
+    assert [RecallConfig(architecture, width=d).model.n_heads for d in (32, 64, 128)] == [1, 2, 4]

@@ -1,0 +1,112 @@
+"""What the figures show, read from their axes."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from sympow.recall import draw_figures, figures
+
+NAMES = ["accuracy_width", "accuracy_pairs", "accuracy_heads", "frontier", "learning_rates", "capacity"]
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draws rows; the axes of each figure by its name."""
+
+    def draw(rows):
+        seen = {}
+        import matplotlib.figure
+
+        monkeypatch.setattr(
+            matplotlib.figure.Figure, "savefig", lambda self, path: seen.__setitem__(path.stem, self.axes)
+        )
+        assert [path.stem for path in draw_figures(rows, tmp_path)] == list(seen)
+        return seen
+
+    return draw
+
+
+def lines(axis):
+    """Label -> (x, y) of the curves of an axis."""
+    labelled = zip(*axis.get_legend_handles_labels(), strict=True)
+    curves = {label: handle.lines[0] if hasattr(handle, "lines") else handle for handle, label in labelled}
+    return {label: tuple(map(list, curve.get_data())) for label, curve in curves.items()}
+
+
+def test_images_are_written(made_up, tmp_path):
+    few = [row | {"length": 512} for row in made_up if row["width"] < 256 and row["pairs"] < 16 and row["seed"] < 2]
+    files = draw_figures(few, tmp_path)
+    assert [file.name for file in files] == [f"{name}.png" for name in NAMES]
+    assert all(file.read_bytes()[1:4] == b"PNG" for file in files)
+
+
+def test_only_figures_that_have_data(made_up, drawn):
+    one = [row for row in made_up if (row["width"], row["pairs"], row["heads"], row["learning_rate"])
+           == (64, 4, 1, 1e-3)]  # fmt: skip
+    assert list(drawn(one)) == ["frontier"]
+    stateless = [row | {"state_bytes": None} for row in one]
+    assert list(drawn(stateless)) == []
+    with pytest.raises(ValueError, match="at least one row"):
+        drawn([])
+
+
+def test_accuracy_against_width_is_that_of_the_chosen_rate(made_up, drawn):
+    rows = [row for row in made_up if row["heads"] == 1]
+    panels = drawn(rows)["accuracy_width"]
+    assert [axis.get_title() for axis in panels] == ["N 64, D 4", "N 128, D 8", "N 256, D 16", "N 512, D 32"]
+    x, y = lines(panels[3])["power p=2"]
+    assert x == [64, 128, 256]
+    expected = [np.mean([row["test_accuracy"] for row in rows if row["label"] == "power p=2" and row["width"] == d
+                         and row["pairs"] == 32 and row["learning_rate"] == 1e-3]) for d in x]  # fmt: skip
+    np.testing.assert_allclose(y, expected)
+    bars = panels[3].containers[1].lines[2][0].get_segments()
+    assert bars[0][0][1] == pytest.approx(expected[0] - 0.02) and bars[0][1][1] == pytest.approx(expected[0] + 0.02)
+
+
+def test_pairs_and_heads(made_up, drawn):
+    found = drawn([row | {"length": 512} for row in made_up if row["width"] == 64])
+    (panel,) = found["accuracy_pairs"]
+    assert panel.get_title() == "N 512, d 64" and len(lines(panel)) == 6
+    assert lines(panel)["attention, heads 2"][0] == [4, 8, 16, 32]
+    assert len(found["accuracy_heads"]) == 4 and lines(found["accuracy_heads"][0])["attention"][0] == [1, 2]
+
+
+def test_learning_rates_show_every_seed(made_up, drawn):
+    (axis,) = drawn([row for row in made_up if row["width"] == 64 and row["pairs"] == 4 and row["heads"] == 1])[
+        "learning_rates"
+    ]
+    dots = [line for line in axis.get_lines() if line.get_linestyle() == "None"]
+    assert len(dots) == 9 and all(len(dot.get_xdata()) == 3 for dot in dots)
+    assert lines(axis)["attention"][0] == [1e-4, 1e-3, 1e-2] and axis.get_xscale() == "log"
+
+
+def test_capacity_is_the_most_pairs_held(made_up, drawn):
+    rows = [row for row in made_up if row["heads"] == 1 and row["label"] != "attention"]
+    (axis,) = drawn(rows)["capacity"]
+    x, y = lines(axis)["power p=2"]
+    assert x == [8 * row["state_bytes"] for row in rows if row["label"] == "power p=2" and row["pairs"] == 4
+                 and row["learning_rate"] == 1e-3 and row["seed"] == 0]  # fmt: skip
+    assert y == [16, 32, 32]  # growth 1.5 x width / pairs / 4 reaches 0.9
+    assert lines(axis)["gated convolution"][1] == [8, 16, 32]
+    weak = [row | {"test_accuracy": 0.1} for row in rows]
+    assert set(lines(drawn(weak)["capacity"][0])["power p=2"][1]) == {0}
+
+
+def test_many_models_are_told_apart(made_up):
+    rows = figures._with_models([made_up[0] | {"label": f"model {n}"} for n in range(20)])
+    styles = [style for style, _ in figures._by_model(rows, rows)]
+    assert len({(style["color"], style["marker"], style["linestyle"]) for style in styles}) == 20
+
+
+def test_heads_that_follow_from_the_width_make_one_curve(made_up, drawn):
+    rows = [row | {"heads": row["width"] // 32} for row in made_up if row["heads"] == 1 and row["pairs"] == 16]
+    (panel,) = drawn(rows)["accuracy_width"]
+    assert lines(panel)["power p=2"][0] == [64, 128, 256]
+
+
+def test_matplotlib_missing_is_one_line(made_up, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=re.escape("drawing figures needs matplotlib: pip install 'sympow[eval]'")):
+        draw_figures(made_up, tmp_path)

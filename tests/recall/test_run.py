@@ -1,0 +1,146 @@
+"""A run learns, is a function of its config, and keeps its splits apart."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sympow.data.mqar import RecallTask, generate
+from sympow.layers import MIXERS
+from sympow.models import MixerConfig, RecallModel
+from sympow.recall import Architecture, run
+from sympow.recall.run import _load, _measure, _Trainer, describe_tasks
+from sympow.training.config import TrainingConfig
+from sympow.training.optimizer import learning_rate
+
+# Where there is a GPU, steps are replayed as graphs there too.
+PLACES = [("cpu", False)] + [("cuda", graphs) for graphs in (False, True) if torch.cuda.is_available()]
+VARIES = ("seconds",)
+
+
+def without_times(rows):
+    return [{name: value for name, value in row.items() if name not in VARIES} for row in rows]
+
+
+@pytest.mark.parametrize(("device", "graphs"), PLACES)
+def test_a_run_learns_and_reports(small, device, graphs):
+    (row,) = run(small, device=device, cuda_graphs=graphs)
+    assert row["test_accuracy"] > 0.95 and row["validation_accuracy"] > 0.95
+    assert row["steps"] == 124 and row["epochs_run"] == 2 and row["ended"] == "epochs over"
+    assert row["run"] == small.id and row["label"] == "attention" and row["test"] == row["train"] == "mqar 8:1"
+    assert row["parameters"] == RecallModel(small.model, seed=0).num_parameters()
+    assert row["state_bytes"] == 4 * row["state_elements"] == 4 * RecallModel(small.model).state_size(8)
+
+
+def test_a_run_is_a_function_of_its_config(small):
+    short = replace(small, examples=320, epochs=1)
+    before = torch.get_rng_state()
+    one, same = run(short, device="cpu"), run(short, device="cpu")
+    assert without_times(one) == without_times(same)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = run(replace(short, seed=1), device="cpu")
+    assert other[0]["train_loss"] != one[0]["train_loss"]
+
+
+@pytest.mark.parametrize("device", sorted({device for device, _ in PLACES}))
+def test_training_stops_where_validation_is_good_enough(small, device):
+    (row,) = run(replace(small, stop_at=0.5, validations=4), device=device)
+    assert row["ended"] == "solved" and row["validation_accuracy"] >= 0.5
+    assert row["epochs_run"] < 2 and row["steps"] == pytest.approx(row["epochs_run"] * 62, abs=1)
+
+
+def test_a_run_that_diverges_says_so(small):
+    (row,) = run(replace(small, examples=640, learning_rate=1e30), device="cpu")
+    assert row["ended"] == "diverged" and not math.isfinite(row["train_loss"]) and row["test_accuracy"] < 0.5
+
+
+def test_splits_and_seeds_are_different_rows(small):
+    drawn = [
+        generate(small.train[0], 200, [small.data_seed, split, 0]).tokens.tobytes() for split in (0, 1, 2)
+    ]
+    assert len(set(drawn)) == 3
+    (part,) = _load(small.train, 200, (small.data_seed, 0), "cpu")
+    assert part.tokens.numpy().tobytes() == drawn[0]
+
+
+def test_mixtures_are_trained_together_and_tested_apart(small):
+    tasks = (RecallTask(length=8, pairs=1, vocab_size=16), RecallTask(length=16, pairs=2, vocab_size=16))
+    mixed = replace(small, train=tasks, test=(*tasks, RecallTask(length=24, pairs=1, vocab_size=16)), epochs=1)
+    rows = run(mixed, device="cpu")
+    assert [row["test"] for row in rows] == ["mqar 8:1", "mqar 16:2", "mqar 24:1"]
+    assert {row["train"] for row in rows} == {"mqar 8:1 + mqar 16:2"}
+    assert [row["length"] for row in rows] == [8, 16, 24]
+    assert len({row["validation_accuracy"] for row in rows}) == 1 and rows[0]["steps"] == 62
+    assert rows[0]["test_loss"] != rows[1]["test_loss"]
+
+
+def trainer(config):
+    model = RecallModel(config.model, seed=0)
+    return _Trainer(config, model, torch.device("cpu"), graphs=False)
+
+
+def test_an_epoch_takes_every_row_once_in_a_new_order(small):
+    config = replace(small, examples=320, train=small.train * 2, batch_size=32, validations=3)
+    made = trainer(config)
+    seen, taken = [], []
+    made._train_step = lambda part: (seen.append((part, made.orders[part][made.cursors[part]].tolist())),
+                                     made.cursors[part].add_(32))  # fmt: skip
+    for number in range(6):
+        before = len(seen)
+        made.train(number)
+        taken.append(len(seen) - before)
+    assert taken == [4, 3, 3] * 2 and made.steps_done == 20
+    for epoch in (seen[:10], seen[10:]):
+        for part in (0, 1):
+            rows = [row for which, batch in epoch for row in batch if which == part]
+            assert sorted(rows) == list(range(160)) and rows != sorted(rows)
+    assert seen[:10] != seen[10:]
+
+
+def test_the_learning_rate_rises_and_falls_to_zero(small):
+    made = trainer(replace(small, warmup=0.1, epochs=1, examples=3200))
+    settings = TrainingConfig(steps=100, warmup_steps=10, learning_rate=small.learning_rate, min_lr_ratio=0.0)
+    assert made.rates.tolist() == pytest.approx([learning_rate(step, settings) for step in range(100)])
+    assert made.rates.max() == pytest.approx(small.learning_rate) and made.rates[-1] == 0
+    made._shuffle()
+    made._train_step(0)
+    assert made.rate == made.rates[0] and all(group["lr"] == made.rate for group in made.optimizer.param_groups)
+    assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_accuracy_counts_queries(small):
+    """A model that answers one token always."""
+    config = replace(small, train=(RecallTask(length=8, pairs=2, vocab_size=12),))
+    model = RecallModel(config.model, seed=0)
+    model.query_logits = lambda tokens, places: torch.eye(12)[8].expand(*places.shape, 12)
+    parts = _load(config.train, 500, (0, 1), "cpu")
+    measured = _measure(model, parts, config)
+    assert measured.accuracy == pytest.approx((parts[0].labels == 8).float().mean().item())
+    assert 0 < measured.accuracy < 0.5
+    probability = math.e / (math.e + 11)
+    expected = -measured.accuracy * math.log(probability) - (1 - measured.accuracy) * math.log((1 - probability) / 11)
+    assert measured.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_are_described_by_what_is_not_the_default():
+    tasks = [RecallTask(), RecallTask("forgetting", updates=2, alpha=1.0), RecallTask(length=128, filler="random")]
+    assert describe_tasks(tasks) == "mqar 64:4 + forgetting 64:4 2 updates alpha 1.0 + mqar 128:4 filler random"
+
+
+def test_learned_positions_and_precision_take_part(small):
+    plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
+    (row,) = run(replace(small, architecture=plain, precision="bf16", examples=64, epochs=1), device="cpu")
+    assert row["positions"] is True and row["precision"] == "bf16" and math.isfinite(row["train_loss"])
+
+
+NEEDED = {"window": {"window": 4}, "blocked_window": {"window": 4}, "selection": {"selection": "learned", "top_k": 2}}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_is_trained_and_measured(small, name):
+    """What a mixer needs beside its options reaches it: lengths, tokens, auxiliary losses."""
+    model = Architecture(name, (MixerConfig(name, NEEDED.get(name, {})),), mlp_ratio=0)
+    (row,) = run(replace(small, architecture=model, width=16, examples=64, epochs=1), device="cpu")
+    assert row["steps"] == 2 and math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])
+    assert (row["state_bytes"] is None) == (name in ("programmatic_conv", "autocorrelation_conv"))

@@ -1,0 +1,86 @@
+"""The commands of associative recall, and its errors in one line."""
+
+import pytest
+
+from sympow.cli import main
+from sympow.recall import read_results
+
+RECIPE = """
+from sympow.data.mqar import RecallTask
+from sympow.models import MixerConfig
+from sympow.recall import Architecture, RecallConfig, Sweep, grid
+
+def one():
+    model = Architecture("attention", (MixerConfig("softmax"),))
+    return RecallConfig(model, width=16, train=(RecallTask(length=8, pairs=1, vocab_size=16),), examples=64,
+                        validation_examples=8, test_examples=8, epochs=1, batch_size=32)
+
+def several():
+    return Sweep("several", grid(one(), widths=(16, 32), learning_rates=(1e-3, 1e-2)))
+
+def odd():
+    return RecallTask(length=7)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "mine.py").write_text(RECIPE)
+    return str(tmp_path / "mine.py")
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs a command that must fail and gives its one line."""
+
+    def run(*words):
+        assert main([*words]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("sympow: error: ")
+        return lines[0].removeprefix("sympow: error: ")
+
+    return run
+
+
+def test_one_run(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["mqar", recipe, "seed=3", "architecture.mlp_ratio=0", "--out", str(out), "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    (row,) = read_results(out / "results.csv")
+    assert row["seed"] == 3 and row["mlp_ratio"] == 0 and row["width"] == 16
+    assert said.out.splitlines()[-1] == f"1 run: {out}/results.csv" and "| attention | 1 | 16 | mqar 8:1 |" in said.out
+    assert "validation 1: loss" in said.err
+
+
+def test_a_sweep_and_its_figures(recipe, tmp_path, capsys):
+    words = ["mqar", f"{recipe}:several", "--out", str(tmp_path / "out"), "--executor", "process", "--device", "cpu"]
+    assert main([*words, "--quiet"]) == 0
+    rows = read_results(tmp_path / "out" / "results.csv")
+    assert [(row["width"], row["learning_rate"]) for row in rows] == [(16, 1e-3), (16, 1e-2), (32, 1e-3), (32, 1e-2)]
+    before = (tmp_path / "out" / "results.csv").read_bytes()
+    assert main(words) == 0 and (tmp_path / "out" / "results.csv").read_bytes() == before
+    capsys.readouterr()
+    images = tmp_path / "images"
+    assert main(["mqar-figures", str(tmp_path / "out" / "results.csv"), "--out", str(images)]) == 0
+    names = [f"{images}/{name}.png" for name in ("accuracy_width", "frontier", "learning_rates")]
+    assert capsys.readouterr().out.splitlines() == names
+
+
+def test_errors_are_one_line(recipe, fails, tmp_path):
+    out = ["--out", str(tmp_path / "out")]
+    assert fails("mqar", recipe, "train.0.length=9", *out) == "length must be even; got 9"
+    assert fails("mqar", recipe, "train.0.pairs=3", *out) == "3 pairs need a length of at least 12; got 8"
+    assert fails("mqar", recipe, "architecture.mixers.0.name=attn", *out).startswith("a mixer is one of power, softmax")
+    assert fails("mqar", recipe, "architecture.heads=3", *out).startswith("d_model must be a multiple of n_heads")
+    assert fails("mqar", recipe, "lr=1", *out).startswith("unknown field 'lr'")
+    assert fails("mqar", f"{recipe}:odd", *out).endswith("ValueError: length must be even; got 7")
+    assert fails("mqar", "demo:power", *out).endswith("it returned RunConfig, not RecallConfig or Sweep")
+    assert fails("train", recipe, *out).endswith("is no recipe: it returned RecallConfig, not RunConfig")
+    assert fails("mqar", recipe, *out, "--executor", "slurm", "--slurm", "gpus") == (
+        "a parameter of Slurm is written key=value, got 'gpus'"
+    )
+    assert fails("mqar", recipe, *out, "--slurm", "timeout_min=5").startswith("parameters of Slurm are for")
+    assert fails("mqar", recipe, *out, "--device", "tpu").startswith("device 'tpu' cannot be used here")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "other.csv").write_text("a\n1\n")
+    assert "holds no results of recall" in fails("mqar-figures", str(tmp_path / "other.csv"), *out)
