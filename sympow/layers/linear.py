@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_document
 from sympow.layers.power import continue_power
 from sympow.ops import PowerState, power_attention
+from sympow.ops.context import exclusive_sum
 
 FEATURE_MAPS = ("identity", "elu+1")
 
@@ -57,10 +59,14 @@ class LinearAttention(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         q, k, v = self._features(x)
-        rotated_q, rotated_k = self.rotate(q, k)
-        y = power_attention(rotated_q, rotated_k, v, cu_seqlens=cu_seqlens, **self._options()).out
+        rotated_q, rotated_k = self.rotate(q, k, self.first_position(x))
+        split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
+        y = power_attention(rotated_q, rotated_k, v, **self._options() | split).out
         if self.out_norm is None:
-            y = _normalized(y, q, per_document(_running_sum, cu_seqlens, k))
+            sums = per_document(_running_sum, cu_seqlens, k)
+            if self.context_group is not None:
+                sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
+            y = _normalized(y, q, sums)
         return self._output(y)
 
     def init_state(
@@ -88,6 +94,9 @@ class LinearAttention(Mixer):
     def state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
         return self.n_kv_heads * (self.head_dim * (self.value_dim + 1) + feature_sum)
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        self.context_group = group
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(x)

@@ -12,6 +12,7 @@ from math import sqrt
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -112,7 +113,7 @@ class LanguageModel(nn.Module):
         return self._head(self._hidden(tokens, cu_seqlens))
 
     def token_losses(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """-log p(target) in nats of every target, float32 [B, T]; 0 where the target is -100.
+        """-log p(target) in nats of every target, float32 (float64 of such a model) [B, T]; 0 where the target is -100.
 
         Only a slice of the logits stands in memory at a time; the backward recomputes them.
 
@@ -134,6 +135,11 @@ class LanguageModel(nn.Module):
             for h, t in slices
         ]
         return torch.cat(losses).view_as(targets)
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        """From now on `forward` and `token_losses` take this rank's part of every row: see `Mixer.split_context`."""
+        for block in self.blocks:
+            block.mixer.split_context(group)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -180,7 +186,9 @@ class LanguageModel(nn.Module):
         return F.linear(hidden, self.embedding.weight)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._head(hidden).float(), targets, ignore_index=IGNORE, reduction="none")
+        logits = self._head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
         if tokens.dtype != torch.int64:
