@@ -165,6 +165,13 @@ class Mixer(nn.Module, ABC):
             "size to pass on; power and linear attention have"
         )
 
+    def training_flops(self, time: int) -> int | None:
+        """FLOPs of mixing one row of `time` tokens, forward and backward, without the projections; None: not counted.
+
+        Those of the cheapest form, as `sympow.ops.cost` counts them, whatever is executed.
+        """
+        return None
+
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """The keyword options of the constructor."""

@@ -14,6 +14,7 @@ from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_docum
 from sympow.layers.power import continue_power
 from sympow.ops import PowerState, power_attention
 from sympow.ops.context import exclusive_sum
+from sympow.ops.cost import least_power_flops
 
 FEATURE_MAPS = ("identity", "elu+1")
 
@@ -94,6 +95,9 @@ class LinearAttention(Mixer):
     def state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
         return self.n_kv_heads * (self.head_dim * (self.value_dim + 1) + feature_sum)
+
+    def training_flops(self, time: int) -> int:
+        return least_power_flops(time, self.head_dim, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         self.context_group = group

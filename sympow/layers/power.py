@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from sympow.layers.base import HeadOptions, Mixer, MixerState, normed
 from sympow.ops import PowerState, power_attention, power_attention_step, rotary_positions
 from sympow.ops.context import exclusive_sum
+from sympow.ops.cost import least_power_flops
 from sympow.ops.feature_map import spow_dim
 
 
@@ -118,6 +119,10 @@ class PowerAttention(Mixer):
     def state_size(self, context: int) -> int:
         position = self.n_kv_heads if self.rotation == "data" else 0
         return self.n_kv_heads * spow_dim(self.head_dim, self.p) * (self.value_dim + 1) + position
+
+    def training_flops(self, time: int) -> int:
+        sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
+        return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         self.context_group = group

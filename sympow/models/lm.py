@@ -46,9 +46,12 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(d)
         self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
         self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
+        self.recompute = False
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens))
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._mixed, x, cu_seqlens, use_reentrant=False, preserve_rng_state=False)
+        return self._mixed(x, cu_seqlens)
 
     def step(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         y, state = self.mixer.step(self.mixer_norm(x), state)
@@ -60,6 +63,9 @@ class Block(nn.Module):
         self.mixer.reset_parameters(std=std, out_std=residual_std, generator=generator)
         init_linear(self.mlp_in, std, generator)
         init_linear(self.mlp_out, residual_std, generator)
+
+    def _mixed(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
@@ -134,12 +140,17 @@ class LanguageModel(nn.Module):
             else self._losses(h, t)
             for h, t in slices
         ]
-        return torch.cat(losses).view_as(targets)
+        return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         """From now on `forward` and `token_losses` take this rank's part of every row: see `Mixer.split_context`."""
         for block in self.blocks:
             block.mixer.split_context(group)
+
+    def checkpoint_activations(self) -> None:
+        """From now on the backward recomputes every block: memory of one block's activations, a third more time."""
+        for block in self.blocks:
+            block.recompute = True
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

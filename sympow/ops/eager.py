@@ -371,12 +371,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_out, dz_out):
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return _backward(ctx, dout, ds_out, dz_out)
+        saved = ctx.saved_tensors  # to be read only once: checkpointing forgets what it has given
+        with torch.autocast(saved[0].device.type, enabled=False):
+            return _backward(ctx, saved, dout, ds_out, dz_out)
 
 
-def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
-    q, k, v, log_g, s, z, out, normalizer, s_out, z_out = ctx.saved_tensors
+def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+    q, k, v, log_g, s, z, out, normalizer, s_out, z_out = saved
     p = ctx.options.p
     sequence = _Sequence(q, k, v, log_g, ctx.options)
     first, last = sequence.spans[0], sequence.spans[-1]
