@@ -82,7 +82,7 @@ def train(
 
     On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
     SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
-    ranks it does nothing: torchrun passes on what the terminal has sent already).
+    ranks it does nothing: torchrun passes on what a scheduler may have sent to every process).
 
     Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
     or its gradient is not finite (that step is not saved), CheckpointError where a checkpoint

@@ -130,6 +130,11 @@ class Ranks:
 ALONE = Ranks()
 
 
+def is_main() -> bool:
+    """Whether this process is rank 0 of those that torchrun started, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def launched(device: torch.device) -> Iterator[None]:
     """A default process group for a program that torchrun started on several ranks; alone, or within one, nothing.

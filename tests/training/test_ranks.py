@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -36,17 +36,18 @@ def float64():
 
 def train_all(jobs) -> None:
     """On this rank, or alone: (config, batches, folder) of every job."""
-    with float64():
-        for config, batches, run in jobs:
+    for config, batches, run in jobs:
+        with float64() if config.training.precision == "float32" else nullcontext():
             train(config, batches, run, held_out=batches, quiet=True)
 
 
 @pytest.fixture
 def make_run(make_config, make_batches, tmp_path):
-    """make_run(name, **fields of ExecutionConfig) -> a job of `train_all`: four passes of whole rows a step."""
+    """make_run(name, precision, **fields of ExecutionConfig) -> a job of `train_all`: four passes a step."""
 
-    def make(name: str, **execution):
-        config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3)
+    def make(name: str, precision: str = "float32", **execution):
+        config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3,
+                             precision=precision)  # fmt: skip
         data = dataclasses.replace(config.data, pack=False)
         config = dataclasses.replace(config, data=data, execution=ExecutionConfig(**execution))
         return config, make_batches(config), tmp_path / name
@@ -58,6 +59,10 @@ def numbers(run) -> torch.Tensor:
     """Losses, gradient norms, tokens and held-out losses by step."""
     names = ("step", "loss", "grad_norm", "tokens", "held_out_loss")
     return torch.tensor([[row.get(name, 0.0) for name in names] for row in read_metrics(run)], dtype=torch.float64)
+
+
+def losses(run) -> list[float]:
+    return [row["loss"] for row in read_metrics(run)]
 
 
 def assert_same_numbers(run, expected) -> None:
@@ -75,16 +80,21 @@ def forget_last_checkpoint(run, name: str):
 
 def test_any_ranks_train_as_one_does_and_continue_each_other(make_run):
     """Two data ranks; two context ranks; two of each; with and without activation checkpointing."""
-    one = make_run("one")
-    train_all([one])
+    one, rough = make_run("one"), make_run("rough", "bf16")
+    train_all([one, rough])
     two, split = make_run("two"), make_run("split", context_parallel=2, checkpoint_activations=True)
     taken = (*one[:2], forget_last_checkpoint(one[2], "one, then two"))  # a file
-    run_ranks(train_all, 2, [two, split, taken])
+    rough_split = make_run("rough, split", "bf16", context_parallel=2)
+    run_ranks(train_all, 2, [two, split, taken, rough_split])
     for _, _, run in (two, split, taken):
         assert_same_numbers(run, one[2])
         assert latest(run).name == f"step-{STEPS:08d}.shards"
         weights, expected = (load_checkpoint(latest(x)).model for x in (run, one[2]))
         torch.testing.assert_close(weights, expected, rtol=0, atol=FLOAT64_TOLERANCE)
+
+    assert losses(rough_split[2]) == pytest.approx(losses(rough[2]), rel=0.02)
+    assert losses(rough_split[2]) != losses(one[2])
+    assert {tensor.dtype for tensor in load_checkpoint(latest(rough_split[2])).model.values()} == {torch.float32}
 
     back = forget_last_checkpoint(two[2], "two, then one")  # a folder
     train_all([(*one[:2], back)])
