@@ -17,7 +17,6 @@ from typing import IO, Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sympow.training.ranks import ALONE, Ranks
 from sympow.training.shards import ShardError, read_shards, write_shards
@@ -142,12 +141,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def load_checkpoint_into(
-    header: Checkpoint, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+    header: Checkpoint, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> Checkpoint:
     """The whole of the checkpoint at `path` that `header` is of, its tensors sharded as those of `model` are.
 
-    Every rank of the default group calls it, if there is one. Raises as `load_checkpoint` does.
+    Every rank calls it. Raises as `load_checkpoint` does.
     """
+    if ranks.size == 1 and not path.is_dir():
+        return header
     weights = model.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -160,8 +161,6 @@ def load_checkpoint_into(
 
     if path.is_dir():
         return _with_shards(header, path, like)
-    if not any(isinstance(weight, DTensor) for weight in weights.values()):
-        return header
     return _with_tensors(header, {name: _placed(tensor, like(name)) for name, tensor in _flat(header).items()})
 
 
@@ -275,6 +274,8 @@ def _with_shards(header: Checkpoint, path: Path, like: Callable[[str], Tensor | 
 
 def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:
     """This rank's shard of a tensor that every rank has whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
+
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
@@ -31,6 +30,9 @@ from sympow.training.optimizer import learning_rate, make_optimizer, set_learnin
 from sympow.training.ranks import ALONE, Ranks, Rows, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
 from sympow.training.throughput import peak_flops, token_flops, trace
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ def train(
         flops, peak = token_flops(model, settings.context), peak_flops(device, settings.precision)
         prepare(model, config, ranks)
         optimizer = make_optimizer(model, settings)
-        start = _restore(run_dir, config, batches, model, optimizer, device)
+        start = _restore(run_dir, config, batches, model, optimizer, device, ranks)
         step, tokens, seconds = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
         logged_tokens, logged_seconds = tokens, seconds
         loss: float | None = None
@@ -190,8 +192,8 @@ def _train_step(
         (loss * ranks.size / targets).backward()  # FSDP takes the mean of the ranks' gradients
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    if ranks.size > 1:
+        norm = cast("DTensor", norm).full_tensor()
     set_learning_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -252,6 +254,7 @@ def _restore(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
+    ranks: Ranks,
 ) -> Checkpoint | None:
     """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is none."""
     path = latest(run_dir)
@@ -263,7 +266,7 @@ def _restore(
     position = checkpoint.step * config.training.passes_per_step
     if checkpoint.data.get("position") != position:
         raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")
-    checkpoint = load_checkpoint_into(checkpoint, path, model, optimizer)
+    checkpoint = load_checkpoint_into(checkpoint, path, model, optimizer, ranks)
     restore_model(model, checkpoint.model, path)
     try:
         optimizer.load_state_dict(checkpoint.optimizer)

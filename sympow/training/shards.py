@@ -8,12 +8,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.metadata import Metadata
 
 # What the pickled table of contents may name, besides torch's dtypes.
 _CONTENTS = {
@@ -38,6 +40,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Raises the OSError of the first rank that could not, or ShardError for another reason.
     """
+    import torch.distributed.checkpoint as dcp  # takes a second, which a run on one process need not wait
+
     try:
         dcp.save(dict(tensors), checkpoint_id=folder)
     except dcp.CheckpointException as error:
@@ -51,9 +55,11 @@ def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str,
     `like(name)` is a tensor on whose device the named one is to be, and sharded as it is where the shapes agree;
     None: whole, on the CPU. Raises ShardError for a folder that is truncated, damaged or holds something else.
     """
-    reader = _Reader(folder)
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     try:
-        contents = reader.read_metadata()
+        contents = _contents(folder)
         _check_sizes(folder, contents)
         tensors = {}
         for name, entry in contents.state_dict_metadata.items():
@@ -66,7 +72,7 @@ def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str,
                 tensors[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is .*disabled")  # alone, which is meant
-            dcp.load(dict(tensors), storage_reader=reader)
+            dcp.load(dict(tensors), checkpoint_id=folder)
     except dcp.CheckpointException as error:
         raise ShardError(f"is damaged ({_line(_cause(error))})") from error
     except (pickle.UnpicklingError, EOFError, OSError, AttributeError, KeyError, ValueError, TypeError) as error:
@@ -82,13 +88,10 @@ class _Contents(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its table of contents names {module}.{name}")
 
 
-class _Reader(dcp.FileSystemReader):
-    """The library's, which would unpickle anything."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            _Contents(file).load()
-        return super().read_metadata(*args, **kwargs)
+def _contents(folder: Path) -> Metadata:
+    """The table of contents, before the library reads it, which would unpickle anything."""
+    with open(folder / ".metadata", "rb") as file:
+        return _Contents(file).load()
 
 
 def _check_sizes(folder: Path, contents: Metadata) -> None:
@@ -98,7 +101,7 @@ def _check_sizes(folder: Path, contents: Metadata) -> None:
             raise ShardError(f"is truncated: {stored.relative_path} is missing or too short")
 
 
-def _cause(error: dcp.CheckpointException) -> BaseException:
+def _cause(error: CheckpointException) -> BaseException:
     """What failed on the first rank that did."""
     first = min(error.failures)
     return error.failures[first][0]
