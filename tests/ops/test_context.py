@@ -30,7 +30,7 @@ SPLIT = {
 }
 CHUNKS = (None, 5)  # of a part; None: as the cost model chooses
 KERNELS = {
-    "gate": Case(B=1, T=40, H=2, G=1, K=16, V=16, return_state=False),
+    "gate": Case(B=1, T=24, H=2, G=1, K=16, V=16, return_state=False),
     "p 1": Case(B=1, T=20, H=1, G=1, K=16, V=16, p=1, return_state=False),
 }
 if DEVICE == "cuda":  # these take long in Triton's interpreter, which also knows no bfloat16

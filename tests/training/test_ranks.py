@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -126,24 +127,38 @@ def tiny():
         "tiny",
         ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2),
         DataConfig(kind="text", path="corpus", tokenizer="bytes", pack=False),
-        TrainingConfig(context=32, batch_size=2, micro_batch_size=1, steps=30, warmup_steps=5, log_every=1,
+        TrainingConfig(context=32, batch_size=2, micro_batch_size=1, steps=20, warmup_steps=5, log_every=1,
                        checkpoint_every=3, evaluate_every=10, evaluation_batches=1),
         ExecutionConfig(context_parallel=2),
     )
 """
 
 
-def start(run) -> list[multiprocessing.Process]:
-    """`torchrun --nproc-per-node 2 -m sympow.cli train tiny.py --out RUN`, without torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(run): `torchrun --nproc-per-node 2 -m sympow.cli train tiny.py --out RUN`, without torchrun."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for i in range(3):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"power state of the key {i} value " * 40)
+    (tmp_path / "tiny.py").write_text(RECIPE)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    processes = [context.Process(target=command, args=(rank, port, os.getcwd(), str(run))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    return processes
+    started = []
+
+    def run_command(run):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = [context.Process(target=command, args=(rank, port, str(tmp_path), run)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        started.extend(processes)
+        return processes
+
+    yield run_command
+    for process in started:  # of a test that failed
+        process.kill()
 
 
 def command(rank: int, port: int, folder: str, run: str) -> None:
@@ -162,11 +177,9 @@ def exit_codes(processes) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def wait_for_step(run, step: int, processes) -> None:
-    while all(process.is_alive() for process in processes):
-        rows = read_metrics(run)
-        if rows and rows[-1]["step"] >= step:
-            return
+def wait(reached: Callable[[], bool], processes) -> None:
+    """Until something is reached, or a process has ended."""
+    while all(process.is_alive() for process in processes) and not reached():
         time.sleep(0.001)
 
 
@@ -176,27 +189,22 @@ def end(run) -> tuple:
     return checkpoint.model, checkpoint.optimizer, checkpoint.tokens, checkpoint.data, rows
 
 
-def test_killed_and_stopped_runs_end_as_whole_ones(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus").mkdir()
-    for i in range(3):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"power state of the key {i} value " * 40)
-    (tmp_path / "tiny.py").write_text(RECIPE)
+def test_killed_and_stopped_runs_end_as_whole_ones(start):
     assert exit_codes(start("whole")) == [0, 0]
 
-    for step in (2, 13):
+    for step in (2, 8):
         processes = start("parts")
-        wait_for_step("parts", step, processes)
+        wait(lambda step=step: any(row["step"] >= step for row in read_metrics("parts")), processes)
         for process in processes:
             process.kill()
         assert exit_codes(processes) == [-signal.SIGKILL] * 2
         if latest_step("parts"):
             load_checkpoint(latest("parts"))  # whole, whenever the kill came
-    processes = start("parts")
-    wait_for_step("parts", latest_step("parts") + 2, processes)
+    before, processes = latest_step("parts"), start("parts")
+    wait(lambda: latest_step("parts") > before, processes)
     os.kill(processes[1].pid, signal.SIGTERM)  # one rank is asked, all stop
     assert exit_codes(processes) == [143, 143]
-    assert 13 <= latest_step("parts") < 30 and read_metrics("parts")[-1]["step"] == latest_step("parts")
+    assert before < latest_step("parts") < 20 and read_metrics("parts")[-1]["step"] == latest_step("parts")
     assert exit_codes(start("parts")) == [0, 0]
     parts, whole = end("parts"), end("whole")
     torch.testing.assert_close(parts[:2], whole[:2], rtol=0, atol=0)
