@@ -74,8 +74,9 @@ def train(
 ) -> TrainingResult:
     """Trains a language model, or continues from the newest checkpoint in `run_dir`.
 
-    With a default process group, all its ranks call this, with one `run_dir`, on a disk that they share. `ranks` is
-    what `join` gives; None calls it. Rank 0 writes the metrics, and to the terminal.
+    With a default process group, which must take tensors on the CPU as well, all its ranks call this, with one
+    `run_dir`, on a disk that they share. `ranks` is what `join` gives; None calls it. Rank 0 writes the metrics, and
+    to the terminal.
 
     `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, in turns on
     several ranks, so that position in the data is a function of the step alone. The loss of a step is the mean over

@@ -43,7 +43,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: rank of size, on the grid data_rank of data_size and context_rank of context_size."""
+    """Where this process stands: rank of size, on the grid data_rank of data_size and context_rank of context_size.
+
+    The default process group takes tensors on the CPU, and on `device`, the type of that of the weights.
+    """
 
     rank: int = 0
     size: int = 1
@@ -100,7 +103,7 @@ class Ranks:
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
         if self.size == 1:
             return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(value, dtype=torch.float64)  # on the CPU, where rank 0 may be waited for for long
         dist.all_reduce(tensor, operation)
         return tensor.item()
 
@@ -148,12 +151,9 @@ def launched(device: torch.device) -> Iterator[None]:
         if device != torch.device("cuda"):
             raise ValueError(f"training.device is one GPU, {str(device)!r}; on several ranks it is 'cuda' or 'auto'")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Checkpoints exchange objects, which lie on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
 
 
 def join(config: RunConfig, device: torch.device) -> Ranks:

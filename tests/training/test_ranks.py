@@ -48,7 +48,7 @@ def make_run(make_config, make_batches, tmp_path):
 
     def make(name: str, precision: str = "float32", **execution):
         config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3,
-                             precision=precision)  # fmt: skip
+                             precision=precision, device="cpu")  # fmt: skip
         data = dataclasses.replace(config.data, pack=False)
         config = dataclasses.replace(config, data=data, execution=ExecutionConfig(**execution))
         return config, make_batches(config), tmp_path / name
@@ -128,7 +128,7 @@ def tiny():
         ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2),
         DataConfig(kind="text", path="corpus", tokenizer="bytes", pack=False),
         TrainingConfig(context=32, batch_size=2, micro_batch_size=1, steps=20, warmup_steps=5, log_every=1,
-                       checkpoint_every=3, evaluate_every=10, evaluation_batches=1),
+                       checkpoint_every=3, evaluate_every=10, evaluation_batches=1, device="cpu"),
         ExecutionConfig(context_parallel=2),
     )
 """
