@@ -1,6 +1,7 @@
 """Times decoding after short and long contexts: `python -m benchmarks.decoding --json FILE`.
 
-The same model with power and with softmax attention. Before it is timed, a step is checked against the full forward at
+With `--device cuda` it is a step of the op that is timed, see `decoding_gpu.py`. Otherwise whole models on the CPU: the
+same model with power and with softmax attention. Before it is timed, a step is checked against the full forward at
 the shortest context. Tokens after the different contexts are decoded in turn, so that whatever else the machine does
 falls on all of them alike.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import decoding_gpu
 from benchmarks.measure import commit, processor
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
@@ -98,14 +100,21 @@ def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[d
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="tiny", help="shape of the model (default: tiny)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument("--preset", default="tiny", help="shape of the model, CPU only (default: tiny)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
     args = parser.parse_args()
+    rows: list[dict] = []
+    if args.device == "cuda":
+        for case in decoding_gpu.CASES:
+            rows.append(decoding_gpu.measure(case))
+            print(decoding_gpu.line(rows[-1]), flush=True)
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        return
     torch.set_num_threads(args.threads)
-    rows = []
     print(f"{'mixer':>8} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
     for mixer in MIXERS:
         for row in measure(preset(args.preset, VOCABULARY, mixer), args.contexts, args.tokens):

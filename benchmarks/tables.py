@@ -58,6 +58,20 @@ def gpu_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
 
 
+def decoding_gpu_table(rows: list[dict]) -> str:
+    """A row a batch size."""
+    lines = ["| B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |", "|---:|" + "---:|" * 5]
+    for row in rows:
+        cells = [str(row["B"]), f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}"]
+        cells += [f"{row['share_of_copy']:.0%}", f"{row['peer_ms'] * 1e3:,.1f}", f"{row['ratio']:.1f}x"]
+        lines.append(f"| {' | '.join(cells)} |")
+    row = rows[0]
+    shape = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, state float32, as CUDA graphs"
+    softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows))
+    run = f"{row['processor']}; torch {row['torch']}, commit {row['commit']}"
+    return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
+
+
 TABLES = {"ops_cpu.json": ops_table, "ops_h200.json": gpu_table, "decoding_cpu.json": decoding_table}
 
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sympow import ops as ops
-    from sympow.ops import PowerOutput, PowerState, power_attention, power_attention_step
+    from sympow.ops import DecodingState, PowerOutput, PowerState, power_attention, power_attention_step
 
 __version__ = "0.1.0"
-__all__ = ["PowerOutput", "PowerState", "__version__", "power_attention", "power_attention_step"]
+__all__ = ["DecodingState", "PowerOutput", "PowerState", "__version__", "power_attention", "power_attention_step"]
 
 if not TYPE_CHECKING:  # so that a type checker still refuses names that do not exist
 

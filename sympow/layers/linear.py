@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.base import HeadOptions, Mixer, MixerState, normed, per_document
-from sympow.layers.power import continue_power
-from sympow.ops import PowerState, power_attention
+from sympow.layers.power import continue_power, initial_memory, memory_size
+from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 
@@ -23,7 +23,7 @@ FEATURE_MAPS = ("identity", "elu+1")
 class LinearAttentionState(MixerState):
     """The op's state, the tokens so far and, for elu + 1, the sum of the keys' features [B, G, K]."""
 
-    memory: PowerState
+    memory: PowerState | DecodingState
     position: int
     feature_sum: Tensor | None
 
@@ -73,11 +73,8 @@ class LinearAttention(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
-        weight = self.out.weight
-        device = weight.device if device is None else device
-        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
-        g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
-        memory = PowerState.zeros(batch_size, g, k, v, 1, device=device, dtype=dtype)
+        device = self.out.weight.device if device is None else torch.device(device)
+        memory = initial_memory(self, 1, self.impl, batch_size, device, dtype)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 
@@ -94,7 +91,7 @@ class LinearAttention(Mixer):
 
     def state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
-        return self.n_kv_heads * (self.head_dim * (self.value_dim + 1) + feature_sum)
+        return memory_size(self, 1, self.impl) + self.n_kv_heads * feature_sum
 
     def training_flops(self, time: int) -> int:
         return least_power_flops(time, self.head_dim, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)

@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.base import HeadOptions, Mixer, MixerState, normed
-from sympow.ops import PowerState, power_attention, power_attention_step, rotary_positions
+from sympow.ops import (
+    DecodingState,
+    PowerState,
+    power_attention,
+    power_attention_step,
+    prefers_tail,
+    rotary_positions,
+)
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
+from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
 
 
@@ -22,7 +30,7 @@ from sympow.ops.feature_map import spow_dim
 class PowerAttentionState(MixerState):
     """The op's state, and where the rotation stands: tokens so far, or float64 [B, G] if data-dependent."""
 
-    memory: PowerState
+    memory: PowerState | DecodingState
     position: int | Tensor
 
 
@@ -101,15 +109,11 @@ class PowerAttention(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
-        weight = self.out.weight
-        device = weight.device if device is None else device
-        dtype = torch.promote_types(weight.dtype if dtype is None else dtype, torch.float32)
-        g, k, v = self.n_kv_heads, self.head_dim, self.value_dim
+        device = self.out.weight.device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":
-            position = torch.zeros(batch_size, g, dtype=torch.float64, device=device)
-        memory = PowerState.zeros(batch_size, g, k, v, self.p, device=device, dtype=dtype)
-        return PowerAttentionState(memory, position)
+            position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
+        return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
 
     def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         q, k, v, log_g, position = self._inputs(x, state.position)
@@ -118,7 +122,7 @@ class PowerAttention(Mixer):
 
     def state_size(self, context: int) -> int:
         position = self.n_kv_heads if self.rotation == "data" else 0
-        return self.n_kv_heads * spow_dim(self.head_dim, self.p) * (self.value_dim + 1) + position
+        return memory_size(self, self.p, self.impl) + position
 
     def training_flops(self, time: int) -> int:
         sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
@@ -152,24 +156,52 @@ class PowerAttention(Mixer):
         return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
 
 
+def initial_memory(
+    mixer: Mixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
+) -> PowerState | DecodingState:
+    """The op's state before the first token: with a tail where decoding is faster on one."""
+    weight = mixer.out.weight
+    dtype = weight.dtype if dtype is None else dtype
+    shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
+    state = PowerState.zeros(*shape, p, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    if not _keeps_tail(impl, device, dtype):
+        return state
+    return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))
+
+
+def memory_size(mixer: Mixer, p: int, impl: str) -> int:
+    """Elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
+    weight = mixer.out.weight
+    size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
+    if _keeps_tail(impl, weight.device, weight.dtype):
+        size += tail_elements(mixer.head_dim, mixer.value_dim, p)
+    return mixer.n_kv_heads * size
+
+
+def _keeps_tail(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
+    return impl == "triton" or (impl == "auto" and prefers_tail(device, dtype))
+
+
 def continue_power(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_g: Tensor | None,
-    state: PowerState,
+    state: PowerState | DecodingState,
     *,
     chunk_size: int | None,
     **options: Any,
-) -> tuple[Tensor, PowerState]:
+) -> tuple[Tensor, PowerState | DecodingState]:
     """Continues `state`: by one token in place where gradients are off, otherwise as a sequence."""
     if q.shape[1] == 1 and not torch.is_grad_enabled():
-        out, after = power_attention_step(q, k, v, log_g, state=state, inplace=True, **options)
-    else:
-        options |= {"initial_state": state, "return_state": True, "chunk_size": chunk_size}
-        out, after = power_attention(q, k, v, log_g, **options)
+        return power_attention_step(q, k, v, log_g, state=state, inplace=True, **options)
+    before = state.folded() if isinstance(state, DecodingState) else state
+    options |= {"initial_state": before, "return_state": True, "chunk_size": chunk_size}
+    out, after = power_attention(q, k, v, log_g, **options)
     if after is None:
         raise RuntimeError("the op returned no state where one was asked for")
+    if isinstance(state, DecodingState):
+        return out, DecodingState.from_state(after, dtype=state.dtype, capacity=state.capacity)
     return out, after
 
 

@@ -1,14 +1,17 @@
 """What is computed and how fast: power attention, its feature maps, rotary positions and costs."""
 
-from sympow.ops.power import power_attention, power_attention_step
+from sympow.ops.decoding import DecodingState
+from sympow.ops.power import power_attention, power_attention_step, prefers_tail
 from sympow.ops.rotary import rotary_frequencies, rotary_positions, rotate
 from sympow.ops.types import PowerOutput, PowerState
 
 __all__ = [
+    "DecodingState",
     "PowerOutput",
     "PowerState",
     "power_attention",
     "power_attention_step",
+    "prefers_tail",
     "rotary_frequencies",
     "rotary_positions",
     "rotate",

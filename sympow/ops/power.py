@@ -6,17 +6,20 @@ import importlib.util
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
+from sympow.ops.decoding import DecodingState
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState
 
+State = TypeVar("State", bound=PowerState | DecodingState)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+_NO_TRITON = "needs the package triton, which is not installed"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -36,7 +39,7 @@ def power_attention(
     cu_seqlens: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
-) -> PowerOutput:
+) -> PowerOutput[PowerState | None]:
     """Causal attention with weights (scale q.k)**p, decayed by a gate: linear in T, with a state of constant size.
 
     out_i = sum_{j<=i} b_ij (scale q_i.k_j)**p v_j / (sum_{j<=i} b_ij (scale q_i.k_j)**p + eps), (M1)-(M5), with
@@ -84,6 +87,8 @@ def power_attention(
     if context_group is not None:
         _check_context(run, initial_state, return_state, cu_seqlens)
         return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
+    if initial_state is not None and not isinstance(initial_state, PowerState):
+        raise TypeError(f"initial_state must be a PowerState; got {type(initial_state).__name__}")
     if cu_seqlens is None:
         _check_state(initial_state, q.shape[0], k, v, p)
         return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
@@ -101,46 +106,84 @@ def power_attention_step(
     v: Tensor,
     log_g: Tensor | None = None,
     *,
-    state: PowerState,
+    state: State,
     p: int = 2,
     scale: float | None = None,
     normalize: bool = True,
     eps: float = 1e-6,
     inplace: bool = False,
     impl: str = "auto",
-) -> PowerOutput:
+) -> PowerOutput[State]:
     """One or a few new tokens on a state: decoding, (M9) and (M10). No gradients.
 
     Args:
         q, k, v, log_g, p, scale, normalize, eps: as for `power_attention`, T the number of new tokens.
-        state: what came before, e.g. `PowerState.zeros(...)` or one returned by `power_attention`.
+        state: what came before: a PowerState, e.g. `PowerState.zeros(...)` or one returned by `power_attention`, which
+            every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
+            that is many times faster, a step launches one kernel and can be captured in a CUDA graph (`inplace=True`).
         inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
-        impl: "auto", "eager" or "reference".
+        impl: "auto", "eager" or "reference"; for a DecodingState also "triton", which "auto" takes where it can.
 
     Returns:
-        PowerOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token.
+        PowerOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token, of the kind
+        that was given.
 
     Raises:
-        As `power_attention`.
+        As `power_attention`; and ValueError if inputs of a step on a DecodingState require gradients.
     """
     _check_inputs(q, k, v, log_g)
     _check_options(p, scale, normalize, eps)
-    if not isinstance(state, PowerState):
-        raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+    if not isinstance(state, (PowerState, DecodingState)):
+        raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     _check_state(state, q.shape[0], k, v, p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
-    if impl not in ("auto", "eager", "reference"):
-        raise ValueError(f"impl of a step is one of auto, eager, reference; got {impl!r}")
+    if impl not in ("auto", "eager", "triton", "reference"):
+        raise ValueError(f"impl of a step is one of auto, eager, triton, reference; got {impl!r}")
+    run = _step_on_tail if isinstance(state, DecodingState) else _step_on_state
+    return PowerOutput(*run(impl, q, k, v, log_g, state, inplace=inplace, **options))
+
+
+def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether steps with inputs of this device and dtype are faster on a DecodingState: where it has a kernel."""
+    return device.type == "cuda" and _refusal_of_triton_tensors(device, dtype) is None
+
+
+def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
+    if impl == "triton":
+        raise ValueError("impl='triton' of a step needs a DecodingState (DecodingState.from_state); got a PowerState")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if impl != "reference":
-            return PowerOutput(*eager.step(q, k, v, log_g, state, inplace=inplace, **options))
-        inputs = _reference_inputs(q, k, v, log_g)
-        out, new = reference.recurrent(*inputs, state, **options)
+            return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
+        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state, **options)
         if inplace:
             state.s.copy_(new.s)
             state.z.copy_(new.z)
-        return PowerOutput(out.to(v.dtype), state if inplace else new)
+        return out.to(v.dtype), state if inplace else new
+
+
+def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g, state.s, state.z)):
+        raise ValueError(
+            "a step on a DecodingState has no gradients: call it under torch.no_grad(), or power_attention with "
+            "initial_state=state.folded()"
+        )
+    refusal = _refusal_of_triton_tensors(q.device, q.dtype) if impl == "triton" else None
+    if refusal:
+        raise ValueError(f"impl='triton' {refusal}")
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        state = state if inplace else state.clone()
+        if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
+            from sympow.ops import triton
+
+            return triton.step(q, k, v, log_g, state, **options), state
+        if impl != "reference":
+            return eager.step_with_tail(q, k, v, log_g, state, **options), state
+        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state.folded(), **options)
+        state.s.copy_(new.s)
+        state.z.copy_(new.z)
+        state.count.zero_()
+        return out.to(v.dtype), state
 
 
 def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
@@ -191,10 +234,18 @@ def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
 def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     """Why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
     if not _HAS_TRITON:
-        return "needs the package triton, which is not installed"
+        return _NO_TRITON
     from sympow.ops import triton
 
     return triton.unsupported(q, p, chunked)
+
+
+def _refusal_of_triton_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not _HAS_TRITON:
+        return _NO_TRITON
+    from sympow.ops import triton
+
+    return triton.unsupported_tensors(device, dtype)
 
 
 def _reference_inputs(
@@ -281,11 +332,9 @@ def _check_options(p: int, scale: float | None, normalize: bool, eps: float) -> 
         raise ValueError(f"eps must be positive and finite; got {eps}")
 
 
-def _check_state(state: PowerState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
+def _check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
     if state is None:
         return
-    if not isinstance(state, PowerState):
-        raise TypeError(f"the state must be a PowerState; got {type(state).__name__}")
     if (state.p, state.key_dim) != (p, k.shape[3]):
         raise ValueError(f"the state is of p={state.p}, K={state.key_dim}; this call is of p={p}, K={k.shape[3]}")
     wanted = (batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3])
@@ -297,6 +346,8 @@ def _check_state(state: PowerState | None, batch: int, k: Tensor, v: Tensor, p: 
         )
     if state.s.device != k.device:
         raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
+    if isinstance(state, DecodingState) and torch.promote_types(state.dtype, k.dtype) != state.dtype:
+        raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
 
 
 def _check_context(run: Callable, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None) -> None:

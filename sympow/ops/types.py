@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from sympow.ops.feature_map import spow_dim
 
 _FILE_FORMAT = "sympow.PowerState/1"
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class PowerState:
         return cls(saved["s"], saved["z"], saved["p"], saved["key_dim"])
 
 
-class PowerOutput(NamedTuple):
+class PowerOutput(NamedTuple, Generic[State]):
     """What `power_attention` and `power_attention_step` return, whatever the options."""
 
     out: Tensor
     """[B, T, H, V] in the dtype of v."""
-    state: PowerState | None
-    """The state after the last token, if it was asked for."""
+    state: State
+    """After the last token: a PowerState, or None if none was asked for; of a step, of the kind that was given."""

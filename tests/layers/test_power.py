@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.layers import PowerAttention
+from sympow.layers import LinearAttention, PowerAttention
+from sympow.ops import DecodingState
 
 
 def input_like(layer: PowerAttention, time: int = 20, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -133,3 +134,22 @@ def test_frequencies_survive_a_change_of_dtype_and_inference_mode():
     layer.to(torch.bfloat16).to(torch.float32)
     layer(x).sum().backward()  # nothing made in inference mode may be saved for this
     assert y.isfinite().all() and layer.qkv.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [PowerAttention, LinearAttention])
+def test_decoding_by_kernel_keeps_a_tail(kind):
+    """Read token by token, in pieces and with gradients on: the sequence, by a state of the size it says."""
+    pytest.importorskip("triton", reason="needs triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = kind(8, 2, n_kv_heads=1, impl="triton").to(device)
+    layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    x = input_like(layer, 9, torch.float32).to(device)
+    state, outs = layer.init_state(1), []
+    assert isinstance(state.memory, DecodingState)
+    for piece in x.split([1, 1, 4, 1, 2], dim=1):
+        with torch.set_grad_enabled(piece.shape[1] == 2):
+            y, state = layer.step(piece, state)
+        outs.append(y)
+        assert sum(tensor.numel() for tensor in state.tensors()) == layer.state_size(9)
+    torch.testing.assert_close(torch.cat(outs, dim=1), layer(x), rtol=1e-4, atol=1e-5)
+    assert outs[-1].requires_grad and state.memory.s.requires_grad

@@ -181,10 +181,11 @@ def assert_within_budget(
             form = partial(reference.chunked, chunk_size=chunk_size, **options)
         peer = with_gradients(by_document(case, low, form), low)
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
-    for name, want in oracle.items():
-        got, norm = actual[name].double(), max(want.norm().item(), floor)
-        assert torch.isfinite(got).all(), name
-        rounding = (torch.finfo(actual[name].dtype).eps + 16 * EPS32) * norm
+    for name, got in actual.items():
+        want = oracle[name]
+        norm = max(want.norm().item(), floor)
+        assert got.shape == want.shape and torch.isfinite(got).all(), name
+        rounding = (torch.finfo(got.dtype).eps + 16 * EPS32) * norm
         eps = torch.finfo(dtype).eps
         if name in ("z", "dz"):
             rounding += eps * norm
@@ -192,5 +193,5 @@ def assert_within_budget(
             terms = [(high[x].norm(dim=-1) * oracle["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk"]
             rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * sum(terms)
         budget = 2 * (peer[name].double() - want).norm().item() + rounding
-        error = (got - want).norm().item()
+        error = (got.double() - want).norm().item()
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"

@@ -1,9 +1,11 @@
 """The public functions' errors: one clear line each, saying what was expected and what came."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from sympow.ops import PowerState, power_attention, power_attention_step
+from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step
 
 
 def ones(*shape, dtype=torch.float32):
@@ -24,6 +26,10 @@ def gates(*values):
     log_g = -ones(2, 3, 2)
     log_g[0, 0, : len(values)] = torch.tensor(values)
     return log_g
+
+
+def tail(precision=torch.float32, **options):
+    return DecodingState.from_state(PowerState.zeros(1, 1, 4, 4, dtype=precision), **options)
 
 
 BAD = {
@@ -84,12 +90,52 @@ BAD = {
     "step state": (
         lambda: power_attention_step(ones(1, 1, 1, 4), ones(1, 1, 1, 4), ones(1, 1, 1, 4), state=None),
         TypeError,
-        "state must be a PowerState; got NoneType",
+        "state must be a PowerState or a DecodingState; got NoneType",
     ),
     "step impl": (
         lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), impl="cuda"),
         ValueError,
         "got 'cuda'",
+    ),
+    "step kernel without a tail": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=PowerState.zeros(1, 1, 4, 4), impl="triton"),
+        ValueError,
+        r"needs a DecodingState \(DecodingState.from_state\); got a PowerState",
+    ),
+    "step kernel dtype": (
+        lambda: power_attention_step(
+            *[ones(1, 1, 1, 4, dtype=torch.float64)] * 3, state=tail(torch.float64), impl="triton"
+        ),
+        ValueError,
+        "impl='triton' .* got torch.float64",
+    ),
+    "step gradients": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 4).requires_grad_()] * 3, state=tail()),
+        ValueError,
+        "no gradients: call it under torch.no_grad",
+    ),
+    "tail dtype": (
+        lambda: power_attention_step(*[ones(1, 1, 1, 4)] * 3, state=tail(dtype=torch.bfloat16)),
+        TypeError,
+        "tail is torch.bfloat16 and cannot hold keys and values of torch.float32",
+    ),
+    "tail capacity": (lambda: tail(capacity=0), ValueError, "capacity must be an integer >= 1; got 0"),
+    "tail of doubles": (lambda: tail(dtype=torch.float64), TypeError, "a dtype it can hold; got torch.float64"),
+    "tail shape": (
+        lambda: dataclasses.replace(tail(), count=ones(1, 2)),
+        ValueError,
+        r"holds count \[1, 1\]; got \[1, 2\]",
+    ),
+    "tail strides": (
+        lambda: dataclasses.replace(tail(), tail_v=tail().tail_v.mT.contiguous().mT),
+        ValueError,
+        "must be contiguous",
+    ),
+    "tail of nothing": (lambda: DecodingState.from_state(None), TypeError, "must be a PowerState; got NoneType"),
+    "sequence on a tail": (
+        lambda: call(initial_state=tail()),
+        TypeError,
+        "initial_state must be a PowerState; got DecodingState",
     ),
     "state shape": (lambda: PowerState(ones(1, 1, 9, 4), ones(1, 1, 9), 2, 4), ValueError, r"s \[B, G, 10, V\]"),
     "state precision": (

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
 
+from sympow.ops.decoding import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.context import Options, PowerInContext
+from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, power_forward
 from sympow.ops.types import PowerState
 
 _MAX_VALUE_DIM = 128
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def attention(
@@ -59,7 +62,7 @@ def attention(
     s = z = None
     if state is not None:
         s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
-    ones = p != 2 and (normalize or bool(chunk))
+    ones = p != 2 and (normalize or has_state)
     if ones:
         v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
         s = None if s is None or z is None else torch.cat([s, z[..., None], z[..., None]], -1)
@@ -93,6 +96,36 @@ def attention(
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
 
 
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: DecodingState,
+    *,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """The contract of `power_attention_step` with a DecodingState, which is changed in place: out [B, T, H, V]."""
+    if not q.shape[0]:
+        return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
+    return power_decode(
+        q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
+        p, scale, normalize, eps,
+    )  # fmt: skip
+
+
+def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {device}"
+    if dtype not in _DTYPES:
+        return f"computes in bfloat16, float16 and float32; got {dtype}"
+    return None
+
+
 class _Total(torch.autograd.Function):
     """The normalizer from its two columns, which are the same. Its gradient, which cancels against that of the values,
     would lose too much in the kernels' dtype: one column takes it rounded, the other what the rounding left."""
@@ -111,10 +144,9 @@ class _Total(torch.autograd.Function):
 def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
     """Why the kernels cannot do this call, as the end of a sentence; None if they can."""
     key_dim = q.shape[3]
-    if q.device.type != "cuda" and not knobs.runtime.interpret:
-        return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {q.device}"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"computes in bfloat16, float16 and float32; got {q.dtype}"
+    refusal = unsupported_tensors(q.device, q.dtype)
+    if refusal:
+        return refusal
     if key_dim > MAX_KEY_DIM:
         return f"takes key dims up to {MAX_KEY_DIM}; got K = {key_dim}"
     return _without_states(p, key_dim) if chunked else None

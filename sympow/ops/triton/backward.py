@@ -113,7 +113,7 @@ def query_pass(
         own = tl.load(here + first + t, mask=valid, other=0.0)
         ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
         if STATES:
-            acc *= tl.exp(ref)
+            acc *= tl.exp2(ref)
     j = tl.arange(0, KEYS)
     k_tile = k + (start + begin) * k_st + g * k_sh + (j[:, None] * k_st + width[None, :])
     v_tile = v + (start + begin) * v_st + g * v_sh + (j[None, :] * v_st + col[:, None])
@@ -126,12 +126,12 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            grad *= tl.exp(ref - tl.load(here + s0 + j))[None, :]
+            grad *= tl.exp2(ref - tl.load(here + s0 + j))[None, :]
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
-        acc *= tl.exp(own - ref)[:, None]
+        acc *= tl.exp2(own - ref)[:, None]
     for s0 in range(first, tl.minimum(first + BLOCK, length), KEYS):
         past = s0 + j < length
         keys = tl.load(k_tile, mask=past[:, None], other=0.0)
@@ -142,7 +142,7 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            grad *= tl.exp(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
+            grad *= tl.exp2(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
         grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
@@ -218,14 +218,14 @@ def key_pass(
                 matrix = tl.load(dz + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 dkeys = tl.dot(keys, matrix, dkeys, input_precision=PRECISION)
 
-    # Decays go through the last token of the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     last = tl.minimum(first + BLOCK, length) - 1
     if GATED:
         own = tl.load(here + first + j, mask=valid, other=0.0)
         ref = tl.load(here + last)
         if STATES:
-            decay = tl.exp(tl.load(here + end - 1) - ref)
+            decay = tl.exp2(tl.load(here + end - 1) - ref)
             dkeys *= decay
             dvalues *= decay
     i = tl.arange(0, QUERIES)
@@ -241,7 +241,7 @@ def key_pass(
             f = tl.load(factor + column + s0 + i, mask=there, other=0.0) * out_scale
             d = tl.load(delta + column + s0 + i, mask=there, other=0.0)
             if GATED:
-                f *= tl.exp(tl.load(here + s0 + i, mask=there, other=float("-inf")) - ref)
+                f *= tl.exp2(tl.load(here + s0 + i, mask=there, other=float("-inf")) - ref)
             scores = tl.dot(keys, queries, input_precision=PRECISION)
             if P > 4:
                 scores *= score_scale
@@ -250,7 +250,7 @@ def key_pass(
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
             dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
     if GATED:
-        decay = tl.exp(ref - own)[:, None]
+        decay = tl.exp2(ref - own)[:, None]
         dkeys *= decay
         dvalues *= decay
     for head in range(R):
@@ -269,7 +269,7 @@ def key_pass(
                 scores *= score_scale
             slope = power(scores, P - 1) * f[None, :]
             if GATED:
-                slope *= tl.exp(tl.load(here + s0 + i, mask=there, other=float("-inf"))[None, :] - own[:, None])
+                slope *= tl.exp2(tl.load(here + s0 + i, mask=there, other=float("-inf"))[None, :] - own[:, None])
             slope = tl.where(((first + j)[:, None] <= (s0 + i)[None, :]) & valid[:, None], slope, 0.0)
             dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from sympow.ops.triton import config, hopper_states, states
+from sympow.ops.triton import config, hopper_powers, hopper_states, states
 from sympow.ops.triton.rows import Rows, rows_of
 
 WEIGH_BLOCK = 128
@@ -70,8 +70,10 @@ class Call:
         self.score_scale = scale if p > 4 else 1.0
         self.out_scale = 1.0 if p > 4 else scale**p
         self.grad_scale = p * (scale if p > 4 else 1.0)
-        self.hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16 and p == 2
-        self.hopper = self.hopper and self.K == self.V and self.K in config.HOPPER
+        hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
+        self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
+        # p = 3 and 4: the state and the output pass, but not the gradients.
+        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
@@ -104,10 +106,13 @@ class Call:
 
     @property
     def hopper_launches(self) -> config.Config:
+        if self.p > 2:
+            return config.HOPPER_POWERS[self.p, self.K]
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     def hopper_dims(self, launch: config.Launch) -> dict:
-        dims = {"K": self.K, "V": self.V, "HALF": self.K // 2, "R": self.H // self.G, "CHUNK": self.chunk}
+        half = self.rows.half if self.chunk else self.K
+        dims = {"K": self.K, "V": self.V, "HALF": half, "R": self.H // self.G, "CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 
@@ -151,21 +156,28 @@ class Call:
         inits = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
         sequences = (layout.cu_seqlens, layout.chunk_starts(self.chunk), layout.length, layout.tokens, self.G)
         dims = self.dims() | {"R": heads // self.G}
-        launch = self.hopper_launches.state if self.hopper else self.config.state
-        upper = self.K - self.rows.half
-        least = 16 * launch.warps if self.hopper else 64  # rows of a product
-        tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, least // self.K))
-        if upper:
-            tiles += triton.cdiv(self.rows.upper, launch.block * max(1, least // upper))
-        grid = (tiles, self.G, layout.sequences)
         if self.hopper:
+            launch = self.hopper_launches.state
+            parts = hopper_states.programs(self.K, self.rows.half, launch.block, launch.tile, launch.warps)
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
-            hopper_states.state_pass[grid](
-                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, TILES=launch.block, STEP=launch.step,
-                STAGES=launch.stages, num_warps=launch.warps,
+            hopper_states.state_pass[parts, self.G, layout.sequences](
+                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, TILES=launch.block, WIDTH=launch.tile,
+                STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
+            )  # fmt: skip
+        elif self.hopper_powers:
+            launch, (lower, upper) = self.hopper_launches.state, self.counts()
+            parts = hopper_powers.programs(self.K, self.rows.half, lower, upper, launch.warps)
+            dims = {name: dims[name] for name in ("K", "V", "P", "HALF", "R", "CHUNK", "GATED")}
+            hopper_powers.state_pass[parts, self.G, layout.sequences](
+                xt, stride, *sources[5:9], self.tables()[0], s, inits[0], s_final, *sequences, **dims, **flags,
+                LOWER=lower, UPPER=upper, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         else:
-            states.state_pass[grid](
+            launch, upper, least = self.config.state, self.K - self.rows.half, 64  # rows of a product
+            tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, least // self.K))
+            if upper:
+                tiles += triton.cdiv(self.rows.upper, launch.block * max(1, least // upper))
+            states.state_pass[tiles, self.G, layout.sequences](
                 *sources, *inits, s_final, z_final, self.tables()[0], *sequences, *self.counts(), **dims, **flags,
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
             )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from triton import knobs
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Launch:
     step: int
     warps: int
     stages: int
-    tile: int = 0  # rows of a state a step of its loop takes, where there is one
+    tile: int = 0  # rows of a state a step of its loop takes; in the state pass, of a prefix
 
     @property
     def options(self) -> dict[str, int]:
@@ -64,33 +65,37 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
-# p = 2 in bfloat16 on Hopper, K = V; by K. Chunked: many queries a program, as they share what they read of the state.
+# p = 2 in bfloat16 on Hopper, K = V; by K. Two programs of 4 warps a multiprocessor where they fit: they fill each
+# other's waits. Where too much of a state is then read again for each block of tokens, one program of 8 warps.
 HOPPER = {
     32: Config(
-        output=Launch(256, 64, 8, 3, 256),
-        query=Launch(256, 64, 8, 3, 256),
-        key=Launch(64, 64, 4, 4, 128),
-        state=Launch(4, 32, 4, 4),
+        output=Launch(128, 64, 4, 2, 256),
+        query=Launch(128, 64, 4, 3, 128),
+        key=Launch(64, 64, 4, 3, 256),
+        state=Launch(4, 32, 4, 4, 32),
     ),
     64: Config(
-        output=Launch(256, 64, 8, 2, 256),
-        query=Launch(256, 64, 8, 4, 128),
-        key=Launch(128, 64, 8, 3, 256),
-        state=Launch(4, 64, 4, 4),
+        output=Launch(128, 64, 4, 2, 128),
+        query=Launch(256, 64, 8, 2, 256),
+        key=Launch(64, 64, 4, 2, 128),
+        state=Launch(4, 64, 4, 4, 64),
     ),
     128: Config(
-        output=Launch(128, 32, 8, 2, 128),
+        output=Launch(128, 64, 8, 2, 128),
         query=Launch(128, 32, 8, 2, 128),
         key=Launch(128, 32, 8, 2, 128),
-        state=Launch(2, 64, 8, 3),
+        state=Launch(2, 64, 4, 4, 64),
     ),
 }
+_NONE = Launch(0, 0, 4, 0)
+# p = 3 and 4, by p and K; no gradients.
+_POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
+HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (3, 64): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
 # Quadratic: small programs, of which a multiprocessor runs several at once.
-_NO_STATE = Launch(0, 0, 4, 0)
 HOPPER_QUADRATIC = {
-    32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
-    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NO_STATE),
-    128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NO_STATE),
+    32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
+    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
+    128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
 
 
@@ -98,11 +103,11 @@ HOPPER_QUADRATIC = {
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
     2: {16: 256, 32: 256, 64: 1024, 128: 2048},
-    3: {16: 1024, 32: 4096, 64: 16384},
-    4: {16: 4096, 32: 16384},
+    3: {16: 1024, 32: 2048, 64: 16384},
+    4: {16: 2048, 32: 16384},
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
-_QUADRATIC = {(2, 32): 2048, (2, 128): 16384}
+_QUADRATIC = {(2, 32): 2048, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288}
 
 
 def chunk_size(key_dim: int, p: int, time: int) -> int:
@@ -113,3 +118,48 @@ def chunk_size(key_dim: int, p: int, time: int) -> int:
 
 def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a step of decoding is launched."""
+
+    rows: int  # of a state, a tile
+    tiles: int  # a program
+    splits: int  # programs a kv head, without the one of the tail
+    tokens: int  # of the tail, a tile
+    warps: int
+    stages: int  # tiles of the state that are on their way at once
+
+
+@dataclass(frozen=True)
+class _DecodingLimits:
+    elements: int  # at most, of a tile of the state times the query heads that share it
+    programs: int  # a multiprocessor is to have, over all heads
+    tail: int  # elements at most, of a tile of the tail
+    warps: int
+    stages: int
+
+
+# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
+DECODING = {"few": _DecodingLimits(2048, 16, 4096, 4, 1), "many": _DecodingLimits(2048, 32, 4096, 4, 3)}
+_DECODING_INTERPRETER = _DecodingLimits(128, 2, 32, 4, 1)
+
+
+def decoding(
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
+) -> Decoding:
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
+    processors = 4  # of no GPU
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    limits = DECODING["few" if pairs < processors else "many"]
+    if knobs.runtime.interpret:
+        limits = _DECODING_INTERPRETER
+    rows = max(1, limits.elements // (padded_heads * columns))
+    total = -(-dim // rows)
+    # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
+    splits = max(1, min(total, -(-limits.programs * processors // pairs), dim // (4 * heads), 16 * rows))
+    tiles = -(-total // splits)
+    tokens = max(1, limits.tail // max(key_dim, columns))
+    return Decoding(rows, tiles, -(-total // tiles), tokens, limits.warps, limits.stages)

@@ -59,14 +59,14 @@ def output_pass(
                 matrix = tl.load(z + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 total = tl.sum(tl.dot(queries, matrix, input_precision=PRECISION) * queries.to(tl.float32), 1)
 
-    # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     if GATED:
         own = tl.load(here + first + t, mask=valid, other=0.0)
         ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
         if STATES:
-            acc *= tl.exp(ref)
-            total *= tl.exp(ref)
+            acc *= tl.exp2(ref)
+            total *= tl.exp2(ref)
     j = tl.arange(0, KEYS)
     k_tile = k + (start + begin) * k_st + g * k_sh + (j[None, :] * k_st + width[:, None])
     v_tile = v + (start + begin) * v_st + g * v_sh + (j[:, None] * v_st + col[None, :])
@@ -76,7 +76,7 @@ def output_pass(
             scores *= score_scale
         weight = power(scores, P)
         if GATED:
-            weight *= tl.exp(ref - tl.load(here + s0 + j))[None, :]
+            weight *= tl.exp2(ref - tl.load(here + s0 + j))[None, :]
         if NORMALIZE:
             total += tl.sum(weight, 1)
         values = tl.load(v_tile, mask=(col < V)[None, :], other=0.0)
@@ -84,8 +84,8 @@ def output_pass(
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
-        acc *= tl.exp(own - ref)[:, None]
-        total *= tl.exp(own - ref)
+        acc *= tl.exp2(own - ref)[:, None]
+        total *= tl.exp2(own - ref)
     for s0 in range(first, tl.minimum(first + BLOCK, length), KEYS):
         past = s0 + j < length
         scores = tl.dot(queries, tl.load(k_tile, mask=past[None, :], other=0.0), input_precision=PRECISION)
@@ -93,7 +93,7 @@ def output_pass(
             scores *= score_scale
         weight = power(scores, P)
         if GATED:
-            weight *= tl.exp(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
+            weight *= tl.exp2(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
         weight = tl.where((first + t)[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
             total += tl.sum(weight, 1)

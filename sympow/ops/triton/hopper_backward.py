@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper_output import column, copy_rows, locate, stage_columns
+from sympow.ops.triton.hopper_states import exp2
 
 
 @gluon.jit
@@ -36,7 +37,7 @@ def query_pass(
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    n, start, length, first = locate(gl.num_programs(0) - 1 - gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
             return
@@ -115,7 +116,7 @@ def query_pass(
                 acc = warpgroup_mma_wait(0, deps=(acc,))
             state_s._keep_alive()
 
-    # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
@@ -125,7 +126,7 @@ def query_pass(
         ref = gl.load(here + gl.maximum(first - 1, 0))
         ref = gl.where(first > begin, ref, 0.0)
         if STATES:
-            acc *= gl.exp(ref)
+            acc *= exp2(ref)
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
@@ -133,7 +134,7 @@ def query_pass(
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
-                acc *= gl.convert_layout(gl.exp(own - ref), gl.SliceLayout(1, mma))[:, None]
+                acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
             there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
@@ -150,10 +151,10 @@ def query_pass(
         grad = (grad - score_d[:, None]) * scores
         if i < before:
             if GATED:
-                grad *= gl.exp(ref - there)[None, :]
+                grad *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                grad *= gl.exp(own[:, None] - there[None, :])
+                grad *= exp2(own[:, None] - there[None, :])
             grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
         grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, keys, acc, is_async=True)
@@ -176,20 +177,20 @@ def query_pass(
 def _both(
     keys_s, values_s, columns, first, tile, dkeys, dvalues,
     COUNT: gl.constexpr, K: gl.constexpr, HALF: gl.constexpr, FROM: gl.constexpr,
-    layout: gl.constexpr, value_layout: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """What the rows of COUNT prefixes, K each, give to the gradients of keys and, those from FROM on, of values."""
     ROWS: gl.constexpr = K - FROM
+    values = values_s.load(layout)
+    base = keys_s.slice(FROM, ROWS, 1).load(layout)
+    if FROM == 0:  # a lower prefix with an upper last index stands for two orderings
+        c = gl.arange(0, K, gl.SliceLayout(0, layout))
+        base *= gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
     for u in gl.static_range(COUNT):
         f = column(columns, first + u, layout)
         part = tile.slice(u * K, K, 0)
-        dkeys = warpgroup_mma(values_s.load(layout) * f, part.permute([1, 0]), dkeys, is_async=True)
-        base = keys_s.slice(FROM, ROWS, 1).load(value_layout)
-        if FROM == 0:  # a lower prefix with an upper last index stands for two orderings
-            c = gl.arange(0, K, gl.SliceLayout(0, value_layout))
-            base *= gl.where(c >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
-        phi = base * gl.convert_layout(f, value_layout)
-        dvalues = warpgroup_mma(phi, part.slice(FROM, ROWS, 0), dvalues, is_async=True)
+        dkeys = warpgroup_mma(values * f, part.permute([1, 0]), dkeys, is_async=True)
+        dvalues = warpgroup_mma(base * f, part.slice(FROM, ROWS, 0), dvalues, is_async=True)
     return warpgroup_mma_wait(0, deps=(dkeys, dvalues))
 
 
@@ -206,6 +207,7 @@ def key_pass(
     if PACKED:
         if first >= length:
             return
+    gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     end = length
     chunk_index = first * 0
@@ -214,8 +216,6 @@ def key_pass(
         end = gl.minimum((chunk_index + 1) * CHUNK, length)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    value_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
-    value_left: gl.constexpr = gl.DotOperandLayout(0, value_mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     UPPER: gl.constexpr = K - HALF
     PER: gl.constexpr = TILE // K
@@ -253,7 +253,7 @@ def key_pass(
         async_copy.commit_group()
 
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
-    dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
+    dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     if STATES:
         if FINAL or end < length:
             if PACKED:
@@ -282,20 +282,17 @@ def key_pass(
                 copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
                 async_copy.commit_group()
                 tile = state_s.index(i % STAGES)
-                first_prefix = i * PER
                 if i < LOWER_STEPS:
                     dkeys, dvalues = _both(
-                        keys_s, values_s, columns, first_prefix, tile, dkeys, dvalues, PER, K, HALF, 0, left_layout,
-                        value_left,
-                    )  # fmt: skip
+                        keys_s, values_s, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, 0, left_layout
+                    )
                 else:
                     dkeys, dvalues = _both(
-                        keys_s, values_s, columns, first_prefix, tile, dkeys, dvalues, PER, K, HALF, HALF, left_layout,
-                        value_left,
-                    )  # fmt: skip
+                        keys_s, values_s, columns, i * PER, tile, dkeys, dvalues, PER, K, HALF, HALF, left_layout
+                    )
             state_s._keep_alive()
 
-    # Decays go through the last token of the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
@@ -303,15 +300,15 @@ def key_pass(
         own = gl.load(here + row, mask=row < length, other=0.0)
         ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
         if STATES:
-            past = gl.exp(gl.load(here + end - 1) - ref)
+            past = exp2(gl.load(here + end - 1) - ref)
             dkeys *= past
             dvalues *= past
     for it in range(total):
         if GATED:
             if it == R * after:
-                decay = gl.exp(ref - own)
+                decay = exp2(ref - own)
                 dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
-                dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, value_mma))[:, None]
+                dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
         head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
         at = (g * R + head) * tokens + start + s0 + i_range
         there = s0 + i_range < end
@@ -335,18 +332,19 @@ def key_pass(
         zeros = gl.zeros([BLOCK, QUERIES], gl.float32, score_mma)
         scores = warpgroup_mma(keys_s, queries.permute([1, 0]), zeros, use_acc=False, is_async=True)
         grad = warpgroup_mma(values_s, dy.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        scores, grad = warpgroup_mma_wait(0, deps=(scores, grad))
+        scores = warpgroup_mma_wait(1, deps=(scores,))
         if it < R * after:
             if GATED:
-                f *= gl.exp(later - ref)
+                f *= exp2(later - ref)
             slope = scores * f[None, :]
         else:
             slope = scores * f[None, :]
             if GATED:
-                slope *= gl.exp(later[None, :] - own[:, None])
+                slope *= exp2(later[None, :] - own[:, None])
             slope = gl.where((row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None], slope, 0.0)
-        weight = gl.convert_layout((slope * scores).to(gl.bfloat16), value_left)
+        weight = gl.convert_layout((slope * scores).to(gl.bfloat16), left_layout)
         dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)
+        grad = warpgroup_mma_wait(1, deps=(grad,))
         grad = gl.convert_layout(((grad - d[None, :]) * slope).to(gl.bfloat16), left_layout)
         dkeys = warpgroup_mma(grad, queries, dkeys, is_async=True)
         dvalues, dkeys, weight, grad = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, grad))

@@ -1,13 +1,15 @@
-"""The output pass of p = 2 for Hopper, in Gluon: as `forward.output_pass`, with layouts and copies under control.
+"""The output pass for Hopper, in Gluon: as `forward.output_pass`, with layouts and copies under control.
 
-Tiles of the state stream through shared memory, and each
-prefix is the queries times one of their own columns, formed in registers while the product before runs.
+Tiles of the state stream through shared memory, and each prefix is the queries times p - 1 of their own columns, formed
+in registers while the product before runs.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from sympow.ops.triton.hopper_states import exp2
 
 
 @gluon.jit
@@ -52,14 +54,29 @@ def column(columns, i, layout: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(base, columns, first, tile, acc, COUNT: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+def _prefix(columns, i, prefixes, weights, P: gl.constexpr, layout: gl.constexpr):
+    """The weighted product of each token's entries at prefix i, a factor [BLOCK, 1]. For p = 2 all weights are 1."""
+    if P == 2:
+        return column(columns, i, layout)
+    else:
+        f = column(columns, gl.load(prefixes + i * (P - 1)), layout)
+        for m in gl.static_range(1, P - 1):
+            f *= column(columns, gl.load(prefixes + i * (P - 1) + m), layout)
+        return f * gl.load(weights + i).to(gl.bfloat16)
+
+
+@gluon.jit
+def _accumulate(
+    base, columns, first, tile, acc, prefixes, weights,
+    COUNT: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
     """acc plus the products, for COUNT prefixes from `first` on, of base times the prefix with its ROWS rows of tile.
 
     Each operand is formed in registers while the products before it run. All are waited for here: until then the tensor
     cores read the registers, and nothing tells the compiler to keep them past the end of a loop's turn.
     """
     for u in gl.static_range(COUNT):
-        phi = base * column(columns, first + u, layout)
+        phi = base * _prefix(columns, first + u, prefixes, weights, P, layout)
         acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
     return warpgroup_mma_wait(0, deps=(acc,))
 
@@ -81,20 +98,20 @@ def next_tile(
 
 @gluon.jit
 def output_pass(
-    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm,
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     starts, chunk_starts, blocks, T, tokens, H, G, out_scale, eps,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr,
+    LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    n, start, length, first = locate(gl.num_programs(0) - 1 - gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
             return
     h = gl.program_id(1).to(gl.int64)
     g = h // R
-    gl.static_assert(K == V)
     begin = first * 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
@@ -102,10 +119,9 @@ def output_pass(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
-    UPPER: gl.constexpr = K - HALF
-    LOWER_STEPS: gl.constexpr = HALF * K // TILE
-    UPPER_STEPS: gl.constexpr = UPPER * UPPER // TILE
-    STEPS: gl.constexpr = LOWER_STEPS + UPPER_STEPS
+    NARROW: gl.constexpr = K - HALF
+    LOWER_STEPS: gl.constexpr = LOWER * K // TILE
+    STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
 
     # Products within the chunk take queries from shared memory: kept in registers across a loop they came out wrong
     # (Triton 3.6 to 3.7).
@@ -135,12 +151,13 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = HALF * K + UPPER * UPPER
+            rows: gl.constexpr = LOWER * K + UPPER * NARROW
+            gl.static_assert((LOWER * K % TILE == 0) & (rows % TILE == 0))
             state = s + (chunk * G + g) * (rows * V)
             state_s = gl.allocate_shared_memory(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
             )
-            if NORMALIZE:  # Z takes the place of the tile that is copied last
+            if NORMALIZE:  # p = 2, K = V; Z takes the place of the tile that is copied last
                 copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
             for early in gl.static_range(STAGES - 1):
                 copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
@@ -154,20 +171,24 @@ def output_pass(
                 total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
             base = queries_s.load(left_layout)
             columns = stage_columns(base, K, BLOCK)
-            # A lower prefix with an upper last index stands for two orderings.
+            # A lower prefix with an upper last index stands for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
-            base *= gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
+            base *= gl.where(width >= HALF, P, 1).to(gl.bfloat16)[None, :]
             for i in range(LOWER_STEPS):
                 tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
-                acc = accumulate(base, columns, i * (TILE // K), tile, acc, TILE // K, K, left_layout)
-            upper = queries_s.slice(HALF, UPPER, 1).load(left_layout)
-            for i in range(LOWER_STEPS, STEPS):
-                tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
-                a = HALF + (i - LOWER_STEPS) * (TILE // UPPER)
-                acc = accumulate(upper, columns, a, tile, acc, TILE // UPPER, UPPER, left_layout)
+                a = i * (TILE // K)
+                acc = _accumulate(base, columns, a, tile, acc, prefixes, weights, TILE // K, K, P, left_layout)
+            if UPPER > 0:
+                upper = queries_s.slice(HALF, NARROW, 1).load(left_layout)
+                for i in range(LOWER_STEPS, STEPS):
+                    tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
+                    a = LOWER + (i - LOWER_STEPS) * (TILE // NARROW)
+                    acc = _accumulate(
+                        upper, columns, a, tile, acc, prefixes, weights, TILE // NARROW, NARROW, P, left_layout
+                    )
             state_s._keep_alive()
 
-    # Decays go through the last token before the block: exp(L_i - L_ref) exp(L_ref - L_j), both at most 1.
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
@@ -176,9 +197,9 @@ def output_pass(
         ref = gl.load(here + gl.maximum(first - 1, 0))
         ref = gl.where(first > begin, ref, 0.0)
         if STATES:
-            acc *= gl.exp(ref)
-            total *= gl.exp(ref)
-        since = gl.exp(own - ref)
+            acc *= exp2(ref)
+            total *= exp2(ref)
+        since = exp2(own - ref)
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
@@ -199,13 +220,15 @@ def output_pass(
         scores = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
         scores = warpgroup_mma(queries_s, keys_s.index(i % 3).permute([1, 0]), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        weight = scores * scores
+        weight = scores
+        for _ in gl.static_range(P - 1):
+            weight *= scores
         if i < before:
             if GATED:
-                weight *= gl.exp(ref - there)[None, :]
+                weight *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                weight *= gl.exp(own[:, None] - there[None, :])
+                weight *= exp2(own[:, None] - there[None, :])
             weight = gl.where(row[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
             total += gl.sum(weight, 1)

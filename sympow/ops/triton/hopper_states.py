@@ -11,60 +11,99 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @gluon.jit
-def _factor(fs, i: gl.constexpr, row, PREFIXES: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """[1 or rows, STEP]: the factors of tile i, whose PREFIXES prefixes have WIDTH rows each."""
-    f = fs.slice(i * PREFIXES, 1, 0).load(layout)
-    for u in gl.static_range(1, PREFIXES):
-        f = gl.where(row >= u * WIDTH, fs.slice(i * PREFIXES + u, 1, 0).load(layout), f)
-    return f
+def exp2(x):
+    """2**x in one instruction; where the result would be denormal, 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def by_prefix(prefixes, tile, step, warps):
+    """The layout [prefixes, rows, step] of a tile [prefixes rows, step] that the tensor cores read as left operand."""
+    rows = tile // prefixes
+
+    def place(row, column):
+        return [row // rows, row % rows, column]
+
+    columns = [place(0, 2**i) for i in range(4, step.bit_length() - 1)]
+    repeats = [place(16 * warps * 2**i, 0) for i in range((tile // (16 * warps)).bit_length() - 1)]
+    registers = [place(0, 1), place(8, 0), place(0, 8), *columns, *repeats]
+    lanes = [place(0, 2), place(0, 4), place(1, 0), place(2, 0), place(4, 0)]
+    split = [place(16 * 2**i, 0) for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [prefixes, rows, step])
+
+
+@gluon.jit
+def _times(
+    keys, factors, i: gl.constexpr,
+    PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
+):  # fmt: skip
+    """Tile i: the keys [M, STEP], repeated for each of its PREFIXES prefixes, times the factors of those."""
+    if PREFIXES == 1:
+        return keys * factors.slice(i, 1, 0).load(left_layout)
+    else:
+        layout: gl.constexpr = by_prefix(PREFIXES, 16 * WARPS, STEP, WARPS)
+        f = factors.slice(i * PREFIXES, PREFIXES, 0).load(gl.SliceLayout(1, layout))
+        rows = gl.convert_layout(keys.reshape([PREFIXES, 16 * WARPS // PREFIXES, STEP]), layout, assert_trivial=True)
+        tile = (rows * f.expand_dims(1)).reshape([16 * WARPS, STEP])
+        return gl.convert_layout(tile, left_layout, assert_trivial=True)
+
+
+@gluon.jit
+def places(
+    prefix, row0,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Where a tile's elements lie in a state, V elements a row: WIDTH of the ROWS rows of each prefix, from row0 on."""
+    m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
+    col = gl.arange(0, V, gl.SliceLayout(0, layout))
+    return (row0 + (prefix + m // WIDTH) * ROWS + m % WIDTH)[:, None] * V + col[None, :]
 
 
 @gluon.jit
 def _write(
-    out, acc, prefix, row0, PREFIXES: gl.constexpr, WIDTH: gl.constexpr, V: gl.constexpr, layout: gl.constexpr
+    out, acc, is_z, prefix, row0,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a tile, WIDTH a prefix; those of the first prefix are at row0 + prefix WIDTH."""
     acc = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    col = gl.arange(0, V, gl.SliceLayout(0, layout))
-    gl.store(out + (row0 + prefix * WIDTH + m)[:, None] * V + col[None, :], acc)
+    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
+    gl.store(out + here, acc, mask=(m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None])  # Z is one prefix alone
 
 
 @gluon.jit
 def _write_all(
     out, is_z, prefix, row0, a0, a1, a2, a3,
-    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
+    TILES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    if is_z:  # one prefix alone
-        tile = gl.convert_layout(a0.to(out.dtype.element_ty), layout)
-        m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-        col = gl.arange(0, V, gl.SliceLayout(0, layout))
-        gl.store(out + m[:, None] * V + col[None, :], tile, mask=(m < WIDTH)[:, None])
-    else:
-        _write(out, a0, prefix, row0, PREFIXES, WIDTH, V, layout)
-        _write(out, a1, prefix + PREFIXES, row0, PREFIXES, WIDTH, V, layout)
+    _write(out, a0, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, layout)
+    if not is_z:
+        _write(out, a1, is_z, prefix + PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
         if TILES > 2:
-            _write(out, a2, prefix + 2 * PREFIXES, row0, PREFIXES, WIDTH, V, layout)
-            _write(out, a3, prefix + 3 * PREFIXES, row0, PREFIXES, WIDTH, V, layout)
+            _write(out, a2, is_z, prefix + 2 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
+            _write(out, a3, is_z, prefix + 3 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
 
 
 @gluon.jit
 def _read(
-    ptr, is_z, prefix, row0, PREFIXES: gl.constexpr, WIDTH: gl.constexpr, V: gl.constexpr, layout: gl.constexpr
+    ptr, is_z, prefix, row0,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
+    layout: gl.constexpr, to: gl.constexpr,
 ):  # fmt: skip
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    col = gl.arange(0, V, gl.SliceLayout(0, layout))
-    row = gl.where(is_z, m, row0 + prefix * WIDTH + m)
+    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
     wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None]
-    return gl.load(ptr + row[:, None] * V + col[None, :], mask=wanted, other=0.0)
+    return gl.convert_layout(gl.load(ptr + here, mask=wanted, other=0.0), to)
 
 
 @gluon.jit
 def _load_step(
     stage, x, x_st, xt, stride, y, y_st, left, xs, ys, fs,
-    WIDTH: gl.constexpr, M: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr,
+    WIDTH: gl.constexpr, M: gl.constexpr, V: gl.constexpr, FACTORS: gl.constexpr, STEP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Copies keys [STEP, M] (columns repeated if WIDTH < M), values [STEP, V] and factors [ROWS, STEP] of one step."""
+    """Copies keys [STEP, M] (columns repeated if WIDTH < M), values [STEP, V], factors [FACTORS, STEP] of a step."""
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
     t = gl.arange(0, STEP, gl.SliceLayout(1, x_layout))
     m = gl.arange(0, M, gl.SliceLayout(0, x_layout))
@@ -78,15 +117,15 @@ def _load_step(
         ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None]
     )
     f_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, f_layout))
+    r = gl.arange(0, FACTORS, gl.SliceLayout(1, f_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, f_layout))
-    some = (r < gl.where(left > 0, ROWS, 0))[:, None]  # past the sequence's end there is not even padding
+    some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # past the sequence's end there is not even padding
     async_copy.async_copy_global_to_shared(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _step_pointers(
+def step_pointers(
     it, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length,
     R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -104,43 +143,40 @@ def _step_pointers(
 @gluon.jit
 def _walk(
     x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, is_z, prefix, row0,
-    chunks, length, G, xs, ys, fs,
-    WIDTH: gl.constexpr, V: gl.constexpr, R: gl.constexpr,
+    chunks, length, xs, ys, fs,
+    WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of rows, from `prefix` on, through all chunks of a sequence. Pointers are at its first token, chunk
-    and head, `xt` at the prefix's row too."""
+    """TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each prefix.
+    Pointers are at the first token, chunk and head, `x` at the first last index, `xt` at the prefix's row too."""
     LEAST: gl.constexpr = 16 * WARPS  # rows of a product at least
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
-    ROWS: gl.constexpr = TILES * PREFIXES
+    FACTORS: gl.constexpr = TILES * PREFIXES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
-    row = gl.arange(0, M, gl.SliceLayout(1, left_layout))[:, None]
     a0 = gl.zeros([M, V], gl.float32, mma)
     a1 = gl.zeros([M, V], gl.float32, mma)
     a2 = gl.zeros([M, V], gl.float32, mma)
     a3 = gl.zeros([M, V], gl.float32, mma)
     if INIT:
-        a0 = gl.convert_layout(_read(init, is_z, prefix, row0, PREFIXES, WIDTH, V, out_layout), mma)
+        a0 = _read(init, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
         if not is_z:
-            a1 = gl.convert_layout(_read(init, is_z, prefix + PREFIXES, row0, PREFIXES, WIDTH, V, out_layout), mma)
+            a1 = _read(init, is_z, prefix + PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
             if TILES > 2:
-                i = prefix + 2 * PREFIXES
-                a2 = gl.convert_layout(_read(init, is_z, i, row0, PREFIXES, WIDTH, V, out_layout), mma)
-                i = prefix + 3 * PREFIXES
-                a3 = gl.convert_layout(_read(init, is_z, i, row0, PREFIXES, WIDTH, V, out_layout), mma)
+                a2 = _read(init, is_z, prefix + 2 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
+                a3 = _read(init, is_z, prefix + 3 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
 
     total = chunks * (R * (CHUNK // STEP))
     for early in gl.static_range(STAGES - 1):
-        x_here, f_here, y_here, left = _step_pointers(
+        x_here, f_here, y_here, left = step_pointers(
             chunks * 0 + early, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
         )
         left = gl.where(early < total, left, 0)
         _load_step(
-            early, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, ROWS, STEP, WARPS
+            early, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP, WARPS
         )
     for it in range(total):
         if it % (R * (CHUNK // STEP)) == 0:
@@ -148,9 +184,9 @@ def _walk(
             if REVERSE:
                 chunk = chunks - 1 - chunk
             here = out + chunk.to(gl.int64) * out_step
-            _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, V, TILES, out_layout)
+            _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
             if GATED:
-                decay = gl.exp(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
+                decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
                 a1 *= decay
                 if TILES > 2:
@@ -160,32 +196,42 @@ def _walk(
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         ahead = it + (STAGES - 1)
-        x_here, f_here, y_here, left = _step_pointers(
+        x_here, f_here, y_here, left = step_pointers(
             ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
         )
         left = gl.where(ahead < total, left, 0)
         _load_step(
-            ahead % STAGES, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, ROWS, STEP,
+            ahead % STAGES, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP,
             WARPS,
         )  # fmt: skip
         keys = xs.index(stage).permute([1, 0]).load(left_layout)
         values = ys.index(stage)
         factors = fs.index(stage)
-        p0 = keys * _factor(factors, 0, row, PREFIXES, WIDTH, left_layout)
+        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
         w0 = warpgroup_mma(p0, values, a0, is_async=True)
-        p1 = keys * _factor(factors, 1, row, PREFIXES, WIDTH, left_layout)
-        w1 = warpgroup_mma(p1, values, a1, is_async=True)
-        if TILES > 2:
-            p2 = keys * _factor(factors, 2, row, PREFIXES, WIDTH, left_layout)
-            w2 = warpgroup_mma(p2, values, a2, is_async=True)
-            p3 = keys * _factor(factors, 3, row, PREFIXES, WIDTH, left_layout)
-            w3 = warpgroup_mma(p3, values, a3, is_async=True)
-            a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=(w0, w1, w2, w3))
+        if is_z:
+            a0 = warpgroup_mma_wait(0, deps=(w0,))
         else:
-            a0, a1 = warpgroup_mma_wait(0, deps=(w0, w1))
+            p1 = _times(keys, factors, 1, PREFIXES, STEP, WARPS, left_layout)
+            w1 = warpgroup_mma(p1, values, a1, is_async=True)
+            if TILES > 2:
+                p2 = _times(keys, factors, 2, PREFIXES, STEP, WARPS, left_layout)
+                w2 = warpgroup_mma(p2, values, a2, is_async=True)
+                p3 = _times(keys, factors, 3, PREFIXES, STEP, WARPS, left_layout)
+                w3 = warpgroup_mma(p3, values, a3, is_async=True)
+                a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=(w0, w1, w2, w3))
+            else:
+                a0, a1 = warpgroup_mma_wait(0, deps=(w0, w1))
     async_copy.wait_group(0)
     if FINAL:
-        _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, V, TILES, out_layout)
+        _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
+
+
+def programs(key_dim: int, half: int, tiles: int, width: int, warps: int) -> int:
+    """Programs of `state_pass` for one head of one sequence."""
+    lower = half // (tiles * max(1, 16 * warps // width))
+    upper = (key_dim - half) // (tiles * max(1, 16 * warps // (key_dim - half)))
+    return (1 + lower) * (key_dim // width) + upper
 
 
 @gluon.jit
@@ -193,11 +239,12 @@ def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
     starts, chunk_starts, T, tokens, G,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
-    TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of rows (the first is that of Z, whose values are the keys; so K = V), kv heads, sequences."""
+    """Grid: parts of the state, kv heads, sequences. A part is a group of prefixes with WIDTH of the last indices each;
+    the first parts are those of Z, whose values are the keys (so K = V)."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -211,28 +258,32 @@ def state_pass(
         chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
     chunks = gl.cdiv(length, CHUNK)
     UPPER: gl.constexpr = K - HALF
-    # Of a lower and of an upper prefix: rows of a tile, prefixes of a program.
     LEAST: gl.constexpr = 16 * num_warps
-    LOWER_M: gl.constexpr = LEAST if K < LEAST else K
+    PARTS: gl.constexpr = K // WIDTH
+    gl.static_assert(WIDTH >= UPPER)
+    # Of a lower and of an upper prefix: rows of a tile, prefixes of a program.
+    LOWER_M: gl.constexpr = LEAST if WIDTH < LEAST else WIDTH
     UPPER_M: gl.constexpr = LEAST if UPPER < LEAST else UPPER
-    LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // K)
+    LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // WIDTH)
     UPPER_ROWS: gl.constexpr = TILES * (UPPER_M // UPPER)
+    LOWER_GROUPS: gl.constexpr = HALF // LOWER_ROWS
     rows: gl.constexpr = HALF * K + UPPER * UPPER
     ys = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
     )
     offset = gl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + n.to(gl.int64) * ALIGN, ALIGN)
     xt_sh = stride * (K + 1)
+    part = gl.program_id(0)
     x += start * x_st + g * R * x_sh
     y += start * y_st + g * R * y_sh
     xt += g * R * xt_sh + offset
     sums += g * tokens + start
     end = n.to(gl.int64) * G + g
-    tile = gl.program_id(0) - 1
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if tile < HALF // LOWER_ROWS:
-        is_z = tile < 0
-        prefix = tile * LOWER_ROWS
+    if part < PARTS * (1 + LOWER_GROUPS):
+        is_z = part < PARTS
+        last = (part % PARTS) * WIDTH
+        prefix = (part // PARTS - 1) * LOWER_ROWS
         out = s_out + (chunk0 * G + g) * (rows * V)
         out_step = G * rows * V
         init = s_init + end * (rows * V)
@@ -251,19 +302,19 @@ def state_pass(
         )
         fs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LOWER_ROWS, STEP], flat)
         _walk(
-            x, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init,
-            final, is_z, prefix, 0, chunks, length, G, xs, ys, fs, K, V, R, TILES, STEP, CHUNK, STAGES, num_warps,
-            GATED, REVERSE, INIT, FINAL,
+            x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step,
+            init, final, is_z, prefix, last, chunks, length, xs, ys, fs, WIDTH, K, V, R, TILES, STEP, CHUNK,
+            STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     else:
-        prefix = HALF + (tile - HALF // LOWER_ROWS) * UPPER_ROWS
+        prefix = HALF + (part - PARTS * (1 + LOWER_GROUPS)) * UPPER_ROWS
         upper_x = gl.allocate_shared_memory(
             gl.bfloat16, [STAGES, STEP, UPPER_M], gl.NVMMASharedLayout.get_default_for([STEP, UPPER_M], gl.bfloat16)
         )
         upper_f = gl.allocate_shared_memory(gl.bfloat16, [STAGES, UPPER_ROWS, STEP], flat)
         _walk(
             x + HALF, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
-            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V), s_final + end * (rows * V),
-            False, prefix, HALF * K - HALF * UPPER, chunks, length, G, upper_x, ys, upper_f, UPPER, V, R, TILES, STEP,
-            CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
+            s_final + end * (rows * V), False, prefix, HALF * K - HALF * UPPER, chunks, length, upper_x, ys,
+            upper_f, UPPER, UPPER, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip

@@ -52,13 +52,14 @@ def power_forward(
         norm = norm[:0]
     launch, tables = call.config.output, call.tables()
     q, k, v = call.q, call.k, call.v
-    if call.hopper:
-        launch = call.hopper_launches.output
+    if call.hopper or call.hopper_powers:
+        launch, (lower, upper) = call.hopper_launches.output, call.counts()
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
-            out if s is None else s, out if z is None else z, out, norm, *call.sequence_tables(launch.block), call.H,
-            call.G, call.out_scale, eps, **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize,
-            STATES=call.chunk > 0, INIT=s_init is not None,
+            out if s is None else s, out if z is None else z, out, norm, *tables[:2],
+            *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
+            P=p, LOWER=lower, UPPER=upper, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
+            INIT=s_init is not None,
         )  # fmt: skip
         return _outputs(call, out, norm, ends if final else None)
     forward.output_pass[(layout.blocks(launch.block), call.H)](

@@ -11,10 +11,12 @@ import triton.language as tl
 
 from sympow.ops.triton.primitives import aligned, first_chunk, locate
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def gate_sums(log_g, sums, starts, chunks, T, tokens, G, CHUNK, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """sums [G, tokens]: the log decay from before the first token of the chunk to after each token, float32."""
+    """sums [G, tokens]: log2 of the decay from before the first token of the chunk to after each token, float32."""
     g = tl.program_id(1)
     if PACKED:
         n = tl.load(chunks + 2 * tl.program_id(0))
@@ -32,7 +34,7 @@ def gate_sums(log_g, sums, starts, chunks, T, tokens, G, CHUNK, BLOCK: tl.conste
     for s in range(first, tl.minimum(first + CHUNK, length), BLOCK):
         valid = s + t < tl.minimum(first + CHUNK, length)
         x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float32)
-        tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, tl.cumsum(x, 0) + carry, mask=valid)
+        tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, (tl.cumsum(x, 0) + carry) * LOG2_E, mask=valid)
         carry += tl.sum(x, 0)
 
 
@@ -45,7 +47,7 @@ def weigh(
     """out [heads, K + 1 (2K + 1 if P > 2), stride]: x transposed, with tokens last; a sequence is padded with zeros.
 
     Rows 0 to K - 1 are weighted by w_t, row K is the weight of the normalizer's state, rows K + 1 on are x itself.
-    Forward w_t = exp(L_end - L_t); in reverse w_t = weight exp(L_t) norm_t, and row K is -delta_t w_t.
+    Forward w_t = 2**(L_end - L_t); in reverse w_t = weight 2**L_t norm_t, and row K is -delta_t w_t.
     """
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
@@ -61,10 +63,10 @@ def weigh(
         here = sums + (h // R) * tokens + start
         decay = tl.load(here + t, mask=valid, other=0.0)
         if REVERSE:
-            w *= tl.exp(decay)
+            w *= tl.exp2(decay)
         else:
             last = tl.minimum((first // CHUNK) * CHUNK + CHUNK, length) - 1
-            w *= tl.exp(tl.load(here + last) - decay)
+            w *= tl.exp2(tl.load(here + last) - decay)
     z = w
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)
@@ -164,7 +166,7 @@ def _walk(
                 _write(here, a2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH)
                 _write(here, a3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH)
             if GATED:
-                decay = tl.exp(tl.load(sums + tl.minimum((chunk + 1) * CHUNK, length) - 1))
+                decay = tl.exp2(tl.load(sums + tl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
                 if TILES > 1:
                     a1 *= decay

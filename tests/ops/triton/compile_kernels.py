@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,31 +22,51 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from sympow.ops.triton import attention, config
+from sympow.ops import DecodingState, PowerState
+from sympow.ops.triton import attention, config, step
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def launches(key_dim: int, chunk_size: int, hopper: bool) -> list[tuple]:
-    """(function, arguments by name, options) of a gated forward and backward."""
-    recorded = []
+@contextmanager
+def recording() -> Iterator[list[tuple]]:
+    """Of the launches made inside: (function, arguments by name, options)."""
+    recorded: list[tuple] = []
 
     def record(function, *args, grid, warmup, **options):
         names = [parameter.name for parameter in function.params]
         bound = dict(zip(names, args, strict=False)) | {n: x for n, x in options.items() if n in names}
         recorded.append((function, bound, {n: x for n, x in options.items() if n not in names or n == "num_warps"}))
 
-    real, config.on_hopper = JITFunction.run, lambda device: hopper
-    JITFunction.run = record
+    real, JITFunction.run = JITFunction.run, record
     try:
+        yield recorded
+    finally:
+        JITFunction.run = real
+
+
+def attention_launches(key_dim: int, chunk_size: int, hopper: bool) -> list[tuple]:
+    """Of a gated forward and backward."""
+    config.on_hopper = lambda device: hopper
+    with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         log_g = torch.empty(1, 2048, 2, requires_grad=True)
         options = {"p": 2, "scale": 1.0, "normalize": True, "eps": 1e-6, "return_state": False}
         out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
         out.backward(torch.empty_like(out))
-    finally:
-        JITFunction.run = real
+    return recorded
+
+
+def decoding_launches(key_dim: int) -> list[tuple]:
+    """Of a gated step: a batch of one and one with many heads, in bfloat16 and float32, and heads that share."""
+    with recording() as recorded:
+        for batch, heads, dtype in ((1, 2, torch.bfloat16), (4, 2, torch.float32), (4, 12, torch.bfloat16)):
+            before = PowerState.zeros(batch, 2, key_dim, key_dim)
+            state = DecodingState.from_state(before, dtype=dtype)
+            q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
+            options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
+            step(q, k, v, torch.empty(batch, 1, 2), state, **options)
     return recorded
 
 
@@ -79,13 +101,16 @@ def stack_bytes(compiled) -> int | None:
 def main() -> None:
     target = TARGETS[sys.argv[1]]
     hopper = target.backend == "cuda"
-    results = []
+    launches: list[tuple] = []
     for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
-            for function, bound, options in launches(key_dim, chunk_size, hopper):
-                compiled = compile_launch(function, bound, options, target)
-                row = {"kernel": f"{function.__module__.split('.')[-1]}.{function.__name__}", "key_dim": key_dim}
-                results.append(row | {"chunk": chunk_size, "stack": stack_bytes(compiled)})
+            launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
+        launches += [(key_dim, *launch) for launch in decoding_launches(key_dim)]
+    results = []
+    for key_dim, function, bound, options in launches:
+        compiled = compile_launch(function, bound, options, target)
+        row = {"kernel": f"{function.__module__.split('.')[-1]}.{function.__name__}", "key_dim": key_dim}
+        results.append(row | {"stack": stack_bytes(compiled)})
     print(json.dumps(results))
 
 

@@ -1,0 +1,162 @@
+"""Decoding with a tail: a state that is read for every token and written only now and then.
+
+A state is large, and a token changes all of it. New tokens are therefore kept as they are, in a tail of fixed room, and
+attended to score by score; when the tail is full, its tokens are folded into the state at once, (M12):
+
+    y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
+
+L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
+step never waits for it and can be captured in a CUDA graph. Here is the state; steps are in `eager.py`, in plain torch,
+and `triton/decode.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.types import PowerState
+
+
+def default_capacity(dim: int) -> int:
+    """Tokens of a tail beside D rows of state. Twice as many would write the state half as often; but the tail is read
+    for every token too, and held: with these it is about 1/16 of the state, K = V, in elements.
+    """
+    return max(4, min(64, dim // 32))
+
+
+def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
+    """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
+    return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """A PowerState and a tail of tokens not yet folded into it. Its size does not grow.
+
+    `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
+    as: `state.folded().save(path)`.
+
+    Attributes:
+        s: [B, G, D, V] and z: [B, G, D], as in PowerState, after the last folded token.
+        tail_k: [B, G, C, K] and tail_v: [B, G, C, V], the tokens since, in any dtype of the inputs.
+        tail_g: [B, G, C], their log gates, in the dtype of s; 0 for tokens without a gate.
+        count: int32 [B, G], how many they are, 0 to C. A full tail is folded by the next step.
+        arrived: int32 [B, G], 0 between steps: a counter of the kernel's.
+        p: the power; D = spow_dim(K, p).
+        key_dim: K.
+    """
+
+    s: Tensor
+    z: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_g: Tensor
+    count: Tensor
+    arrived: Tensor
+    p: int
+    key_dim: int
+
+    def __post_init__(self) -> None:
+        PowerState(self.s, self.z, self.p, self.key_dim)  # which checks these
+        heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
+        shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
+        for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
+            x = getattr(self, name)
+            if room[:2] != heads or tuple(x.shape) != shape:
+                raise ValueError(
+                    f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "
+                    f"{list(shape)}; got {list(x.shape)}"
+                )
+        if not all(x.is_contiguous() for x in self.tensors().values()):
+            raise ValueError("the tensors of a DecodingState must be contiguous")
+
+    @classmethod
+    def from_state(
+        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int | None = None
+    ) -> DecodingState:
+        """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
+
+        Args:
+            dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
+                None.
+            capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
+        """
+        if not isinstance(state, PowerState):
+            raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+        capacity = default_capacity(state.s.shape[2]) if capacity is None else capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an integer >= 1; got {capacity!r}")
+        dtype = state.s.dtype if dtype is None else dtype
+        if torch.promote_types(dtype, torch.float32) != state.s.dtype:
+            raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
+        shape, device = (*state.s.shape[:2], capacity), state.s.device
+        return cls(
+            s=state.s.contiguous(),
+            z=state.z.contiguous(),
+            tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
+            tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
+            tail_g=torch.zeros(shape, device=device, dtype=state.s.dtype),
+            count=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            p=state.p,
+            key_dim=state.key_dim,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.tail_k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the keys and values in the tail."""
+        return self.tail_k.dtype
+
+    @property
+    def value_dim(self) -> int:
+        return self.s.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the tail's spare room included."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> DecodingState:
+        """Moves the state to a device."""
+        return self._replaced({name: x.to(device) for name, x in self.tensors().items()})
+
+    def detach(self) -> DecodingState:
+        return self._replaced({name: x.detach() for name, x in self.tensors().items()})
+
+    def clone(self) -> DecodingState:
+        return self._replaced({name: x.clone() for name, x in self.tensors().items()})
+
+    def folded(self) -> PowerState:
+        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass."""
+        held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
+        left, kept = decays(self.tail_g.masked_fill(~held, 0))
+        with torch.autocast(self.s.device.type, enabled=False):
+            phi = spow(self.tail_k.to(self.s.dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
+            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(self.s.dtype)
+        return PowerState(s, self.z * left[..., None] + phi.sum(2), self.p, self.key_dim)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors held, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def _replaced(self, tensors: dict[str, Tensor]) -> DecodingState:
+        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
+
+
+def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log gates [B, G, C]: what they leave of what was before them [B, G], and of each token at their end [B, G, C].
+
+    The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
+    gates behind a large one.
+    """
+    after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
+    return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()

@@ -1,0 +1,236 @@
+"""Decoding: one token on a DecodingState (sympow/ops/decoding.py) in one launch.
+
+A program owns some rows of one kv head's state, reads them once and multiplies them by phi(q) of all the query heads
+that share them; one more program a kv head attends to the tail. The program that arrives last adds the parts up, in the
+order of the rows, divides by the normalizer, writes the output and appends the new token to the tail. If the tail was
+full, every program folded it into its own rows before it read them.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.ops.feature_map import multinomials, spow_indices
+from sympow.ops.triton import config
+from sympow.ops.triton.primitives import power
+
+
+@triton.jit
+def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
+    """[HEADS, ROWS]: rows of phi of the x of each head, without their weights. `index` as in `_tables`."""
+    mask = (head < heads)[:, None] & (row < D)[None, :]
+    x += head[:, None] * stride
+    y = tl.where(mask, 1.0, 0.0)
+    for m in tl.static_range(P):
+        if m % 2 == 0:
+            word = tl.load(index + m // 2 * D + row, mask=row < D, other=0)
+        channel = (word >> (16 * (m % 2))) & 0xFFFF
+        y *= tl.load(x + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _fold(
+    s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, D,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, CAPACITY: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """(M12): the tail into the tiles [first, last) of a state. `left` [1] is what its gates leave of the state."""
+    one = tl.arange(0, 1)
+    col = tl.arange(0, COLUMNS)
+    for i in range(first, last):
+        row = i * ROWS + tl.arange(0, ROWS)
+        tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[:, None] * V + col[None, :]
+        mask = (row < D)[:, None] & (col < V)[None, :]
+        sums = tl.load(tile, mask=mask, other=0.0) * left[:, None]
+        total = tl.load(z + row, mask=row < D, other=0.0) * left
+        root = tl.load(roots + row, mask=row < D, other=0.0)
+        after = tl.zeros([1], tl.float32)  # the log decay since token j
+        for back in range(CAPACITY):
+            j = CAPACITY - 1 - back
+            phi = tl.sum(_monomials(tail_k + j * K, 0, one, 1, row, index, D, P), 0) * root * tl.exp(after)
+            value = tl.load(tail_v + j * V + col, mask=col < V, other=0.0).to(tl.float32)
+            sums += phi[:, None] * value[None, :]
+            total += phi
+            after += tl.load(tail_g + j)
+        tl.store(tile, sums, mask=mask)
+        tl.store(z + row, total, mask=row < D)
+
+
+@triton.jit
+def decode(
+    q, q_sb, q_sh, k, k_sb, k_sg, v, v_sb, v_sg, log_g, g_sb, g_sg, s, z, tail_k, tail_v, tail_g, count, arrived,
+    index, roots, parts, totals, out, out_sb, scale, eps, D, G, tiles,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, R: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, V]. Grid: SPLITS + 1 programs a kv head. parts [B G, SPLITS + 1, R, V] and totals [B G, SPLITS + 1, R]
+    hold what each program has of numerator and normalizer. WIDTH, COLUMNS, HEADS and SLOTS are the powers of two that
+    hold K, V, R and CAPACITY.
+    """
+    pair = tl.program_id(0) // (SPLITS + 1)  # of a sequence and a kv head
+    part = tl.program_id(0) % (SPLITS + 1)
+    n = tl.cast(pair, tl.int64)
+    b = n // G
+    g = n % G
+    head = tl.arange(0, HEADS)
+    col = tl.arange(0, COLUMNS)
+    q += b * q_sb + g * R * q_sh
+    s += n * D * V
+    z += n * D
+    tail_k += n * (CAPACITY * K)
+    tail_v += n * (CAPACITY * V)
+    tail_g += n * CAPACITY
+    held = tl.load(count + n)
+    length = held % CAPACITY  # of the tail, once it is folded if it was full
+    slot = tl.arange(0, SLOTS)
+    gates = tl.load(tail_g + slot, mask=slot < held, other=0.0)
+    gate = tl.zeros([1], tl.float32)
+    if GATED:
+        gate += tl.load(log_g + b * g_sb + g * g_sg).to(tl.float32)
+    here = (n * (SPLITS + 1) + part) * R
+
+    if part < SPLITS:
+        first = part * tiles
+        last = tl.minimum(first + tiles, tl.cdiv(D, ROWS))
+        if held == CAPACITY:
+            left = tl.exp(gate * 0.0 + tl.sum(gates, 0))
+            _fold(s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, D, K, V, P, CAPACITY, COLUMNS, ROWS)
+            tl.debug_barrier()  # threads read rows that others of this program wrote
+        acc = tl.zeros([HEADS, ROWS, COLUMNS], tl.float32)
+        total = tl.zeros([HEADS, ROWS], tl.float32)
+        for i in tl.range(first, last, num_stages=STAGES):
+            row = i * ROWS + tl.arange(0, ROWS)
+            tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
+            rows = tl.load(tile, mask=(row < D)[None, :, None] & (col < V)[None, None, :], other=0.0)
+            root = tl.load(roots + row, mask=row < D, other=0.0)
+            phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
+            acc += phi[:, :, None] * rows
+            if NORMALIZE:
+                total += phi * tl.load(z + row, mask=row < D, other=0.0)[None, :]
+        left = power(scale, P) * tl.exp(gate + tl.sum(tl.where(slot < length, gates, 0.0), 0))[:, None]
+        ptrs = parts + (here + head)[:, None] * V + col[None, :]
+        tl.store(ptrs, tl.sum(acc, 1) * left, mask=(head < R)[:, None] & (col < V)[None, :])
+        if NORMALIZE:
+            tl.store(totals + here + head, tl.sum(total * left, 1), mask=head < R)
+    else:
+        width = tl.arange(0, WIDTH)
+        token = tl.arange(0, TOKENS)
+        key = tl.load(k + b * k_sb + g * k_sg + width, mask=width < K, other=0.0).to(tl.float32)
+        value = tl.load(v + b * v_sb + g * v_sg + col, mask=col < V, other=0.0).to(tl.float32)
+        blocks = tl.cdiv(length, TOKENS)
+        for r in range(R):
+            query = tl.load(q + r * q_sh + width, mask=width < K, other=0.0).to(tl.float32) * scale
+            sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
+            weights = tl.zeros([TOKENS], tl.float32)
+            after = gate  # the log decay since the end of the block: added up from the end, or large gates hide small
+            for i in range(blocks):
+                j = (blocks - 1 - i) * TOKENS + token
+                past = (j < length)[:, None]
+                tile = tail_k + j[:, None] * K + width[None, :]
+                keys = tl.load(tile, mask=past & (width < K)[None, :], other=0.0)
+                tile = tail_v + j[:, None] * V + col[None, :]
+                values = tl.load(tile, mask=past & (col < V)[None, :], other=0.0)
+                later = tl.load(tail_g + j + 1, mask=j + 1 < length, other=0.0)
+                w = power(tl.sum(keys.to(tl.float32) * query[None, :], 1), P)
+                w *= tl.exp(tl.cumsum(later, 0, reverse=True) + after)
+                sums += w[:, None] * values.to(tl.float32)
+                weights += w
+                after += tl.sum(later, 0)
+            own = power(tl.sum(key * query, 0), P)
+            tl.store(parts + (here + r) * V + col, tl.sum(sums, 0) + own * value, mask=col < V)
+            if NORMALIZE:
+                tl.store(totals + here + r, tl.sum(weights, 0) + own)
+
+    tl.debug_barrier()  # all of this program's parts are written
+    if tl.atomic_add(arrived + n, 1, sem="acq_rel") == SPLITS:
+        acc = tl.zeros([HEADS, ROWS, COLUMNS], tl.float32)
+        total = tl.zeros([HEADS, ROWS], tl.float32)
+        for i in tl.static_range(0, SPLITS + 1, ROWS):
+            rank = i + tl.arange(0, ROWS)
+            there = (n * (SPLITS + 1) + rank)[None, :] * R + head[:, None]
+            mask = (head < R)[:, None] & (rank <= SPLITS)[None, :]
+            tile = parts + there[:, :, None] * V + col[None, None, :]
+            present = mask[:, :, None] & (col < V)[None, None, :]
+            # .cg: from where the other programs' writes are, past the cache of this multiprocessor.
+            acc += tl.load(tile, mask=present, other=0.0, cache_modifier=".cg")
+            if NORMALIZE:
+                total += tl.load(totals + there, mask=mask, other=0.0, cache_modifier=".cg")
+        y = tl.sum(acc, 1)
+        if NORMALIZE:
+            y /= tl.sum(total, 1)[:, None] + eps
+        ptrs = out + b * out_sb + (g * R + head)[:, None] * V + col[None, :]
+        tl.store(ptrs, y.to(out.dtype.element_ty), mask=(head < R)[:, None] & (col < V)[None, :])
+        width = tl.arange(0, WIDTH)
+        key = tl.load(k + b * k_sb + g * k_sg + width, mask=width < K, other=0.0)
+        value = tl.load(v + b * v_sb + g * v_sg + col, mask=col < V, other=0.0)
+        tl.store(tail_k + length * K + width, key.to(tail_k.dtype.element_ty), mask=width < K)
+        tl.store(tail_v + length * V + col, value.to(tail_v.dtype.element_ty), mask=col < V)
+        tl.store(tail_g + length + tl.arange(0, 1), gate)
+        tl.store(count + n, length + 1)
+        tl.store(arrived + n, 0)
+
+
+_CHANGED = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")
+
+
+@torch.library.custom_op("sympow::power_decode", mutates_args=_CHANGED)
+def power_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_g: Tensor,
+    count: Tensor,
+    arrived: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """out [B, T, H, V] for T tokens one after another, on the tensors of a DecodingState, which it continues."""
+    (batch, time, heads, key_dim), groups, value_dim = q.shape, k.shape[2], v.shape[3]
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    rows, dim, pairs = heads // groups, s.shape[2], batch * groups
+    columns, packed = triton.next_power_of_2(value_dim), triton.next_power_of_2(rows)
+    width = triton.next_power_of_2(key_dim)
+    launch = config.decoding(pairs, dim, rows, packed, width, columns, q.device)
+    out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
+    parts = torch.empty(pairs, launch.splits + 1, rows, value_dim, device=q.device, dtype=torch.float32)
+    totals = torch.empty(pairs if normalize else 0, launch.splits + 1, rows, device=q.device, dtype=torch.float32)
+    index, roots = _tables(key_dim, p, q.device)
+    dims = {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": tail_k.shape[2], "COLUMNS": columns}
+    dims |= {"WIDTH": width, "SLOTS": triton.next_power_of_2(tail_k.shape[2])}
+    dims |= {"HEADS": packed, "ROWS": launch.rows, "TOKENS": launch.tokens, "SPLITS": launch.splits}
+    dims |= {"STAGES": launch.stages, "GATED": log_g is not None, "NORMALIZE": normalize, "num_warps": launch.warps}
+    with torch.cuda.device_of(q):
+        for i in range(time):
+            gate = (None, 0, 0) if log_g is None else (log_g[:, i], log_g.stride(0), log_g.stride(2))
+            decode[(pairs * (launch.splits + 1),)](
+                q[:, i], q.stride(0), q.stride(2), k[:, i], k.stride(0), k.stride(2), v[:, i], v.stride(0), v.stride(2),
+                *gate, s, z, tail_k, tail_v, tail_g, count, arrived, index, roots, parts, totals, out[:, i],
+                out.stride(0), scale, eps, dim, groups, launch.tiles, **dims,
+            )  # fmt: skip
+    return out
+
+
+@power_decode.register_fake
+def _(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, p, scale, normalize, eps):
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@lru_cache(maxsize=32)
+def _tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of every row of (M7) its p channels, two in a word, int32 [(p + 1) // 2, D], and its weight, float32 [D]."""
+    channels = spow_indices(key_dim, p).t().contiguous()
+    index = channels[::2].clone()
+    index[: p // 2] |= channels[1::2] << 16
+    return index.to(device, torch.int32), multinomials(key_dim, p).sqrt().to(device, torch.float32)
