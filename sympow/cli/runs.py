@@ -31,10 +31,10 @@ def train_run(
     device, settings = resolve_device(config.training.device), config.training
     with launched(device):
         ranks = join(config, device)
-        with ranks.main_first():
+        with ranks.together():
             if restart and ranks.main:
                 clear_run_folder(run_dir)
-            folder = open_run_folder(run_dir, config)
+        folder = open_run_folder(run_dir, config, ranks)
         if latest_step(folder) >= settings.steps:
             return TrainingResult(settings.steps, settings.steps, None, None)
         with ranks.main_first():  # which may train a tokenizer and fill a cache

@@ -94,8 +94,7 @@ def train(
     settings = config.training
     device = resolve_device(settings.device)
     ranks = join(config, device) if ranks is None else ranks
-    with ranks.main_first():
-        run_dir = open_run_folder(run_dir, config)
+    run_dir = open_run_folder(run_dir, config, ranks)
     with ExitStack() as stack:
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are

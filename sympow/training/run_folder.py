@@ -11,25 +11,37 @@ import torch
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import atomic_write, is_checkpoint, latest, load_checkpoint, restore_model
 from sympow.training.config import RunConfig, first_difference, without_execution
+from sympow.training.ranks import ALONE, Ranks
 
 _OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
 
 
-def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig) -> Path:
-    """Makes the folder of a new run, or checks that an existing one belongs to `config`.
+def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE) -> Path:
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`. Every rank calls it.
 
     A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew; how a run is
     executed may change at any time. Raises ValueError where there is a checkpoint of another config,
-    FileExistsError where the folder holds something else than a run.
+    FileExistsError where the folder holds something else than a run, FileNotFoundError where rank 0 made it and
+    another does not see it.
     """
     path = Path(run_dir)
+    with ranks.together():
+        if ranks.main:
+            _open_run_folder(path, config)
+    with ranks.together():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it")
+    return path
+
+
+def _open_run_folder(path: Path, config: RunConfig) -> None:
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; a run needs a folder")
     file = path / "config.json"
     if file.exists():
         stored = _read_json(file)
         if stored == config.to_dict():
-            return path
+            return
         if latest(path):
             check_config(stored, config, path)
         elif without_execution(stored) != without_execution(config.to_dict()):
@@ -39,7 +51,6 @@ def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as out:
         out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
-    return path
 
 
 def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:

@@ -271,6 +271,7 @@ def test_steps_are_traced(tmp_path, make_config, make_batches):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
 def test_blocks_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     compiled = []
 

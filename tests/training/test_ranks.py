@@ -17,7 +17,8 @@ import torch
 from sympow.training import ExecutionConfig, RunConfig, latest, load_checkpoint, load_model, read_metrics, train
 from sympow.training.checkpoint import latest_step, list_checkpoints
 from sympow.training.loop import held_out_loss
-from sympow.training.ranks import Ranks, join
+from sympow.training.ranks import Ranks, join, launched
+from sympow.training.run_folder import open_run_folder
 from tests.ops.contract import FLOAT64_TOLERANCE
 from tests.ranks import PRELOAD, run_ranks
 
@@ -238,6 +239,27 @@ def test_ranks_that_do_not_fit_are_refused(make_run):
             "2 data ranks cannot share the 3 passes of a step: training.batch_size / training.micro_batch_size must be "
             "a multiple of them",
         ]
+
+
+def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = r"training\.device is one GPU, 'cuda:1'; on several ranks it is 'cuda' or 'auto'"
+    with pytest.raises(ValueError, match=message), launched(torch.device("cuda:1")):
+        pass
+
+
+def folders_of_their_own(config: RunConfig, folder) -> str:
+    ranks = join(config, torch.device("cpu"))
+    with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
+        open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    return str(caught.value)
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused(make_run, tmp_path):
+    config, *_ = make_run("run")
+    first, second = run_ranks(folders_of_their_own, 2, config, tmp_path)
+    assert first == "another rank failed, with an error of its own"
+    assert second.endswith("run is not on a disk that all ranks share: rank 1 does not see it")
 
 
 def test_rows_that_cannot_be_split_are_refused(make_run, make_batches):
