@@ -22,6 +22,7 @@ from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
 from sympow.training.loop import resolve_device
+from sympow.training.ranks import is_main
 
 
 def train(options: argparse.Namespace) -> int | None:
@@ -138,16 +139,17 @@ def _slurm_parameter(text: str) -> tuple[str, int | str]:
 def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) -> int | None:
     result = train_run(config, folder, quiet=quiet, restart=restart)
     if result.stopped_by:
-        print(
+        line = (
             f"stopped by {result.stopped_by} at step {result.step} of {result.steps}, checkpoint saved; "
             "the same command continues"
         )
-        return 128 + signal.Signals[result.stopped_by]
-    if result.loss is None:
-        print(f"{folder} has finished already, at step {result.step} of {result.steps}")
+    elif result.loss is None:
+        line = f"{folder} has finished already, at step {result.step} of {result.steps}"
     else:
-        print(f"finished at step {result.step} of {result.steps}, loss {result.loss:.4f}: {folder}")
-    return None
+        line = f"finished at step {result.step} of {result.steps}, loss {result.loss:.4f}: {folder}"
+    if is_main():
+        print(line)
+    return 128 + signal.Signals[result.stopped_by] if result.stopped_by else None
 
 
 def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:

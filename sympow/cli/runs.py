@@ -12,6 +12,8 @@ from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
 from sympow.models import LanguageModel
 from sympow.training import RunConfig, TrainingResult, load_model, train
 from sympow.training.checkpoint import latest_step
+from sympow.training.loop import resolve_device
+from sympow.training.ranks import join, launched
 from sympow.training.run_folder import clear_run_folder, open_run_folder
 
 TOKENIZER = "tokenizer.json"
@@ -22,27 +24,39 @@ def train_run(
 ) -> TrainingResult:
     """Opens the data of a config and trains its model into a run folder, or continues the run in it.
 
-    A finished run is left as it is. `restart` first removes what the folder holds of an earlier run. Raises
-    as `open_corpus` and `train` do, and ValueError where the corpus has more tokens than the model.
+    Started on several ranks by torchrun, it runs on all of them. A finished run is left as it is. `restart` first
+    removes what the folder holds of an earlier run. Raises as `open_corpus` and `train` do, and ValueError where the
+    corpus has more tokens than the model.
     """
-    if restart:
-        clear_run_folder(run_dir)
-    folder, settings = open_run_folder(run_dir, config), config.training
-    if latest_step(folder) >= settings.steps:
-        return TrainingResult(settings.steps, settings.steps, None, None)
-    splits = open_corpus(config.data, tokenizer=saved_tokenizer(folder))
+    device, settings = resolve_device(config.training.device), config.training
+    with launched(device):
+        ranks = join(config, device)
+        with ranks.together():
+            if restart and ranks.main:
+                clear_run_folder(run_dir)
+        folder = open_run_folder(run_dir, config, ranks)
+        if latest_step(folder) >= settings.steps:
+            return TrainingResult(settings.steps, settings.steps, None, None)
+        with ranks.main_first():  # which may train a tokenizer and fill a cache
+            batches, held_out = _open_batches(config, folder, save=ranks.main)
+        return train(config, batches, folder, held_out=held_out, quiet=quiet, ranks=ranks)
+
+
+def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
+    """Of the training and the held-out documents; saves the tokenizer into the run's folder if asked."""
+    settings, splits = config.training, open_corpus(config.data, tokenizer=saved_tokenizer(folder))
     if splits.train.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
             f"more than model.vocab_size = {config.model.vocab_size}"
         )
-    if splits.tokenizer is not None:
+    if splits.tokenizer is not None and save:
         splits.tokenizer.save(folder / TOKENIZER)
     batches, held_out = (
         Batches(corpus, settings.context, settings.rows_per_pass, settings.seed, config.data.pack)
         for corpus in (splits.train, splits.held_out)
     )
-    return train(config, batches, folder, held_out=held_out, quiet=quiet)
+    return batches, held_out
 
 
 class Run(NamedTuple):

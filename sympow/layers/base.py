@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,6 +73,7 @@ class Mixer(nn.Module, ABC):
 
     causal: bool = True
     reads_tokens: bool = False
+    context_group: dist.ProcessGroup | None = None
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()
@@ -113,6 +115,25 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def state_size(self, context: int) -> int:
         """Elements the state holds per sequence after `context` tokens, spare room included."""
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        """From now on `forward` takes this rank's part of every row and returns that part of the whole row's result.
+
+        The parts lie on the ranks of `group` in their order, all of one length. Every rank calls `forward`, and
+        its backward. `step` still takes whole rows, and packed documents (`cu_seqlens`) are refused.
+
+        Raises ValueError where the mixer does not know how; those that do override this.
+        """
+        raise ValueError(
+            f"{type(self).__name__} cannot split a row over ranks (context parallelism); power and linear attention can"
+        )
+
+    def training_flops(self, time: int) -> int | None:
+        """FLOPs of mixing one row of `time` tokens, forward and backward, without the projections; None: not counted.
+
+        Those of the cheapest form, as `sympow.ops.cost` counts them, whatever is executed.
+        """
+        return None
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
@@ -224,6 +245,10 @@ class AttentionMixer(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         return q, k, v.unflatten(-1, (-1, self.value_dim))
+
+    def first_position(self, x: Tensor) -> int:
+        """The position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
+        return 0 if self.context_group is None else dist.get_rank(self.context_group) * x.shape[1]
 
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Turns q [B, T, H, K] and k [B, T, G, K], (M15).

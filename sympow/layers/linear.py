@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size
 from sympow.ops import DecodingState, PowerState, power_attention
+from sympow.ops.context import exclusive_sum
+from sympow.ops.cost import least_power_flops
 
 FEATURE_MAPS = ("identity", "elu+1")
 
@@ -57,10 +60,14 @@ class LinearAttention(AttentionMixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         q, k, v = self._features(x)
-        rotated_q, rotated_k = self.rotate(q, k)
-        y = power_attention(rotated_q, rotated_k, v, cu_seqlens=cu_seqlens, **self._options()).out
+        rotated_q, rotated_k = self.rotate(q, k, self.first_position(x))
+        split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
+        y = power_attention(rotated_q, rotated_k, v, **self._options() | split).out
         if self.out_norm is None:
-            y = _normalized(y, q, per_document(_running_sum, cu_seqlens, k))
+            sums = per_document(_running_sum, cu_seqlens, k)
+            if self.context_group is not None:
+                sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
+            y = _normalized(y, q, sums)
         return self._output(y)
 
     def init_state(
@@ -85,6 +92,12 @@ class LinearAttention(AttentionMixer):
     def state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
         return memory_size(self, 1, self.impl) + self.n_kv_heads * feature_sum
+
+    def training_flops(self, time: int) -> int:
+        return least_power_flops(time, self.head_dim, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        self.context_group = group
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(x)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +20,8 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
+from sympow.ops.context import exclusive_sum
+from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
 
@@ -98,8 +101,9 @@ class PowerAttention(AttentionMixer):
                 self.beta.weight.zero_()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v, log_g, _ = self._inputs(x, 0)
-        y = power_attention(q, k, v, log_g, cu_seqlens=cu_seqlens, **self._options()).out
+        q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
+        split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
+        y = power_attention(q, k, v, log_g, **self._options() | split).out
         return self._output(y)
 
     def init_state(
@@ -120,13 +124,25 @@ class PowerAttention(AttentionMixer):
         position = self.n_kv_heads if self.rotation == "data" else 0
         return memory_size(self, self.p, self.impl) + position
 
-    def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
-        """Rotated q and k, v, log_g, and the position after x, given the one before it."""
+    def training_flops(self, time: int) -> int:
+        sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
+        return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        self.context_group = group
+
+    def _inputs(
+        self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
+        """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
         q, k, v = self.heads(x)
         log_g = None if self.gate is None else F.logsigmoid(linear_float32(self.gate, x))
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            positions = rotary_positions(1 + torch.tanh(linear_float32(self.beta, x)), start)
+            steps = 1 + torch.tanh(linear_float32(self.beta, x))
+            if group is not None:
+                start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
+            positions = rotary_positions(steps, start)
             q, k = self.rotate(q, k, positions)
             return q, k, v, log_g, positions[:, -1].clone()  # a view would hold all positions
         if isinstance(position, Tensor):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import KVCache, capacity
+from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23
@@ -47,6 +48,16 @@ class SoftmaxAttention(AttentionMixer):
 
     def state_size(self, context: int) -> int:
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
+
+    def training_flops(self, time: int) -> int:
+        return both_ways(time, self)
+
+
+def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:
+    """`softmax_flops` of one row, forward and backward."""
+    key_dim, value_dim, heads = mixer.head_dim, mixer.value_dim, mixer.n_heads
+    ways = (softmax_flops(time, key_dim, value_dim, window=window, heads=heads, backward=b) for b in (False, True))
+    return sum(ways)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document
 from sympow.layers.cache import KVCache, capacity
-from sympow.layers.softmax import attend, empty_cache
+from sympow.layers.softmax import attend, both_ways, empty_cache
 
 # Queries computed at once: a block of them and the keys it sees are one attention call.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
@@ -66,6 +66,9 @@ class WindowAttention(AttentionMixer):
 
     def state_size(self, context: int) -> int:
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
+
+    def training_flops(self, time: int) -> int:
+        return both_ways(time, self, self.window)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""

@@ -12,6 +12,7 @@ from math import sqrt
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -47,9 +48,12 @@ class Block(nn.Module):
             self.mlp_norm = nn.LayerNorm(d)
             self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
             self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
+        self.recompute = False
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._mixed, x, cu_seqlens, tokens, use_reentrant=False, preserve_rng_state=False)
+        return self._mixed(x, cu_seqlens, tokens)
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
@@ -62,6 +66,9 @@ class Block(nn.Module):
             self.mlp_norm.reset_parameters()
             init_linear(self.mlp_in, std, generator)
             init_linear(self.mlp_out, residual_std, generator)
+
+    def _mixed(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
 
     def _mlp(self, x: Tensor) -> Tensor:
         if not self.has_mlp:
@@ -117,7 +124,7 @@ class LanguageModel(nn.Module):
         return self._head(self._hidden(tokens, cu_seqlens))
 
     def token_losses(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """-log p(target) in nats of every target, float32 [B, T]; 0 where the target is -100.
+        """-log p(target) in nats of every target, float32 (float64 of such a model) [B, T]; 0 where the target is -100.
 
         Only a slice of the logits stands in memory at a time; the backward recomputes them.
 
@@ -138,7 +145,17 @@ class LanguageModel(nn.Module):
             else self._losses(h, t)
             for h, t in slices
         ]
-        return torch.cat(losses).view_as(targets)
+        return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        """From now on `forward` and `token_losses` take this rank's part of every row: see `Mixer.split_context`."""
+        for block in self.blocks:
+            block.mixer.split_context(group)
+
+    def checkpoint_activations(self) -> None:
+        """From now on the backward recomputes every block: memory of one block's activations, a third more time."""
+        for block in self.blocks:
+            block.recompute = True
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -188,7 +205,9 @@ class LanguageModel(nn.Module):
         return F.linear(hidden, self.embedding.weight)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._head(hidden).float(), targets, ignore_index=IGNORE, reduction="none")
+        logits = self._head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
         if tokens.dtype != torch.int64:

@@ -114,6 +114,18 @@ def power_flops(
     return 2 * heads * pairs * (key_dim + value_dim) + 2 * element * (queries + keys) + decay
 
 
+def least_power_flops(
+    time: int, key_dim: int, value_dim: int, p: int, gated: bool = False, *, heads: int = 1, kv_heads: int = 1
+) -> int:
+    """`power_flops`, forward and backward, with the chunk that makes them the fewest: a power of two, or `time`."""
+    chunks = [time, *(1 << i for i in range(time.bit_length()))]
+    sizes = {"heads": heads, "kv_heads": kv_heads}
+    return min(
+        sum(power_flops(time, key_dim, value_dim, p, chunk, gated, **sizes, backward=b) for b in (False, True))
+        for chunk in chunks
+    )
+
+
 def softmax_flops(
     time: int,
     key_dim: int,

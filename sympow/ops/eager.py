@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.decoding import DecodingState, decays
 from sympow.ops.feature_map import spow, spow_dim
@@ -49,9 +51,10 @@ def chunked(
     eps: float,
     chunk_size: int,
     return_state: bool,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
     """Shapes as in `reference`. Computes in float32 (float64 for float64 inputs), whatever autocast says."""
-    options = _Options(p, scale, normalize, eps, chunk_size, return_state)
+    options = _Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
     s, z = (None, None) if state is None else (state.s, state.z)
     with torch.autocast(q.device.type, enabled=False):
         out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
@@ -165,6 +168,7 @@ class _Options(NamedTuple):
     eps: float
     chunk_size: int
     return_state: bool
+    context_group: dist.ProcessGroup | None
 
 
 class _Chunk(NamedTuple):
@@ -257,6 +261,17 @@ class _Sequence:
         """(M12), in place."""
         state *= chunk.left
         Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
+
+    def rewind(self, dstate: Tensor, chunk: _Chunk, dtotal: Tensor) -> None:
+        """From the gradient of the state after a chunk to that of the state before it, in place."""
+        dstate *= chunk.left
+        Features(chunk.q.flatten(2), self.options.p).accumulate(dstate, (dtotal * chunk.past).flatten(2))
+
+    def log_decay(self) -> Tensor:
+        """[N]: of all tokens together."""
+        if self.log_g is None:
+            return self.q.new_zeros(self.batch * self.groups, dtype=self.dtype)
+        return self.log_g.sum(1, dtype=torch.float64).flatten()
 
     def attend(self, chunk: _Chunk, state: Tensor | None) -> Tensor:
         """Numerator and normalizer of a chunk's outputs (M11), side by side: [N, V + 1, R, C]."""
@@ -370,6 +385,13 @@ class _Chunked(torch.autograd.Function):
         out = v.new_empty(*q.shape[:3], v.shape[3])
         normalizer = q.new_empty(*q.shape[:3], dtype=sequence.dtype) if options.normalize else None
         state = None if s is None else sequence.state(s, z)
+        if options.context_group is not None:
+            own = sequence.state(None, None)
+            for span in sequence.spans:
+                sequence.advance(own, sequence.chunk(span))
+            state = exclusive_scan(own, sequence.log_decay(), options.context_group)
+            s, z = sequence.public_state(state)
+        keeps_state = options.return_state or options.context_group is not None
         for span in sequence.spans:
             chunk = sequence.chunk(span)
             total = sequence.attend(chunk, state)
@@ -379,26 +401,27 @@ class _Chunked(torch.autograd.Function):
                 z_chunk = total[:, -1:] + options.eps
                 normalizer[:, span] = sequence.from_queries(z_chunk, span)[..., 0]
                 out[:, span] = sequence.from_queries(total[:, :-1] / z_chunk, span)
-            if span != last or options.return_state:
+            if span != last or keeps_state:
                 state = sequence.state(None, None) if state is None else state
                 sequence.advance(state, chunk)
         s_out = z_out = None
-        if options.return_state and state is not None:
+        if keeps_state and state is not None:
             s_out, z_out = sequence.public_state(state)
         ctx.save_for_backward(q, k, v, log_g, s, z, out, normalizer, s_out, z_out)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return out, s_out, z_out
+        return (out, s_out, z_out) if options.return_state else (out, None, None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_out, dz_out):
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return _backward(ctx, dout, ds_out, dz_out)
+        saved = ctx.saved_tensors  # to be read only once: checkpointing forgets what it has given
+        with torch.autocast(saved[0].device.type, enabled=False):
+            return _backward(ctx, saved, dout, ds_out, dz_out)
 
 
-def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
-    q, k, v, log_g, s, z, out, normalizer, s_out, z_out = ctx.saved_tensors
+def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+    q, k, v, log_g, s, z, out, normalizer, s_out, z_out = saved
     p = ctx.options.p
     sequence = _Sequence(q, k, v, log_g, ctx.options)
     first, last = sequence.spans[0], sequence.spans[-1]
@@ -428,6 +451,14 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
             sequence.advance(state, chunk)
 
     # Backwards, with the state's gradient: it runs over queries as the state runs over keys, in the same basis.
+    group = ctx.options.context_group
+    if group is not None:
+        own = sequence.state(None, None)
+        for span in reversed(sequence.spans):
+            sequence.rewind(own, sequence.chunk(span), dtotal(span))
+        own = exclusive_scan(own, sequence.log_decay(), group, reverse=True)
+        ds_out, dz_out = sequence.public_state(own)
+    has_initial = s is not None and group is None
     dstate = None if ds_out is None and dz_out is None else sequence.state(ds_out, dz_out)
     for span in reversed(sequence.spans):
         chunk, d = sequence.chunk(span), dtotal(span)
@@ -439,9 +470,9 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
         dq[:, span] += sequence.from_queries(dq_c, span)
         dk[:, span] = sequence.from_keys(dk_c, span)
         dv[:, span] = sequence.from_keys(dv_c[:, :-1], span)
-        if span != first or s is not None:
-            dstate = sequence.state(None, None) if dstate is None else dstate.mul_(chunk.left)
-            Features(chunk.q.flatten(2), p).accumulate(dstate, (d * chunk.past).flatten(2))
+        if span != first or has_initial:
+            dstate = sequence.state(None, None) if dstate is None else dstate
+            sequence.rewind(dstate, chunk, d)
     dq *= ctx.options.scale
 
     dlog_g = None
@@ -452,7 +483,7 @@ def _backward(ctx, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | 
             if dx is not None:
                 dlog[:, -1] += (x * dx).flatten(2).sum(2, dtype=torch.float64)
         dlog_g = dlog.flip(1).cumsum(1).flip(1).to(log_g.dtype)
-    ds, dz = (None, None) if s is None or dstate is None else sequence.public_state(dstate)
+    ds, dz = (None, None) if not has_initial or dstate is None else sequence.public_state(dstate)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dlog_g, ds, dz, None
 
 

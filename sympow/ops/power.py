@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
@@ -36,6 +37,7 @@ def power_attention(
     initial_state: PowerState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> PowerOutput[PowerState | None]:
     """Causal attention with weights (scale q.k)**p, decayed by a gate: linear in T, with a state of constant size.
@@ -58,6 +60,9 @@ def power_attention(
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
             of which sees another. Documents may be empty.
+        context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
+            the output is that part of the whole row's. Every rank calls this, and its backward, with one B. Not with
+            cu_seqlens, initial_state or return_state, nor with impl="reference".
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification; slow), or
             "auto": "triton" where it can, else "eager".
 
@@ -77,8 +82,11 @@ def power_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     options |= {"chunk_size": chunk_size, "return_state": return_state}
-    chunked = initial_state is not None or return_state
+    chunked = initial_state is not None or return_state or context_group is not None
     run = _implementation(impl, q, p, chunked)
+    if context_group is not None:
+        _check_context(run, initial_state, return_state, cu_seqlens)
+        return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
     if initial_state is not None and not isinstance(initial_state, PowerState):
         raise TypeError(f"initial_state must be a PowerState; got {type(initial_state).__name__}")
     if cu_seqlens is None:
@@ -178,13 +186,14 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
         return out.to(v.dtype), state
 
 
-def _eager(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
     if q.shape[0] == 0:  # nothing to be fast about
         return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
     if chunk_size is None:
-        has_state = state is not None or return_state
+        has_state = state is not None or return_state or context_group is not None
         chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)
-    return eager.chunked(q, k, v, log_g, state, chunk_size=chunk_size, return_state=return_state, **options)
+    options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
+    return eager.chunked(q, k, v, log_g, state, **options)
 
 
 def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
@@ -197,12 +206,12 @@ def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
     return out.to(v.dtype), new if return_state else None
 
 
-def _triton(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+def _triton(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
     from sympow.ops import triton
 
     if 0 in q.shape[:2]:
         return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
-    options |= {"chunk_size": chunk_size, "return_state": return_state}
+    options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
     return triton.attention(q, k, v, log_g, state, **options)
 
 
@@ -339,6 +348,15 @@ def _check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor
         raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
     if isinstance(state, DecodingState) and torch.promote_types(state.dtype, k.dtype) != state.dtype:
         raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
+
+
+def _check_context(run: Callable, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("packed documents (cu_seqlens) cannot be split over ranks (context_group); give whole rows")
+    if state is not None or return_state:
+        raise ValueError("initial_state and return_state are of whole rows; rows split by context_group have neither")
+    if run is _reference:
+        raise ValueError("impl='reference' computes whole rows; it takes no context_group")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:

@@ -7,7 +7,7 @@ from sympow.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from sympow.training.config import RunConfig, TrainingConfig
+from sympow.training.config import ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.loop import NonFiniteError, TrainingResult, train
 from sympow.training.metrics import read_metrics
 from sympow.training.overrides import override
@@ -16,6 +16,7 @@ from sympow.training.run_folder import load_model
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "ExecutionConfig",
     "NonFiniteError",
     "RunConfig",
     "TrainingConfig",

@@ -1,21 +1,30 @@
-"""Checkpoints: one file each, written atomically, read without running code from it."""
+"""Checkpoints, written atomically, read without running code from them: a file, or a folder of a run on several ranks.
+
+A folder holds what a file does, the tensors as `shards` and the rest in run.pt; either is continued on any number of
+ranks.
+"""
 
 import os
 import pickle
 import re
+import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, get_origin, get_type_hints
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from sympow.training.ranks import ALONE, Ranks
+from sympow.training.shards import ShardError, read_shards, write_shards
 
 FORMAT = "sympow-checkpoint"
 VERSION = 1
-_NAME = re.compile(r"step-(\d{8,})\.pt")
+HEADER = "run.pt"
+_NAME = re.compile(r"step-(\d{8,})\.(pt|shards)")
 
 
 class CheckpointError(RuntimeError):
@@ -43,9 +52,14 @@ class Checkpoint:
     rng: dict[str, torch.Tensor]
 
 
-def checkpoint_path(run_dir: str | os.PathLike[str], step: int) -> Path:
+def checkpoint_path(run_dir: str | os.PathLike[str], step: int, sharded: bool = False) -> Path:
     """Where the checkpoint of `step` stands in a run folder."""
-    return Path(run_dir) / "checkpoints" / f"step-{step:08d}.pt"
+    return Path(run_dir) / "checkpoints" / f"step-{step:08d}.{'shards' if sharded else 'pt'}"
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint, not the folder of a run, at `path`."""
+    return Path(path).is_file() or (Path(path) / HEADER).is_file()
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
@@ -65,28 +79,55 @@ def latest_step(run_dir: str | os.PathLike[str]) -> int:
     return _step(path) if path else 0
 
 
-def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], keep: int) -> Path:
-    """Writes a checkpoint, then removes all but the newest `keep`.
+def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], keep: int, ranks: Ranks = ALONE) -> Path:
+    """Writes a checkpoint, then removes all but the newest `keep`. On several ranks, a folder; all of them call it.
 
     Raises CheckpointError where the disk refuses (full, over quota, read-only): then nothing is removed.
     """
-    path = checkpoint_path(run_dir, checkpoint.step)
-    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    path = checkpoint_path(run_dir, checkpoint.step, sharded=ranks.size > 1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+        with ranks.together():
+            if ranks.main:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if ranks.size == 1:
+            _save_file(checkpoint, path)
+        else:
+            _save_folder(checkpoint, path, ranks)
     except (OSError, RuntimeError) as error:
         cause = _disk_error(error)
-        if cause is None:
+        if cause is None and not isinstance(error, ShardError):
             raise
         last = latest(run_dir)
         kept = f"the last good one stays: {last}" if last else "there is no older one"
-        raise CheckpointError(f"cannot save checkpoint {path}: {cause.strerror or cause}; {kept}") from error
-    unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote
-    for old in [*list_checkpoints(run_dir)[:-keep], *unfinished]:
-        old.unlink()
+        reason = cause.strerror or cause if cause else error
+        raise CheckpointError(f"cannot save checkpoint {path}: {reason}; {kept}") from error
+    if ranks.main:
+        unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote
+        for old in [*list_checkpoints(run_dir)[:-keep], *unfinished]:
+            _remove(old)
     return path
+
+
+def _save_file(checkpoint: Checkpoint, path: Path) -> None:
+    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    with atomic_write(path) as file:
+        torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+
+
+def _save_folder(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with ranks.together():
+        if ranks.main:
+            _remove(temporary)
+    write_shards(temporary, _flat(checkpoint))
+    with ranks.together():
+        if ranks.main:
+            groups = {"param_groups": checkpoint.optimizer["param_groups"]}
+            _save_file(replace(checkpoint, model={}, optimizer=groups), temporary / HEADER)
+            _sync_folder(temporary)
+            _remove(path)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -95,7 +136,39 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises FileNotFoundError where there is none, and CheckpointError for a file that is empty, truncated,
     damaged, no checkpoint of this library, or of a newer version of it. Nothing in the file is executed.
     """
+    header = load_header(path)
+    return _with_shards(header, Path(path), lambda name: None) if Path(path).is_dir() else header
+
+
+def load_checkpoint_into(
+    header: Checkpoint, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> Checkpoint:
+    """The whole of the checkpoint at `path` that `header` is of, its tensors sharded as those of `model` are.
+
+    Every rank calls it. Raises as `load_checkpoint` does.
+    """
+    if ranks.size == 1 and not path.is_dir():
+        return header
+    weights = model.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def like(name: str) -> Tensor | None:
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            return weights.get(rest)
+        index = int(rest.partition(".")[0])
+        return parameters[index] if index < len(parameters) else None
+
+    if path.is_dir():
+        return _with_shards(header, path, like)
+    return _with_tensors(header, {name: _placed(tensor, like(name)) for name, tensor in _flat(header).items()})
+
+
+def load_header(path: str | os.PathLike[str]) -> Checkpoint:
+    """A checkpoint without the tensors that lie in shards: all of a file. Raises as `load_checkpoint` does."""
     path = Path(path)
+    if path.is_dir():
+        path = path / HEADER
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     _check_archive(path)
@@ -151,12 +224,61 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and the rename is durable without
-        folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flat(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """All tensors: weights as model.NAME, the optimizer's as optimizer.NUMBER.KEY, by the parameter's number in it."""
+    states = checkpoint.optimizer.get("state", {})
+    flat = {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
+    return flat | {f"optimizer.{i}.{key}": tensor for i, state in states.items() for key, tensor in state.items()}
+
+
+def _with_tensors(header: Checkpoint, flat: dict[str, Tensor]) -> Checkpoint:
+    """The inverse of `_flat`."""
+    model: dict[str, Tensor] = {}
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in flat.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            model[rest] = tensor
+        else:
+            index, _, key = rest.partition(".")
+            states.setdefault(int(index), {})[key] = tensor
+    groups = {"param_groups": header.optimizer.get("param_groups", [])}
+    return replace(header, model=model, optimizer={"state": dict(sorted(states.items())), **groups})
+
+
+def _with_shards(header: Checkpoint, path: Path, like: Callable[[str], Tensor | None]) -> Checkpoint:
+    try:
+        return _with_tensors(header, read_shards(path, like))
+    except ShardError as error:
+        raise CheckpointError(f"{path} {error}{_instead(path)}") from error
+
+
+def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's shard of a tensor that every rank has whole."""
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
+
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _check_archive(path: Path) -> None:
@@ -179,12 +301,16 @@ def _check_archive(path: Path) -> None:
 
 def _instead(path: Path) -> str:
     """Which older checkpoint can stand in for an unreadable one."""
-    older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and zipfile.is_zipfile(other)]
+    older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and _is_whole(other)]
     return f"; remove it to continue from {older[-1]}" if older else ""
 
 
+def _is_whole(path: Path) -> bool:
+    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only once it is
+
+
 def _in_folder(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_step)
 
 

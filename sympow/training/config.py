@@ -1,15 +1,16 @@
-"""What a training run is: `TrainingConfig`, and `RunConfig`, which adds the model and the data."""
+"""What a training run is: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
 
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from sympow.data.config import DataConfig
 from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
+TRACKERS = ("wandb",)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -126,13 +127,53 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class ExecutionConfig:
+    """How a run is executed: it changes speed, memory and rounding, and a run may go on with another one.
+
+    context_parallel        ranks that share a row, each with a part of it; the number of ranks is a multiple
+    checkpoint_activations  recompute every block in the backward pass
+    compile                 run every block through torch.compile
+    profile_steps           steps to trace, from the third on, into the run's folder as profile/; 0: none
+    tracker                 "wandb": send the metrics to Weights & Biases as well
+
+    Raises TypeError for a value of a wrong type and ValueError for one out of range.
+    """
+
+    context_parallel: int = 1
+    checkpoint_activations: bool = False
+    compile: bool = False
+    profile_steps: int = 0
+    tracker: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("context_parallel", self.context_parallel, 1, "execution")
+        _check_integer("profile_steps", self.profile_steps, 0, "execution")
+        for name in ("checkpoint_activations", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"execution.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.tracker is not None and self.tracker not in TRACKERS:
+            raise ValueError(unknown("execution.tracker", str(self.tracker), TRACKERS))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-clean fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ExecutionConfig":
+        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        check_fields(cls, values, "execution")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run: its name, the model, the data and the training."""
+    """Everything that decides a run: its name, the model, the data and the training; and how it is executed."""
 
     name: str
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -140,12 +181,24 @@ class RunConfig:
             ("model", ModelConfig),
             ("data", DataConfig),
             ("training", TrainingConfig),
+            ("execution", ExecutionConfig),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"RunConfig.{name} must be a {kind.__name__}, got a {type(value).__name__}")
         if not self.name or self.name != self.name.strip() or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"a run's name must be usable as a folder name, got {self.name!r}")
+        parts = self.execution.context_parallel
+        if parts > 1 and self.data.pack:
+            raise ValueError(
+                f"execution.context_parallel = {parts} splits rows over ranks, but not rows of packed documents: "
+                "set data.pack = false"
+            )
+        if self.training.context % parts:
+            raise ValueError(
+                f"training.context must be a multiple of execution.context_parallel, "
+                f"got {self.training.context} and {parts}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-clean nested fields."""
@@ -154,13 +207,14 @@ class RunConfig:
             "model": self.model.to_dict(),
             "data": self.data.to_dict(),
             "training": self.training.to_dict(),
+            "execution": self.execution.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """The inverse of `to_dict`; a field it does not know, or a missing one, raises ValueError."""
         check_fields(cls, values, "run")
-        missing = [f.name for f in fields(cls) if f.name not in values]
+        missing = [f.name for f in fields(cls) if f.name not in values and f.name != "execution"]
         if missing:
             raise ValueError(f"a run's config needs the field {missing[0]!r}")
         return cls(
@@ -168,7 +222,13 @@ class RunConfig:
             model=ModelConfig.from_dict(values["model"]),
             data=DataConfig.from_dict(values["data"]),
             training=TrainingConfig.from_dict(values["training"]),
+            execution=ExecutionConfig.from_dict(values.get("execution", {})),  # runs of version 0.1.0 have none
         )
+
+
+def without_execution(values: dict[str, Any]) -> dict[str, Any]:
+    """Of `RunConfig.to_dict`, what decides the run."""
+    return {name: value for name, value in values.items() if name != "execution"}
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
@@ -196,11 +256,11 @@ def check_fields(cls: type, values: Any, kind: str) -> None:
             raise ValueError(unknown(f"{kind} field", str(name), known))
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
+def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"training.{name} must be an integer, got {value!r}")
+        raise TypeError(f"{group}.{name} must be an integer, got {value!r}")
     if value < least:
-        raise ValueError(f"training.{name} must be at least {least}, got {value}")
+        raise ValueError(f"{group}.{name} must be at least {least}, got {value}")
 
 
 def _check_number(name: str, value: Any) -> None:

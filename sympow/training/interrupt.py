@@ -7,12 +7,14 @@ from typing import Any
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets `.signal`; the second does what it did before.
+    """While entered, the first SIGINT or SIGTERM sets `.signal`; the second does what it did before, or nothing if
+    `patient`.
 
     Outside the main thread, where Python handles no signals, it changes nothing and never asks to stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
+        self._patient = patient
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -27,7 +29,8 @@ class StopRequest:
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
+        if not self._patient:
+            self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

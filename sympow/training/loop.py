@@ -2,12 +2,13 @@
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from sympow.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     latest,
-    load_checkpoint,
+    load_checkpoint_into,
+    load_header,
     restore_model,
     save_checkpoint,
 )
@@ -26,24 +28,18 @@ from sympow.training.config import RunConfig, TrainingConfig
 from sympow.training.interrupt import StopRequest
 from sympow.training.metrics import MetricsWriter, Terminal
 from sympow.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from sympow.training.ranks import ALONE, Ranks, Rows, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
+from sympow.training.throughput import peak_flops, token_flops, trace
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
     """The loss or its gradient is no longer a number."""
-
-
-class Rows(Protocol):
-    """A batch: int64 tokens and targets [B, T], -100 where there is none; cu_seqlens [N + 1] or None."""
-
-    @property
-    def tokens(self) -> torch.Tensor: ...
-    @property
-    def targets(self) -> torch.Tensor: ...
-    @property
-    def cu_seqlens(self) -> torch.Tensor | None: ...
 
 
 class RowSource(Protocol):
@@ -75,16 +71,22 @@ def train(
     *,
     held_out: RowSource | None = None,
     quiet: bool = False,
+    ranks: Ranks | None = None,
 ) -> TrainingResult:
     """Trains a language model, or continues from the newest checkpoint in `run_dir`.
 
-    `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, so that
-    position in the data is a function of the step. The loss of a step is the mean over all its real targets,
-    however they fall into passes. `held_out` gives the first `evaluation_batches` of its batches to the
-    held-out loss; without it there is none.
+    With a default process group, which must take tensors on the CPU as well, all its ranks call this, with one
+    `run_dir`, on a disk that they share. `ranks` is what `join` gives; None calls it. Rank 0 writes the metrics, and
+    to the terminal.
 
-    On the CPU a continued run equals an uninterrupted one bit for bit. SIGINT and SIGTERM end it after the
-    current step with a checkpoint; a second one ends it at once.
+    `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, in turns on
+    several ranks, so that position in the data is a function of the step alone. The loss of a step is the mean over
+    all its real targets, however they fall into passes. `held_out` gives the first `evaluation_batches` of its
+    batches to the held-out loss; without it there is none.
+
+    On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
+    SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
+    ranks it does nothing: torchrun passes on what a scheduler may have sent to every process).
 
     Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
     or its gradient is not finite (that step is not saved), CheckpointError where a checkpoint
@@ -92,33 +94,39 @@ def train(
     """
     settings = config.training
     device = resolve_device(settings.device)
-    run_dir = open_run_folder(run_dir, config)
+    ranks = join(config, device) if ranks is None else ranks
+    run_dir = open_run_folder(run_dir, config, ranks)
     with ExitStack() as stack:
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
         torch.manual_seed(settings.seed)
         model = LanguageModel(config.model, seed=settings.seed).to(device)
+        flops, peak = token_flops(model, settings.context), peak_flops(device, settings.precision)
+        prepare(model, config, ranks)
         optimizer = make_optimizer(model, settings)
-        start = _restore(run_dir, config, batches, model, optimizer, device)
+        start = _restore(run_dir, config, batches, model, optimizer, device, ranks)
         step, tokens, seconds = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
         logged_tokens, logged_seconds = tokens, seconds
         loss: float | None = None
 
         def load(index: int) -> list[Rows]:
             first = index * settings.passes_per_step
-            return [batches[first + i] for i in range(settings.passes_per_step)]
+            own = range(ranks.data_rank, settings.passes_per_step, ranks.data_size)
+            return [ranks.part(batches[first + i]) for i in own]
 
-        metrics = MetricsWriter(run_dir, step)
-        stack.callback(metrics.close)
-        terminal = Terminal(quiet, step, settings.steps)
+        metrics = MetricsWriter(run_dir, step, config if config.execution.tracker else None) if ranks.main else None
+        if metrics:
+            stack.callback(metrics.close)
+        terminal = Terminal(quiet or not ranks.main, step, settings.steps)
         stack.callback(terminal.close)
         if start:
             terminal.say(f"continuing from step {step} of {settings.steps}")
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
+        tracing = stack.enter_context(trace(run_dir, config.execution.profile_steps if ranks.main else 0))
         for passes in _ahead(load, range(step, settings.steps)):
             began = time.perf_counter()
             rate = learning_rate(step, settings)
-            loss, norm, targets = _train_step(model, optimizer, passes, rate, settings, device)
+            loss, norm, targets = _train_step(model, optimizer, passes, rate, settings, device, ranks)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteError(
                     f"the loss is {loss} and the norm of its gradient {norm} at step {step + 1} "
@@ -128,21 +136,27 @@ def train(
             tokens += targets
             seconds += time.perf_counter() - began
             terminal.advance(loss)
+            tracing()
 
             last = step == settings.steps
             evaluates = held_out is not None and (last or step % settings.evaluate_every == 0)
-            stopped_by = stop.signal.name if stop.signal else None
+            number = int(ranks.max(stop.signal or 0))
+            stopped_by = signal.Signals(number).name if number else None
             if last or evaluates or step % settings.log_every == 0:
                 speed = (tokens - logged_tokens) / max(seconds - logged_seconds, 1e-9)
                 logged_tokens, logged_seconds = tokens, seconds
                 row = {"step": step, "loss": loss, "lr": rate, "grad_norm": norm, "tokens": tokens,
                        "tokens_per_second": speed, "seconds": seconds}  # fmt: skip
+                if flops and peak:
+                    row["mfu"] = speed * flops / (peak * ranks.size)
                 if held_out is not None and evaluates:
-                    row["held_out_loss"] = held_out_loss(model, held_out, settings, device)
+                    row["held_out_loss"] = held_out_loss(model, held_out, settings, device, ranks)
                     terminal.say(_summary(row, settings.steps))
-                metrics.write(row)
+                if metrics:
+                    metrics.write(row)
             if last or stopped_by or step % settings.checkpoint_every == 0:
-                metrics.sync()  # no checkpoint without the metrics that led to it
+                if metrics:
+                    metrics.sync()  # no checkpoint without the metrics that led to it
                 checkpoint = Checkpoint(
                     config=config.to_dict(),
                     model=model.state_dict(),
@@ -153,7 +167,7 @@ def train(
                     data={"batches": batches.state(), "position": step * settings.passes_per_step},
                     rng=_rng_states(device),
                 )
-                save_checkpoint(checkpoint, run_dir, settings.keep_checkpoints)
+                save_checkpoint(checkpoint, run_dir, settings.keep_checkpoints, ranks)
             if stopped_by:
                 return TrainingResult(step, settings.steps, loss, stopped_by)
         return TrainingResult(step, settings.steps, loss, None)
@@ -166,34 +180,44 @@ def _train_step(
     rate: float,
     settings: TrainingConfig,
     device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float, int]:
-    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets)."""
-    targets = sum(int((rows.targets != -100).sum()) for rows in passes)
+    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks."""
+    targets = int(ranks.sum(sum(_count(rows) for rows in passes)))
     if targets == 0:
         raise ValueError("a training step needs at least one target; every target of this one is -100")
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in passes:
         with auxiliary_losses() as extra:
-            loss = _loss_sum(model, rows, settings, device) / targets
-        (loss + sum(extra) / len(passes)).backward()
+            loss = _loss_sum(model, rows, settings, device)
+        # FSDP takes the mean of the ranks' gradients.
+        (loss * ranks.size / targets + sum(extra) / len(passes)).backward()
         total += loss.detach()
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    if ranks.size > 1:
+        norm = cast("DTensor", norm).full_tensor()
     set_learning_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(total), norm, targets
+    return ranks.sum(float(total)) / targets, float(norm), targets
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device) -> float:
+def held_out_loss(
+    model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device, ranks: Ranks = ALONE
+) -> float:
     """Mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
     model.eval()
     total, targets = 0.0, 0
-    for i in range(settings.evaluation_batches):
-        batch = rows[i]
-        total += float(_loss_sum(model, batch, settings, device))
-        targets += int((batch.targets != -100).sum())
+    for first in range(0, settings.evaluation_batches, ranks.data_size):
+        index = first + ranks.data_rank
+        batch = ranks.part(rows[min(index, settings.evaluation_batches - 1)])
+        loss = float(_loss_sum(model, batch, settings, device))  # on all ranks or on none: they gather weights together
+        if index < settings.evaluation_batches:
+            total += loss
+            targets += _count(batch)
+    total, targets = ranks.sum(total), int(ranks.sum(targets))
     return total / targets if targets else math.nan
 
 
@@ -214,6 +238,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
+def _count(rows: Rows) -> int:
+    """Real targets."""
+    return int((rows.targets != -100).sum())
+
+
 def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:
     cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device)
     with autocast(settings.precision, device):
@@ -228,17 +257,19 @@ def _restore(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
+    ranks: Ranks,
 ) -> Checkpoint | None:
     """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is none."""
     path = latest(run_dir)
     if path is None:
         return None
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_header(path)
     check_config(checkpoint.config, config, path)
     batches.check_state(checkpoint.data.get("batches", {}))
     position = checkpoint.step * config.training.passes_per_step
     if checkpoint.data.get("position") != position:
         raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")
+    checkpoint = load_checkpoint_into(checkpoint, path, model, optimizer, ranks)
     restore_model(model, checkpoint.model, path)
     try:
         optimizer.load_state_dict(checkpoint.optimizer)

@@ -1,5 +1,6 @@
 """Where the numbers of a run go: a file of JSON lines, TensorBoard, and the terminal."""
 
+import hashlib
 import json
 import os
 import sys
@@ -7,20 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from sympow.training.checkpoint import atomic_write
+from sympow.training.config import RunConfig
 
 
 class MetricsWriter:
     """Appends to `metrics.jsonl`, one object a line, and to `tensorboard/`.
 
     A run that goes on from `step` first drops what a killed one wrote after it, so that no step stands twice.
-    Raises ImportError where TensorBoard is not installed.
+    With `tracked`, a run's config, it sends them to Weights & Biases as well. Raises ImportError where a package is
+    not installed.
     """
 
-    def __init__(self, run_dir: Path, step: int):
+    def __init__(self, run_dir: Path, step: int, tracked: RunConfig | None = None):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("training metrics need tensorboard: pip install 'sympow[train]'") from error
+        self._tracker = _open_tracker(run_dir, tracked) if tracked else None
         path = run_dir / "metrics.jsonl"
         lines = [json.dumps(row) for row in read_metrics(run_dir) if row["step"] <= step]
         with atomic_write(path) as file:
@@ -35,6 +39,8 @@ class MetricsWriter:
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
+        if self._tracker is not None:
+            self._tracker.log(row, step=row["step"])
 
     def sync(self) -> None:
         """Puts what was written on disk: a checkpoint is not to be newer than its metrics."""
@@ -45,6 +51,19 @@ class MetricsWriter:
         """Closes both."""
         self._file.close()
         self._board.close()
+        if self._tracker is not None:
+            self._tracker.finish()
+
+
+def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError("execution.tracker = 'wandb' needs wandb: pip install 'sympow[track]'") from error
+    folder = run_dir.resolve()
+    # One name for one folder: a run that goes on, goes on there too.
+    name = f"{config.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    return wandb.init(project="sympow", name=config.name, id=name, resume="allow", dir=folder, config=config.to_dict())
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

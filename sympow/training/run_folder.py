@@ -1,4 +1,4 @@
-"""A run's folder: config.json, tokenizer.json, metrics.jsonl, checkpoints/, tensorboard/."""
+"""A run's folder: config.json, tokenizer.json, metrics.jsonl, checkpoints/, tensorboard/, profile/."""
 
 import json
 import os
@@ -9,35 +9,48 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.models import LanguageModel
-from sympow.training.checkpoint import atomic_write, latest, load_checkpoint, restore_model
-from sympow.training.config import RunConfig, first_difference
+from sympow.training.checkpoint import atomic_write, is_checkpoint, latest, load_checkpoint, restore_model
+from sympow.training.config import RunConfig, first_difference, without_execution
+from sympow.training.ranks import ALONE, Ranks
 
-_OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "config.json")
+_OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
 
 
-def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig) -> Path:
-    """Makes the folder of a new run, or checks that an existing one belongs to `config`.
+def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE) -> Path:
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`. Every rank calls it.
 
-    A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew. Raises
-    ValueError where there is one, FileExistsError where the folder holds something else than a run.
+    A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew; how a run is
+    executed may change at any time. Raises ValueError where there is a checkpoint of another config,
+    FileExistsError where the folder holds something else than a run, FileNotFoundError where rank 0 made it and
+    another does not see it.
     """
     path = Path(run_dir)
+    with ranks.together():
+        if ranks.main:
+            _open_run_folder(path, config)
+    with ranks.together():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it")
+    return path
+
+
+def _open_run_folder(path: Path, config: RunConfig) -> None:
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; a run needs a folder")
     file = path / "config.json"
     if file.exists():
         stored = _read_json(file)
         if stored == config.to_dict():
-            return path
+            return
         if latest(path):
             check_config(stored, config, path)
-        clear_run_folder(path)
-    if path.exists() and any(not other.name.startswith(".") for other in path.iterdir()):
+        elif without_execution(stored) != without_execution(config.to_dict()):
+            clear_run_folder(path)
+    if not file.exists() and path.exists() and any(not other.name.startswith(".") for other in path.iterdir()):
         raise FileExistsError(f"{path} holds other things than a run (it has no config.json); give another folder")
     path.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as out:
         out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
-    return path
 
 
 def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
@@ -78,7 +91,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     Raises FileNotFoundError where there is none, CheckpointError where it cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and not is_checkpoint(path):
         read_config(path)
         file = latest(path)
         if file is None:
@@ -94,7 +107,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
 
 def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
-    difference = first_difference(stored, config.to_dict())
+    difference = first_difference(without_execution(stored), without_execution(config.to_dict()))
     if difference:
         field, old, new = difference
         raise ValueError(

@@ -118,6 +118,20 @@ def test_whole_logits_never_stand_in_memory(monkeypatch):
     assert not any(shape and shape[-1] == VOCAB for shape in saved)
 
 
+def test_checkpointed_activations_change_no_gradient():
+    text, grads, calls = tokens(), [], []
+    for recompute in (False, True):
+        lm = model()
+        if recompute:
+            lm.checkpoint_activations()
+        for block in lm.blocks:
+            block.mixer.register_forward_hook(lambda *_: calls.append(1))
+        lm.token_losses(text, text).mean().backward()
+        grads.append([parameter.grad for parameter in lm.parameters()])
+    assert len(calls) == 3 * len(lm.blocks)  # once, and twice
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
 def test_seed_decides_the_weights_and_nothing_else_is_touched():
     config = ModelConfig(VOCAB, 24, 2, 3)
     before = torch.get_rng_state()

@@ -209,6 +209,19 @@ def test_chunking_pays_at_long_contexts_only():
     assert cost.power_flops(65536, 64, 64, 2, 1024) < cost.power_flops(65536, 64, 64, 2) / 10
 
 
+@pytest.mark.parametrize("time", [1, 200, 4096, 100_000])
+def test_least_flops_are_those_of_some_chunk_and_of_no_better_one(time):
+    sizes = {"gated": True, "heads": 4, "kv_heads": 2}
+
+    def flops(chunk):
+        return sum(cost.power_flops(time, 16, 8, 2, chunk, backward=backward, **sizes) for backward in (False, True))
+
+    chunks = [1 << i for i in range(12) if 1 << i <= time]
+    least = cost.least_power_flops(time, 16, 8, 2, **sizes)
+    assert least == min(map(flops, [time, *chunks]))
+    assert time < 1000 or least < flops(None) / 2
+
+
 def test_block_weights():
     assert SMALL.block_weights == 12 * 12 * 768**2
     grouped = cost.ModelShape(d_model=8, n_layers=2, n_heads=4, key_dim=3, value_dim=5, n_kv_heads=2)

@@ -36,6 +36,6 @@ def make_batches():
         ]
         settings = config.training
         corpus = TokenCorpus.from_documents(texts, VOCAB)
-        return Batches(corpus, settings.context, settings.rows_per_pass, settings.seed)
+        return Batches(corpus, settings.context, settings.rows_per_pass, settings.seed, config.data.pack)
 
     return make

@@ -6,13 +6,18 @@ import json
 import pytest
 
 from sympow.models import MixerConfig
-from sympow.training import RunConfig, TrainingConfig
-from sympow.training.config import first_difference
+from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
+from sympow.training.config import first_difference, without_execution
 
 
 def test_json_gives_back_an_equal_config(make_config):
     config = make_config(betas=(0.8, 0.99), micro_batch_size=1)
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_runs_of_version_0_1_0_have_no_execution(make_config):
+    config = make_config()
+    assert RunConfig.from_dict(without_execution(config.to_dict())) == config
 
 
 def test_passes_split_a_batch():
@@ -54,6 +59,32 @@ def test_bad_values_are_refused(fields, error, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"context_parallel": 0}, ValueError, "execution.context_parallel must be at least 1, got 0"),
+        ({"profile_steps": -1}, ValueError, "execution.profile_steps must be at least 0, got -1"),
+        ({"compile": 1}, TypeError, "execution.compile must be true or false, got 1"),
+        ({"checkpoint_activations": "x"}, TypeError, "execution.checkpoint_activations must be true or false, got 'x'"),
+        ({"tracker": "wandbb"}, ValueError, "unknown execution.tracker 'wandbb'; did you mean 'wandb'"),
+    ],
+)
+def test_bad_ways_of_execution_are_refused(fields, error, message):
+    with pytest.raises(error, match=message) as caught:
+        ExecutionConfig(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_must_be_such_that_ranks_can_split_them(make_config):
+    config = make_config(context=18)
+    split = ExecutionConfig(context_parallel=4)
+    with pytest.raises(ValueError, match=r"not rows of packed documents: set data\.pack = false"):
+        dataclasses.replace(config, execution=split)
+    whole_rows = dataclasses.replace(config.data, pack=False)
+    with pytest.raises(ValueError, match=r"training\.context must be a multiple .*, got 18 and 4"):
+        dataclasses.replace(config, data=whole_rows, execution=split)
+
+
 def test_unknown_and_missing_fields_are_named(make_config):
     with pytest.raises(ValueError, match="unknown training field 'lerning_rate'; did you mean 'learning_rate'"):
         TrainingConfig.from_dict({"lerning_rate": 1.0})
@@ -62,6 +93,8 @@ def test_unknown_and_missing_fields_are_named(make_config):
     values = make_config().to_dict()
     with pytest.raises(ValueError, match="unknown run field 'modl'; did you mean 'model'"):
         RunConfig.from_dict({**values, "modl": {}})
+    with pytest.raises(ValueError, match="unknown execution field 'fsdp'"):
+        RunConfig.from_dict({**values, "execution": {"fsdp": True}})
     with pytest.raises(ValueError, match="a run's config needs the field 'data'"):
         RunConfig.from_dict({name: value for name, value in values.items() if name != "data"})
 

@@ -26,6 +26,15 @@ def test_second_ctrl_c_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_patience_outlasts_a_second_signal():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(patient=True) as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_outside_the_main_thread_nothing_changes():
     before = signal.getsignal(signal.SIGINT)
     seen = []

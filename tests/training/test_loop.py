@@ -8,14 +8,26 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
-from sympow.training import CheckpointError, NonFiniteError, latest, load_checkpoint, load_model, read_metrics, train
+from sympow.models.lm import Block
+from sympow.training import (
+    CheckpointError,
+    ExecutionConfig,
+    NonFiniteError,
+    latest,
+    load_checkpoint,
+    load_model,
+    read_metrics,
+    train,
+)
 from sympow.training import loop as module
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.loop import held_out_loss, resolve_device
 from sympow.training.run_folder import clear_run_folder
+from sympow.training.throughput import token_flops
 
 CPU = torch.device("cpu")
 
@@ -255,6 +267,55 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
         with pytest.raises(ValueError, match=rf"holds a run with training.{field} = .*, not {value}: ") as caught:
             train(other, make_batches(other), tmp_path / "run", quiet=True)
         assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_however_it_is_executed(tmp_path, make_config, make_batches):
+    config, run = make_config(steps=4, checkpoint_every=2), tmp_path / "run"
+    train(config, make_batches(config), tmp_path / "whole", quiet=True)
+    train(config, make_batches(config), run, quiet=True)
+    list_checkpoints(run)[-1].unlink()
+    other = dataclasses.replace(config, execution=ExecutionConfig(checkpoint_activations=True))
+    assert train(other, make_batches(config), run, quiet=True).step == 4
+    assert json.loads((run / "config.json").read_text()) == other.to_dict() == load_checkpoint(latest(run)).config
+    assert read_metrics(run)[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "whole")[-1]["loss"], rel=1e-6)
+
+
+def test_steps_are_traced(tmp_path, make_config, make_batches):
+    config = dataclasses.replace(make_config(steps=6), execution=ExecutionConfig(profile_steps=2))
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    events = json.loads((tmp_path / "run" / "profile" / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+    clear_run_folder(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+def test_blocks_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
+    compiled = []
+
+    def compile_block(self, **options):  # with a backend that needs no compiler
+        compiled.append(options)
+        nn.Module.compile(self, backend="eager")
+
+    monkeypatch.setattr(Block, "compile", compile_block)
+    config = make_config("softmax", steps=3)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
+    train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
+    assert compiled == [{}]
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert load_model(tmp_path / "compiled").step == 3
+
+
+def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, make_batches, monkeypatch):
+    config = make_config(steps=2)
+    monkeypatch.setattr(module, "peak_flops", lambda device, precision: 1e9)
+    train(config, make_batches(config), tmp_path / "run", quiet=True)
+    flops = token_flops(LanguageModel(config.model, seed=0), config.training.context)
+    for row in read_metrics(tmp_path / "run"):
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 1e9)
 
 
 def test_a_folder_without_a_checkpoint_takes_another_config(tmp_path, make_config, make_batches):

@@ -3,6 +3,7 @@
 import builtins
 import io
 import sys
+import types
 
 import pytest
 
@@ -69,6 +70,31 @@ def test_missing_extra_is_named(tmp_path, monkeypatch, module, message, use):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with pytest.raises(ImportError, match=message):
         MetricsWriter(tmp_path, 0) if use == "metrics" else Terminal(False, 0, 10)
+
+
+def test_a_tracker_gets_every_row(tmp_path, make_config, monkeypatch):
+    calls = []
+
+    class Tracker:
+        def log(self, row, step):
+            calls.append((step, row))
+
+        def finish(self):
+            calls.append("finished")
+
+    opened = []
+    fake = types.SimpleNamespace(init=lambda **options: opened.append(options) or Tracker())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):  # a run that goes on
+        metrics = MetricsWriter(tmp_path, 0, tracked=make_config())
+        metrics.write({"step": 1, "loss": 2.0})
+        metrics.close()
+    assert calls == [(1, {"step": 1, "loss": 2.0}), "finished"] * 2
+    assert opened[0] == opened[1] and opened[0]["id"].startswith("tiny-") and opened[0]["resume"] == "allow"
+    assert opened[0]["config"] == make_config().to_dict()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"needs wandb: pip install 'sympow\[track\]'"):
+        MetricsWriter(tmp_path, 0, tracked=make_config())
 
 
 class Console(io.StringIO):

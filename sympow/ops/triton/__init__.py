@@ -7,6 +7,7 @@ for p other than 2 the normalizer is two more value channels, of ones.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
@@ -14,6 +15,7 @@ from triton import knobs
 from sympow.ops.decoding import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
+from sympow.ops.triton.context import Options, PowerInContext
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, power_forward
 from sympow.ops.types import PowerState
@@ -36,13 +38,14 @@ def attention(
     chunk_size: int | None,
     return_state: bool,
     cu_seqlens: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
     """The contract of `power_attention`, for inputs that it has checked and `unsupported` does not refuse.
 
     chunk_size: at least T is the quadratic form; else it is rounded up to a multiple of the kernels' block.
     """
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
-    has_state = state is not None or return_state
+    has_state = state is not None or return_state or context_group is not None
     if chunk_size is None:
         chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
@@ -67,6 +70,11 @@ def attention(
     for first in range(0, columns, _MAX_VALUE_DIM):
         last = min(first + _MAX_VALUE_DIM, columns)
         v_part = _pad(v[..., first:last])
+        if context_group is not None:
+            options = Options(p, scale, normalize and p == 2, eps, chunk, tf32, ones)
+            out = PowerInContext.apply(q, k, v_part, log_g, options, context_group)
+            outs.append(out[..., : last - first])
+            continue
         s_part = None if s is None else _pad(s[..., first:last]).contiguous()
         out, _, s_end, z_end = power_forward(
             q, k, v_part, log_g, s_part, z if p == 2 else None,

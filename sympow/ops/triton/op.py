@@ -119,14 +119,7 @@ def power_backward(
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
     layout, device = call.layout, q.device
     dout = dout.to(v.dtype).contiguous()
-    factor = torch.empty(call.H, layout.tokens, device=device, dtype=torch.float32)
-    delta = torch.empty_like(factor)
-    dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
-    backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, factor, delta, dsums_q, cu_seqlens, layout.table(WEIGH_BLOCK), layout.length, layout.tokens,
-        call.H, eps, V=call.V, P=p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
-        PACKED=layout.packed,
-    )  # fmt: skip
+    factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
     strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
     has_init, has_final = s_init is not None, ds_final is not None
@@ -195,6 +188,71 @@ def _(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out,
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
     return *grads, *others
+
+
+@torch.library.custom_op("sympow::power_own_state", mutates_args=())
+def power_own_state(
+    k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool
+) -> tuple[Tensor, Tensor]:
+    """The last s and z of `power_forward` from no initial state, without its outputs."""
+    call = Call(k, k, v, log_g, None, p, scale, chunk, tf32)
+    _, _, *ends = call.states(None, None, True, p == 2)
+    return _to_public(call.rows, *ends)
+
+
+@power_own_state.register_fake
+def _(k, v, log_g, p, scale, chunk, tf32):
+    b, _, g, key_dim = k.shape
+    s = k.new_empty(b, g, len(rows_of(key_dim, p).roots), v.shape[3], dtype=torch.float32)
+    return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
+
+
+@torch.library.custom_op("sympow::power_own_gradient", mutates_args=())
+def power_own_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    out: Tensor,
+    norm: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    """ds and dz of `power_backward` through the outputs alone, without its other gradients."""
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32)
+    dout = dout.to(v.dtype).contiguous()
+    factor, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
+    _, _, *gradient = call.states(None, None, True, p == 2, (dout, factor, delta))
+    return _to_public(call.rows, *gradient)
+
+
+@power_own_gradient.register_fake
+def _(dout, q, k, v, log_g, out, norm, p, scale, normalize, eps, chunk, tf32):
+    b, _, g, key_dim = k.shape
+    s = k.new_empty(b, g, len(rows_of(key_dim, p).roots), v.shape[3], dtype=torch.float32)
+    return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
+
+
+def _row_factors(
+    call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the output's gradient is multiplied with, its part in the normalizer's, both [H, B T], and the queries' part
+    in the gradient of the gate's sums (empty without a gate)."""
+    layout = call.layout
+    factor = torch.empty(call.H, layout.tokens, device=dout.device, dtype=torch.float32)
+    delta = torch.empty_like(factor)
+    dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
+    backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
+        out, dout, norm, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK), layout.length,
+        layout.tokens, call.H, eps, V=call.V, P=call.p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated,
+        NORMALIZE=normalize, PACKED=layout.packed,
+    )  # fmt: skip
+    return factor, delta, dsums_q
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:

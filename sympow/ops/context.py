@@ -1,0 +1,58 @@
+"""Rows split over the ranks of a process group: what a rank must know of the parts before it, and after it.
+
+A linear mixer's past is its state, and states compose (M12): with S_r what rank r's own tokens leave and a_r the
+product of their gates, the state before rank r is S_{r-1} + a_{r-1} (S_{r-2} + a_{r-2} (...)). Its gradient runs the
+other way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup, *, reverse: bool = False) -> Tensor:
+    """The sum of all earlier ranks' x, each decayed by the ranks between: sum_{j<r} exp(sum_{j<m<r} log_decay_m) x_j.
+
+    Every rank of the group calls it, with tensors of one shape. No gradients: `exclusive_sum` has them.
+
+    Args:
+        x: [N, ...], floating-point.
+        log_decay: [N], the natural logarithm of what this rank leaves of what comes in; None: all of it.
+        reverse: the sum over all later ranks instead.
+
+    Returns:
+        Like x; zero on the first rank (the last in reverse).
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = x.reshape(len(x), -1)
+    if log_decay is not None:  # one message, not two
+        own = torch.cat([own, log_decay[:, None].to(x.dtype)], dim=1)
+    parts = list(own.new_empty(size, *own.shape).unbind(0))
+    dist.all_gather(parts, own.contiguous(), group=group)
+    total = torch.zeros_like(x)
+    decay = x.new_ones(len(x), *[1] * (x.ndim - 1))
+    for part in parts[rank + 1 :] if reverse else reversed(parts[:rank]):  # the nearest first
+        total += decay * part[:, : total[0].numel()].reshape(x.shape)
+        if log_decay is not None:
+            decay = decay * part[:, -1].exp().view_as(decay)
+    return total
+
+
+def exclusive_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of x [N, ...] over all earlier ranks, zero on the first. Every rank of the group calls it, also in the
+    backward."""
+    return _ExclusiveSum.apply(x, group)
+
+
+class _ExclusiveSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return exclusive_scan(x, None, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return exclusive_scan(grad, None, ctx.group, reverse=True), None

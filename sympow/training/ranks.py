@@ -1,0 +1,206 @@
+"""The processes of a run: which rows and which part of a row each has, and the model on all of them.
+
+R ranks are a grid of data ranks and context ranks. Ranks of one row of the grid share every row of tokens, each with a
+part of it; different rows of the grid have different rows of tokens. Weights, gradients and optimizer are sharded over
+all R ranks (FSDP2). Ranks that share rows are neighbours, so that they are on one host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from sympow.models import LanguageModel
+from sympow.training.config import RunConfig
+
+
+class Rows(Protocol):
+    """A batch: int64 tokens and targets [B, T], -100 where there is none; cu_seqlens [N + 1] or None."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+
+
+class Part(NamedTuple):
+    """A context rank's part of `Rows`."""
+
+    tokens: Tensor
+    targets: Tensor
+    cu_seqlens: None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands: rank of size, on the grid data_rank of data_size and context_rank of context_size.
+
+    The default process group takes tensors on the CPU, and on `device`, the type of that of the weights.
+    """
+
+    rank: int = 0
+    size: int = 1
+    context_size: int = 1
+    context_group: dist.ProcessGroup | None = None
+    device: str = "cpu"
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes the run's files and to the terminal."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.context_size
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context_size
+
+    @property
+    def context_rank(self) -> int:
+        return self.rank % self.context_size
+
+    def part(self, rows: Rows) -> Rows:
+        """This context rank's part of rows [B, T]: tokens, and the targets that follow them in the whole row.
+
+        Raises ValueError for packed documents and for rows that cannot be cut into equal parts.
+        """
+        if self.context_size == 1:
+            return rows
+        if rows.cu_seqlens is not None:
+            raise ValueError("rows of packed documents cannot be split over ranks: take batches without (pack=False)")
+        if rows.tokens.shape[1] % self.context_size:
+            raise ValueError(
+                f"rows must be a multiple of {self.context_size} tokens to be split over as many ranks, "
+                f"got {rows.tokens.shape[1]}"
+            )
+        tokens, targets = (x.tensor_split(self.context_size, dim=1) for x in (rows.tokens, rows.targets))
+        return Part(tokens[self.context_rank].contiguous(), targets[self.context_rank].contiguous())
+
+    def sum(self, value: float) -> float:
+        """The sum over all ranks."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        """The largest of all ranks."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.sum(0)
+
+    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)  # on the CPU, where rank 0 may be waited for for long
+        dist.all_reduce(tensor, operation)
+        return tensor.item()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that fails on all ranks where it fails on one. Not for blocks in which ranks wait for each other."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.sum(failure is not None):
+            raise failure or RuntimeError("another rank failed, with an error of its own")
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """A block that rank 0 runs before the others: what it writes, they find."""
+        if not self.main:
+            self.wait()
+        try:
+            yield
+        finally:
+            if self.main:
+                self.wait()
+
+
+ALONE = Ranks()
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0 of those that torchrun started, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def launched(device: torch.device) -> Iterator[None]:
+    """A default process group for a program that torchrun started on several ranks; alone, or within one, nothing.
+
+    On CUDA every rank takes the GPU of its local rank.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        if device != torch.device("cuda"):
+            raise ValueError(f"training.device is one GPU, {str(device)!r}; on several ranks it is 'cuda' or 'auto'")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    yield
+    dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
+
+
+def join(config: RunConfig, device: torch.device) -> Ranks:
+    """This process among the ranks of the default group, if there is one.
+
+    Raises ValueError where the ranks cannot be arranged as the config says, or a step not be divided among them.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    parts, passes = config.execution.context_parallel, config.training.passes_per_step
+    if size % parts:
+        raise ValueError(
+            f"execution.context_parallel = {parts} needs a multiple of as many ranks, got {size}: "
+            f"start with torchrun --nproc-per-node {parts}"
+        )
+    if passes % (size // parts):
+        raise ValueError(
+            f"{size // parts} data ranks cannot share the {passes} passes of a step: "
+            "training.batch_size / training.micro_batch_size must be a multiple of them"
+        )
+    if size == 1:
+        return ALONE
+    grid = init_device_mesh(device.type, (size // parts, parts), mesh_dim_names=("data", "context"))
+    return Ranks(dist.get_rank(), size, parts, grid.get_group("context") if parts > 1 else None, device.type)
+
+
+def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
+    """Makes `model` run as config.execution says, on all ranks: in place, before its optimizer is made.
+
+    With bf16, weights are gathered in bfloat16, and gradients are summed in float32.
+    """
+    execution = config.execution
+    if ranks.context_group is not None:
+        model.split_context(ranks.context_group)
+    if execution.checkpoint_activations:
+        model.checkpoint_activations()
+    if execution.compile:
+        for block in model.blocks:
+            block.compile()
+    if ranks.size == 1:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    policy = MixedPrecisionPolicy()
+    if config.training.precision == "bf16":  # autocast casts what goes into products; the rest stays as it is
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(ranks.device, (ranks.size,), mesh_dim_names=("shard",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "token_losses")

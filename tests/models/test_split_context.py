@@ -1,0 +1,64 @@
+"""A language model with every row split over ranks: the losses and gradients of the whole rows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from tests.ops.contract import assert_equal_float64
+from tests.ranks import run_ranks
+
+MIXERS = {
+    "power, gate, data rotation": (MixerConfig("power", {"chunk_size": 4}),),
+    "power, fixed rotation": (MixerConfig("power", {"rotation": "fixed", "gate": False, "n_kv_heads": 1}),),
+    "power p 3": (MixerConfig("power", {"p": 3, "rotation": "none"}),),
+    "linear": (MixerConfig("linear"), MixerConfig("linear", {"feature_map": "elu+1"})),
+}
+TIME = 24
+
+
+def make(mixers: tuple[MixerConfig, ...]) -> LanguageModel:
+    model = LanguageModel(ModelConfig(11, d_model=8, n_layers=2, n_heads=2, mixers=mixers), seed=0).double()
+    gen = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "beta" in name:  # zero at first: all steps 1
+                parameter.normal_(generator=gen)
+    return model
+
+
+def part(mixers: tuple[MixerConfig, ...], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """This rank's losses, and zeros, and its part of every gradient."""
+    model = make(mixers)
+    if size > 1:
+        model.split_context(dist.group.WORLD)
+    text = torch.randint(11, (2, TIME + 1), generator=torch.Generator().manual_seed(2))
+    here = slice(TIME * rank // size, TIME * (rank + 1) // size)
+    own = model.token_losses(text[:, :-1][:, here].contiguous(), text[:, 1:][:, here].contiguous())
+    weight = torch.linspace(1, 2, TIME, dtype=torch.float64)[here]  # a loss that weighs positions differently
+    (own * weight).sum().backward()
+    losses = torch.zeros(2, TIME, dtype=torch.float64)
+    losses[:, here] = own.detach()
+    return {"losses": losses} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def parts() -> dict[str, dict[str, torch.Tensor]]:
+    return {name: part(mixers, dist.get_rank(), dist.get_world_size()) for name, mixers in MIXERS.items()}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return run_ranks(parts, request.param)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_losses_and_gradients(ranks, name):
+    actual = {key: sum(rank[name][key] for rank in ranks) for key in ranks[0][name]}
+    assert_equal_float64(actual, part(MIXERS[name], 0, 1))
+
+
+@pytest.mark.parametrize("mixer", [MixerConfig("softmax"), MixerConfig("window", {"window": 4})], ids=lambda m: m.name)
+def test_mixers_without_a_state_refuse(mixer):
+    with pytest.raises(ValueError, match=f"{mixer.name.title()}Attention cannot split a row over ranks") as caught:
+        make((MixerConfig("power"), mixer)).split_context(object())
+    assert "\n" not in str(caught.value)

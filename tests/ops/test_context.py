@@ -1,0 +1,119 @@
+"""Rows split over ranks: the parts of the output and of the gradients add up to those of the whole row."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sympow.ops import PowerState, power_attention
+from sympow.ops.context import exclusive_scan, exclusive_sum
+from tests.ops.contract import (
+    DEVICE,
+    Case,
+    assert_equal_float64,
+    assert_within_budget,
+    make_inputs,
+    run,
+    with_gradients,
+)
+from tests.ranks import run_ranks
+
+ODD = Case(B=2, T=37, H=4, G=2, K=4, V=3, return_state=False)
+SPLIT = {
+    "gate": ODD,
+    "no gate": replace(ODD, gate=False),
+    "no normalizer": replace(ODD, normalize=False),
+    "p 1": replace(ODD, p=1),
+    "p 3": replace(ODD, p=3),
+    "p 4": replace(ODD, p=4),
+}
+CHUNKS = (None, 5)  # of a part; None: as the cost model chooses
+KERNELS = {
+    "gate": Case(B=1, T=24, H=2, G=1, K=16, V=16, return_state=False),
+    "p 1": Case(B=1, T=20, H=1, G=1, K=16, V=16, p=1, return_state=False),
+}
+if DEVICE == "cuda":  # these take long in Triton's interpreter, which also knows no bfloat16
+    KERNELS |= {
+        "K 64": Case(B=2, T=1100, H=4, G=2, K=64, V=64, return_state=False),
+        "no gate, V 160": Case(B=1, T=700, H=1, G=1, K=32, V=160, gate=False, return_state=False),
+        "p 3": Case(B=1, T=700, H=2, G=1, K=16, V=16, p=3, return_state=False),
+    }
+KERNEL_DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def part(case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What this rank has of `run(case, ...)`: its part of the output, and zeros; its share of the gradients."""
+    inputs, rank, size = make_inputs(case, dtype=dtype), dist.get_rank(), dist.get_world_size()
+    start, stop = case.T * rank // size, case.T * (rank + 1) // size  # parts of different lengths
+    tokens = [None if inputs[x] is None else inputs[x][:, start:stop] for x in ("q", "k", "v", "log_g")]
+    out = power_attention(
+        *tokens, p=case.p, normalize=case.divides, chunk_size=chunk_size, impl=impl, context_group=dist.group.WORLD
+    ).out
+    before, after = (out.new_zeros(case.B, n, case.H, case.V) for n in (start, case.T - stop))
+    return with_gradients({"out": torch.cat([before, out, after], 1)}, inputs)
+
+
+def all_parts() -> dict:
+    cases = [(name, chunk) for name in SPLIT for chunk in CHUNKS]
+    parts = {(name, chunk): part(SPLIT[name], "eager", chunk, torch.float64) for name, chunk in cases}
+    if dist.get_world_size() > 2:
+        return parts
+    return parts | {name: part(case, "triton", 16, KERNEL_DTYPE) for name, case in KERNELS.items()}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return run_ranks(all_parts, request.param)
+
+
+def whole(ranks: list[dict], key) -> dict[str, torch.Tensor]:
+    return {name: sum(rank[key][name] for rank in ranks) for name in ranks[0][key]}
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_rows_equal_whole_ones(ranks, name, chunk_size):
+    case = SPLIT[name]
+    assert_equal_float64(whole(ranks, (name, chunk_size)), run(case, make_inputs(case), "reference"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(ranks, name):
+    pytest.importorskip("triton", reason="needs triton")
+    if len(ranks) == 2:
+        case = KERNELS[name]
+        assert_within_budget(whole(ranks, name), case, make_inputs(case, dtype=KERNEL_DTYPE), 16)
+
+
+def scans() -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    x = torch.tensor([[1.0, 10.0], [100.0, 1000.0]]).mul(rank + 1).requires_grad_()
+    log_decay = torch.tensor([0.5, 0.25]).log() * (rank + 1)
+    total = exclusive_sum(x, dist.group.WORLD)
+    (grad,) = torch.autograd.grad((total * (rank + 1)).sum(), x)
+    decayed = [exclusive_scan(x.detach(), log_decay, dist.group.WORLD, reverse=back) for back in (False, True)]
+    return [total.detach(), grad, *decayed]
+
+
+def test_scans():
+    x = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    decay = torch.tensor([[0.5], [0.25]])
+    total, grad, before, after = zip(*run_ranks(scans, 3), strict=True)
+    torch.testing.assert_close(total, (0 * x, x, 3 * x))
+    torch.testing.assert_close(grad, (torch.full_like(x, 5), torch.full_like(x, 3), 0 * x))
+    torch.testing.assert_close(before, (0 * x, x, 2 * x + decay**2 * x))
+    torch.testing.assert_close(after, (2 * x + decay**2 * 3 * x, 3 * x, 0 * x))
+
+
+def test_what_split_rows_do_not_have():
+    q = torch.zeros(1, 4, 1, 2)
+    state = PowerState.zeros(1, 1, 2, 2)
+    for options, message in (
+        ({"cu_seqlens": torch.tensor([0, 4])}, "packed documents .* cannot be split over ranks"),
+        ({"initial_state": state}, "initial_state and return_state are of whole rows"),
+        ({"return_state": True}, "initial_state and return_state are of whole rows"),
+        ({"impl": "reference"}, "impl='reference' computes whole rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            power_attention(q, q, q, context_group=object(), **options)

@@ -1,0 +1,274 @@
+"""Training on several ranks: the losses of one rank, and checkpoints that any number of ranks continues."""
+
+import dataclasses
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from sympow.training import ExecutionConfig, RunConfig, latest, load_checkpoint, load_model, read_metrics, train
+from sympow.training.checkpoint import latest_step, list_checkpoints
+from sympow.training.loop import held_out_loss
+from sympow.training.ranks import Ranks, join, launched
+from sympow.training.run_folder import open_run_folder
+from tests.ops.contract import FLOAT64_TOLERANCE
+from tests.ranks import PRELOAD, run_ranks
+
+STEPS = 8
+
+
+@contextmanager
+def float64():
+    """Models made in it are of float64, so that ranks and one rank agree to its rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train_all(jobs) -> None:
+    """On this rank, or alone: (config, batches, folder) of every job."""
+    for config, batches, run in jobs:
+        with float64() if config.training.precision == "float32" else nullcontext():
+            train(config, batches, run, held_out=batches, quiet=True)
+
+
+@pytest.fixture
+def make_run(make_config, make_batches, tmp_path):
+    """make_run(name, precision, **fields of ExecutionConfig) -> a job of `train_all`: four passes a step."""
+
+    def make(name: str, precision: str = "float32", **execution):
+        config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3,
+                             precision=precision, device="cpu")  # fmt: skip
+        data = dataclasses.replace(config.data, pack=False)
+        config = dataclasses.replace(config, data=data, execution=ExecutionConfig(**execution))
+        return config, make_batches(config), tmp_path / name
+
+    return make
+
+
+def numbers(run) -> torch.Tensor:
+    """Losses, gradient norms, tokens and held-out losses by step."""
+    names = ("step", "loss", "grad_norm", "tokens", "held_out_loss")
+    return torch.tensor([[row.get(name, 0.0) for name in names] for row in read_metrics(run)], dtype=torch.float64)
+
+
+def losses(run) -> list[float]:
+    return [row["loss"] for row in read_metrics(run)]
+
+
+def assert_same_numbers(run, expected) -> None:
+    torch.testing.assert_close(numbers(run), numbers(expected), rtol=FLOAT64_TOLERANCE, atol=0)
+
+
+def forget_last_checkpoint(run, name: str):
+    """A copy of a run that stands at its checkpoint before the last."""
+    copy = run.with_name(name)
+    shutil.copytree(run, copy)
+    last = list_checkpoints(copy)[-1]
+    shutil.rmtree(last) if last.is_dir() else last.unlink()
+    return copy
+
+
+def test_any_ranks_train_as_one_does_and_continue_each_other(make_run):
+    """Two data ranks; two context ranks; two of each; with and without activation checkpointing."""
+    one, rough = make_run("one"), make_run("rough", "bf16")
+    train_all([one, rough])
+    two, split = make_run("two"), make_run("split", context_parallel=2, checkpoint_activations=True)
+    taken = (*one[:2], forget_last_checkpoint(one[2], "one, then two"))  # a file
+    rough_split = make_run("rough, split", "bf16", context_parallel=2)
+    run_ranks(train_all, 2, [two, split, taken, rough_split])
+    for _, _, run in (two, split, taken):
+        assert_same_numbers(run, one[2])
+        assert latest(run).name == f"step-{STEPS:08d}.shards"
+        weights, expected = (load_checkpoint(latest(x)).model for x in (run, one[2]))
+        torch.testing.assert_close(weights, expected, rtol=0, atol=FLOAT64_TOLERANCE)
+
+    assert losses(rough_split[2]) == pytest.approx(losses(rough[2]), rel=0.02)
+    assert losses(rough_split[2]) != losses(one[2])
+    assert {tensor.dtype for tensor in load_checkpoint(latest(rough_split[2])).model.values()} == {torch.float32}
+
+    back = forget_last_checkpoint(two[2], "two, then one")  # a folder
+    train_all([(*one[:2], back)])
+    assert_same_numbers(back, one[2])
+    assert [path.suffix for path in list_checkpoints(back)] == [".shards", ".pt"]
+
+    grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
+    run_ranks(train_all, 4, [grid])
+    assert_same_numbers(grid[2], one[2])
+
+    with float64():
+        loaded = load_model(two[2])
+        assert loaded.step == STEPS and loaded.run_dir == two[2] and load_model(latest(two[2])).step == STEPS
+        expected = read_metrics(one[2])[-1]["held_out_loss"]
+        found = held_out_loss(loaded.model, two[1], two[0].training, torch.device("cpu"))
+    assert found == pytest.approx(expected, rel=FLOAT64_TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------- as torchrun starts it
+
+
+RECIPE = """
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
+
+def tiny():
+    return RunConfig(
+        "tiny",
+        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2),
+        DataConfig(kind="text", path="corpus", tokenizer="bytes", pack=False),
+        TrainingConfig(context=32, batch_size=2, micro_batch_size=1, steps=20, warmup_steps=5, log_every=1,
+                       checkpoint_every=3, evaluate_every=10, evaluation_batches=1, device="cpu"),
+        ExecutionConfig(context_parallel=2),
+    )
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(run): `torchrun --nproc-per-node 2 -m sympow.cli train tiny.py --out RUN`, without torchrun."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for i in range(3):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"power state of the key {i} value " * 40)
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    started = []
+
+    def run_command(run):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = [context.Process(target=command, args=(rank, port, str(tmp_path), run)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        started.extend(processes)
+        return processes
+
+    yield run_command
+    for process in started:  # of a test that failed
+        process.kill()
+
+
+def command(rank: int, port: int, folder: str, run: str) -> None:
+    import sys
+
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "XDG_CACHE_HOME": f"{folder}/cache",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    sys.argv = ["sympow", "train", "tiny.py", "--out", run]
+    runpy.run_module("sympow.cli", None, "__main__")
+
+
+def exit_codes(processes) -> list[int]:
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
+def wait(reached: Callable[[], bool], processes) -> None:
+    """Until something is reached, or a process has ended."""
+    while all(process.is_alive() for process in processes) and not reached():
+        time.sleep(0.001)
+
+
+def end(run) -> tuple:
+    checkpoint = load_checkpoint(latest(run))
+    rows = [{k: v for k, v in row.items() if "second" not in k} for row in read_metrics(run)]
+    return checkpoint.model, checkpoint.optimizer, checkpoint.tokens, checkpoint.data, rows
+
+
+def test_killed_and_stopped_runs_end_as_whole_ones(start):
+    assert exit_codes(start("whole")) == [0, 0]
+
+    for step in (2, 8):
+        processes = start("parts")
+        wait(lambda step=step: any(row["step"] >= step for row in read_metrics("parts")), processes)
+        for process in processes:
+            process.kill()
+        assert exit_codes(processes) == [-signal.SIGKILL] * 2
+        if latest_step("parts"):
+            load_checkpoint(latest("parts"))  # whole, whenever the kill came
+    before, processes = latest_step("parts"), start("parts")
+    wait(lambda: latest_step("parts") > before, processes)
+    os.kill(processes[1].pid, signal.SIGTERM)  # one rank is asked, all stop
+    assert exit_codes(processes) == [143, 143]
+    assert before < latest_step("parts") < 20 and read_metrics("parts")[-1]["step"] == latest_step("parts")
+    assert exit_codes(start("parts")) == [0, 0]
+    parts, whole = end("parts"), end("whole")
+    torch.testing.assert_close(parts[:2], whole[:2], rtol=0, atol=0)
+    assert parts[2:] == whole[2:]
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def refusals(config: RunConfig) -> list[str]:
+    messages = []
+    for parts, passes in ((4, 2), (1, 3)):
+        training = dataclasses.replace(config.training, batch_size=passes, micro_batch_size=1)
+        execution = ExecutionConfig(context_parallel=parts)
+        try:
+            join(dataclasses.replace(config, training=training, execution=execution), torch.device("cpu"))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_do_not_fit_are_refused(make_run):
+    config, *_ = make_run("run", context_parallel=2)
+    alone = "execution.context_parallel = 2 needs a multiple of as many ranks, got 1: start with torchrun"
+    with pytest.raises(ValueError, match=alone):
+        join(config, torch.device("cpu"))
+    for messages in run_ranks(refusals, 2, config):
+        assert messages == [
+            "execution.context_parallel = 4 needs a multiple of as many ranks, got 2: start with torchrun "
+            "--nproc-per-node 4",
+            "2 data ranks cannot share the 3 passes of a step: training.batch_size / training.micro_batch_size must be "
+            "a multiple of them",
+        ]
+
+
+def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = r"training\.device is one GPU, 'cuda:1'; on several ranks it is 'cuda' or 'auto'"
+    with pytest.raises(ValueError, match=message), launched(torch.device("cuda:1")):
+        pass
+
+
+def folders_of_their_own(config: RunConfig, folder) -> str:
+    ranks = join(config, torch.device("cpu"))
+    with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
+        open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    return str(caught.value)
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused(make_run, tmp_path):
+    config, *_ = make_run("run")
+    first, second = run_ranks(folders_of_their_own, 2, config, tmp_path)
+    assert first == "another rank failed, with an error of its own"
+    assert second.endswith("run is not on a disk that all ranks share: rank 1 does not see it")
+
+
+def test_rows_that_cannot_be_split_are_refused(make_run, make_batches):
+    config, *_ = make_run("run")
+    ranks = Ranks(rank=1, size=2, context_size=2)
+    rows = make_batches(config)[0]
+    part = ranks.part(rows)
+    assert torch.equal(part.tokens, rows.tokens[:, 8:]) and torch.equal(part.targets, rows.targets[:, 8:])
+    with pytest.raises(ValueError, match="packed documents cannot be split over ranks"):
+        ranks.part(rows._replace(cu_seqlens=torch.tensor([0, 16])))
+    with pytest.raises(ValueError, match="a multiple of 2 tokens to be split over as many ranks, got 15"):
+        ranks.part(rows._replace(tokens=rows.tokens[:, 1:]))
