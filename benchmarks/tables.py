@@ -55,7 +55,8 @@ def gpu_table(rows: list[dict]) -> str:
         lines.append(f"| {' | '.join([*map(str, key), time, *ratios])} |")
     row = rows[0]
     shape = f"B {row['B']}, H {row['H']}, {row['dtype']}; up to T = 4,096 as CUDA graphs"
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {commits}."])
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
@@ -72,7 +73,12 @@ def decoding_gpu_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
 
 
-TABLES = {"ops_cpu.json": ops_table, "ops_h200.json": gpu_table, "decoding_cpu.json": decoding_table}
+TABLES = {
+    "ops_cpu.json": ops_table,
+    "ops_h200.json": gpu_table,
+    "decoding_cpu.json": decoding_table,
+    "decoding_h200.json": decoding_gpu_table,
+}
 
 
 def with_tables(text: str) -> str:

@@ -73,7 +73,7 @@ class Call:
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
         # p = 3 and 4: the state and the output pass, but not the gradients.
-        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32)
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple

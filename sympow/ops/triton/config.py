@@ -90,7 +90,7 @@ HOPPER = {
 _NONE = Launch(0, 0, 4, 0)
 # p = 3 and 4, by p and K; no gradients.
 _POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (3, 64): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
+HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),

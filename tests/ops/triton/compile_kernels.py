@@ -46,15 +46,16 @@ def recording() -> Iterator[list[tuple]]:
         JITFunction.run = real
 
 
-def attention_launches(key_dim: int, chunk_size: int, hopper: bool) -> list[tuple]:
-    """Of a gated forward and backward."""
+def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
+    """Of a gated forward and backward; for p > 2, whose gradients have no Hopper kernels, of the forward alone."""
     config.on_hopper = lambda device: hopper
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         log_g = torch.empty(1, 2048, 2, requires_grad=True)
-        options = {"p": 2, "scale": 1.0, "normalize": True, "eps": 1e-6, "return_state": False}
+        options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
         out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
-        out.backward(torch.empty_like(out))
+        if p == 2:
+            out.backward(torch.empty_like(out))
     return recorded
 
 
@@ -106,6 +107,8 @@ def main() -> None:
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         launches += [(key_dim, *launch) for launch in decoding_launches(key_dim)]
+    for p, key_dim in ((3, 16), (3, 32), (4, 16)) if hopper else ():
+        launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
     for key_dim, function, bound, options in launches:
         compiled = compile_launch(function, bound, options, target)

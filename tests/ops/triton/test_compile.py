@@ -21,5 +21,9 @@ def test_kernels_compile(target):
     results = json.loads(run.stdout.splitlines()[-1])
     passes = {"state_pass", "output_pass", "query_pass", "key_pass", "weigh", "gate_sums", "gate_gradient", "decode"}
     assert passes <= {row["kernel"].split(".")[1] for row in results}
+    if target == "cuda":
+        assert {"hopper_powers", "hopper_states", "hopper_output", "hopper_backward"} <= {
+            row["kernel"].split(".")[0] for row in results
+        }
     spilled = [row for row in results if (row["stack"] or 0) > MOST_SPILLED]
     assert not spilled
