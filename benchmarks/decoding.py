@@ -8,18 +8,15 @@ falls on all of them alike.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import decoding_gpu
-from benchmarks.measure import commit, processor
+from benchmarks.measure import commit, options, processor, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 
@@ -99,20 +96,17 @@ def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser = options("benchmarks.decoding", __doc__)
     parser.add_argument("--preset", default="tiny", help="shape of the model, CPU only (default: tiny)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
     args = parser.parse_args()
     rows: list[dict] = []
     if args.device == "cuda":
         for case in decoding_gpu.CASES:
             rows.append(decoding_gpu.measure(case))
             print(decoding_gpu.line(rows[-1]), flush=True)
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            write(args.json, rows)
         return
     torch.set_num_threads(args.threads)
     print(f"{'mixer':>8} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
@@ -124,7 +118,7 @@ def main() -> None:
                 f"{row['mixer']:>8} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
                 flush=True,
             )
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import commit, processor
+from benchmarks.measure import commit, processor, write
 from sympow.recipes import load_recipe
 
 MIXERS = ("power", "softmax")
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         rows = list(pool.map(lambda r: run(r[2], r[0], r[1], Path(folder)), runs))
     about = {"processor": processor("cpu"), "commit": commit(), "torch": torch.__version__}
-    args.json.write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
+    write(args.json, [row | about for row in rows])
 
 
 if __name__ == "__main__":

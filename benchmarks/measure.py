@@ -1,8 +1,10 @@
-"""How time and memory are measured."""
+"""How time and memory are measured, and what the commands that do so have in common."""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import statistics
 import subprocess
 import time
@@ -116,3 +118,16 @@ def processor(device: str) -> str:
         x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")
     ]
     return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def options(module: str, doc: str) -> argparse.ArgumentParser:
+    """The options of every command that times something here; `doc` is its module's docstring."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads, for all that is timed (default: 2)")
+    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    return parser
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text(json.dumps(rows, indent=1) + "\n")

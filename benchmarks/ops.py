@@ -7,15 +7,13 @@ quadratic form. A call that errs by more than a bound derived from its dtype sto
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,14 +26,17 @@ from benchmarks.measure import (
     gpu_peak_extra_bytes,
     graphed,
     milliseconds,
+    options,
     peak_extra_bytes,
     processor,
+    write,
 )
 from benchmarks.peers import PEERS, supports
 from sympow.ops import power_attention
 from sympow.ops.eager import default_chunk_size
 
 MODES = ("forward", "forward+backward")
+GRAPHED = 4096  # tokens up to which a call on a GPU is timed as a CUDA graph
 
 
 def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chunk: int | None = None) -> list[Tensor]:
@@ -48,23 +49,38 @@ def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chun
     return [out, *torch.autograd.grad(out, list(leaves.values()), inputs["dout"])]
 
 
-def error(case: Case, inputs: dict[str, Tensor], results: list[Tensor]) -> float:
-    """The largest error, in norm and relative to what `bound` allows it, of the output and the gradients against
-    float64. A gate's gradient adds up k.dk over the tokens after it, whose roundings it may carry."""
+@dataclass(frozen=True)
+class Expected:
+    """What a call is held to, in float64."""
+
+    rows: Tensor  # at which the output is sampled
+    out: Tensor  # there, of all heads
+    heads: list[Tensor]  # output and gradients of some heads; none of a forward call
+    roundings: list[float]  # by how much more than the others each of these may err
+
+
+def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:
+    """The output by (M1)-(M5) at sampled rows, and with a backward output and gradients of sampled heads."""
     wide = {name: x.detach().double() for name, x in inputs.items()}
     rows, out = _sampled_rows(case, wide)
-    errors = [_relative(results[0][:, rows], out)]
-    if len(results) > 1:
-        alone = {name: _sampled_heads(case, x).requires_grad_(name != "dout") for name, x in wide.items()}
-        del wide
-        # The states between chunks are float64 as well: at K = 128 few of them fit.
-        oracle = power_call(case, alone, "eager", "forward+backward", chunk=384 if case.K <= 64 else 4096)
-        for name, got, want in zip(("out", *alone), results, oracle, strict=False):
-            wrong = _relative(_sampled_heads(case, got), want)
-            if name == "log_g":
-                terms = (alone["k"].detach() * oracle[2]).sum(-1).norm() / case.p
-                wrong /= max(1.0, (case.T**0.5 * terms / want.norm()).item())
-            errors.append(wrong)
+    if mode == "forward":
+        return Expected(rows, out, [], [])
+    alone = {name: _sampled_heads(case, x).requires_grad_(name != "dout") for name, x in wide.items()}
+    del wide
+    # The states between chunks are float64 as well: at K = 128 few of them fit.
+    heads = power_call(case, alone, "eager", mode, chunk=384 if case.K <= 64 else 4096)
+    roundings = [1.0] * len(heads)
+    if case.gated:  # its gradient adds up k.dk over the tokens after it, whose roundings it may carry
+        terms = (alone["k"].detach() * heads[2]).sum(-1).norm() / case.p
+        roundings[4] = max(1.0, (case.T**0.5 * terms / heads[4].norm()).item())
+    return Expected(rows, out, [x.detach() for x in heads], roundings)
+
+
+def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
+    """The largest error of output and gradients, in norm, relative to what `bound` allows it."""
+    errors = [_relative(results[0][:, wanted.rows], wanted.out)]
+    for got, want, roundings in zip(results, wanted.heads, wanted.roundings, strict=False):  # forward has one result
+        errors.append(_relative(_sampled_heads(case, got), want) / roundings)
     return max(errors)
 
 
@@ -109,8 +125,9 @@ def extra_memory(case: Case, impl: str) -> int:
     return peak_extra_bytes(partial(power_call, case, make_inputs(case, "cpu"), impl, MODES[1]))
 
 
-def check(case: Case, inputs: dict[str, Tensor], impl: str, mode: str) -> float:
-    wrong = error(case, inputs, power_call(case, inputs, impl, mode))
+def check(case: Case, mode: str, results: list[Tensor], wanted: Expected) -> float:
+    """The error of a call, which must not be timed if this raises."""
+    wrong = error(case, results, wanted)
     if not wrong <= bound(case):
         raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
     return wrong
@@ -160,10 +177,11 @@ def _measure_together(
     inputs = [make_inputs(case, device) for case in cases]
     errors, memories, chunks = [], [], []
     for case, tensors in zip(cases, inputs, strict=True):
-        errors.append(check(case, tensors, impl, mode))
+        wanted = expected(case, tensors, mode)
+        errors.append(check(case, mode, power_call(case, tensors, impl, mode), wanted))
         memories.append(None if mode == "forward" else peak_memory(case, tensors, device, impl))
         chunks.append(chunk_size(case, tensors, device))
-    graph = device == "cuda" and max(case.T for case in cases) <= 4096
+    graph = device == "cuda" and max(case.T for case in cases) <= GRAPHED
     wrap = graphed if graph else (lambda call: call)
     calls = [wrap(partial(power_call, c, x, impl, mode)) for c, x in zip(cases, inputs, strict=True)]
     ours = milliseconds(calls, device)
@@ -199,12 +217,9 @@ def chunk_size(case: Case, inputs: dict[str, Tensor], device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=sorted(CASES), required=True)
+    parser = options("benchmarks.ops", __doc__)
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}, with commas; default sdpa on the CPU, cudnn on a GPU")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads, for sympow and its peer alike")
-    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
     parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
     args = parser.parse_args()
     peers = (args.peers or {"cpu": "sdpa", "cuda": "cudnn"}[args.device]).split(",")
@@ -223,7 +238,7 @@ def main() -> None:
             case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
             print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
             ordered = sorted(rows, key=lambda row: (row["p"], row["K"], row["G"], row["T"]))
-            args.json.write_text(json.dumps(ordered, indent=1) + "\n")  # a run that is stopped keeps what it has
+            write(args.json, ordered)  # a run that is stopped keeps what it has
     if args.plot:
         plot(rows, args.plot)
 
