@@ -44,6 +44,19 @@ CASES = {
     ],
 }
 
+# By device, the longest case of each p and K, and chunk sizes for it. Shorter ones keep its tokens, as more sequences,
+# so that the device is as busy. Where states are large, and slow, one sequence is enough to fill a GPU.
+FORMS = {
+    "cpu": [(Case(8192), (64, 128, 256, 512, 1024))],
+    "cuda": [
+        (_gpu(65536, 32, B=4), (128, 256, 512, 1024, 2048)),
+        (_gpu(65536, 64, B=4), (256, 512, 1024, 2048, 4096)),
+        (_gpu(65536, 128, B=1), (512, 1024, 2048, 4096, 8192)),
+        (_gpu(65536, 32, B=1, p=3), (512, 1024, 2048, 4096, 8192)),
+        (_gpu(65536, 16, B=1, p=4), (512, 1024, 2048, 4096, 8192)),
+    ],
+}
+
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
     """q, k, v and log_g, which require gradients, and the gradient of the output: random, heads along dim 2."""

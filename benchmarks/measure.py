@@ -71,6 +71,18 @@ def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
     graph.replay()
 
 
+def kernel_milliseconds(call: Callable[[], object], repeats: int = 3) -> dict[str, float]:
+    """Time of every kernel on the GPU in one call, over all its launches, by the kernel's name; the profiler's."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    on_gpu = [x for x in profiler.key_averages() if x.device_type == torch.autograd.DeviceType.CUDA]
+    if not on_gpu:
+        raise RuntimeError("the profiler saw no kernel on the GPU")
+    return {x.key: x.self_device_time_total / repeats / 1e3 for x in on_gpu}
+
+
 def gpu_peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
     """The most that is allocated during a call, beyond what was before and what it returns."""
     torch.cuda.synchronize()
@@ -123,10 +135,16 @@ def processor(device: str) -> str:
 def options(module: str, doc: str) -> argparse.ArgumentParser:
     """The options of every command that times something here; `doc` is its module's docstring."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument("--device", type=_device, choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, for all that is timed (default: 2)")
     parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
     return parser
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda needs a GPU, and torch finds none")
+    return name
 
 
 def write(path: Path, rows: list[dict]) -> None:

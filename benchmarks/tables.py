@@ -73,6 +73,26 @@ def decoding_gpu_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
 
 
+def chunks_table(rows: list[dict]) -> str:
+    """A row a p, K and mode, a column a context: the fastest choice, and where "auto" stands to it."""
+    times = sorted({row["T"] for row in rows})
+    lines = [f"| p | K = V | mode | {' | '.join(f'T {time:,}' for time in times)} |"]
+    lines.append("|---:|---:|---|" + "---|" * len(times))
+    for p, width, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
+        cells = []
+        for time in times:
+            here = (p, width, mode, time)
+            same = [x for x in rows if (x["p"], x["K"], x["mode"], x["T"]) == here and x["ratio"] is not None]
+            best = min((x for x in same if x["impl"] != "auto"), key=lambda x: x["ms"], default=None)
+            auto = next((x for x in same if x["impl"] == "auto"), None)
+            form = "" if best is None else "quadratic" if best["chunk"] >= time else f"{best['chunk']:,}"
+            cells.append(form if auto is None else f"{form}, {auto['ratio']:.2f}x")
+        lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
+    row = rows[0]
+    shape = f"H {row['H']}, gated, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {row['commit']}"
+    return "\n".join([*lines, "", f"{shape}."])
+
+
 TABLES = {
     "ops_cpu.json": ops_table,
     "ops_h200.json": gpu_table,

@@ -1,0 +1,176 @@
+"""Times the forms of power attention against each other: `python -m benchmarks.chunks --device cuda --json FILE`.
+
+At contexts from 256 tokens on: the quadratic form, the chunked form at several chunk sizes, and impl="auto", which is
+to choose as well as the fastest of them. On a GPU, at the longest context, also the time of each pass against the chunk
+size. Every call is checked against float64 before it is timed, as in `ops.py`; one that fails is a row without a time,
+does not stop the others, and makes the command exit 1.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import FORMS, Case, make_inputs
+from benchmarks.measure import commit, graphed, kernel_milliseconds, milliseconds, options, processor, write
+from benchmarks.ops import GRAPHED, MODES, check, chunk_size, expected, power_call
+from benchmarks.tables import chunks_table
+
+SHORTEST = 256
+IMPL = {"cpu": "eager", "cuda": "triton"}
+PASSES = ("state_pass", "output_pass", "query_pass", "key_pass")  # kernels; all others are small
+
+
+def contexts(longest: Case) -> list[Case]:
+    """The case at every power of two from 256 tokens on, of as many tokens in all."""
+    times = [SHORTEST << i for i in range((longest.T // SHORTEST).bit_length())]
+    return [replace(longest, T=time, B=longest.B * longest.T // time) for time in times]
+
+
+def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False) -> Iterator[dict]:
+    """Rows of a case: each mode's choices, "auto" the last; a chunk of T tokens is the quadratic form."""
+    inputs = make_inputs(case, device)
+    wanted = expected(case, inputs, MODES[1])
+    about = {"op": "power_attention", "device": device, "dtype": case.dtype, "gated": case.gated}
+    about |= {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
+    run = {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
+    graph = device == "cuda" and case.T <= GRAPHED
+    for mode in MODES:
+        single = [(IMPL[device], chunk) for chunk in (*(x for x in chunks if x < case.T), case.T)]
+        rows, calls = [], []
+        for impl, chunk in [*single, ("auto", None)]:
+            taken = chunk_size(case, inputs, device) if chunk is None else chunk
+            row = about | {"impl": impl, "chunk": taken, "mode": mode, "graph": graph}
+            row |= dict.fromkeys(("ms", "ratio", "err", "passes", "failure"))
+            call = partial(power_call, case, inputs, impl, mode, chunk)
+            try:
+                row["err"] = float(f"{check(case, mode, call(), wanted):.2e}")
+                if passes and impl != "auto" and chunk < case.T:
+                    row["passes"] = by_pass(kernel_milliseconds(call))
+                calls.append(graphed(call) if graph else call)
+            except Exception as failure:  # of a kernel, of memory, of the check: a result like others
+                row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            rows.append(row)
+        able = [row for row in rows if row["failure"] is None]
+        for row, ms in zip(able, milliseconds(calls, device, rounds=3, least=0.02), strict=True):
+            row["ms"] = round(ms, 4)
+        best = min((row["ms"] for row in able if row["impl"] != "auto"), default=None)
+        for row in able:
+            row["ratio"] = best and round(row["ms"] / best, 3)
+        yield from (row | run for row in rows)
+
+
+def by_pass(kernels: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of the passes and of the other kernels together. With a backward the state pass runs three times."""
+    times = dict.fromkeys((*PASSES, "other"), 0.0)
+    for name, ms in kernels.items():
+        times[name if name in PASSES else "other"] += ms
+    return {name: round(ms, 4) for name, ms in times.items()}
+
+
+def compile_kernels(forms: Sequence[tuple[Case, Sequence[int]]], device: str) -> None:
+    """All kernels that will be timed, in processes side by side: one after the other they take minutes."""
+    jobs = [(case, chunk, device) for case, chunks in forms for chunk in (*chunks, case.T)]
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, *zip(*jobs, strict=True)))
+
+
+def _compile(case: Case, chunk: int, device: str) -> None:
+    """At two chunks; at 256 tokens the quadratic form."""
+    short = replace(case, B=1, T=2 * chunk if chunk < case.T else SHORTEST)
+    with suppress(Exception):  # it comes again where it is reported
+        power_call(short, make_inputs(short, device), IMPL[device], MODES[1], min(chunk, short.T))
+
+
+def advice(rows: Sequence[dict]) -> Iterator[str]:
+    """A line for each p and K: the chunk size, and the context up to which the quadratic form is taken, that are least
+    behind the fastest choice where they are furthest behind. For a GPU, tables of sympow/ops/triton/config.py."""
+    for p, key_dim in sorted({(row["p"], row["K"]) for row in rows}):
+        same = [row for row in rows if (row["p"], row["K"]) == (p, key_dim)]
+        ratios = {(row["T"], row["mode"], row["chunk"]): row["ratio"] for row in same if row["impl"] != "auto"}
+        times, chunks = {row["T"] for row in same}, {chunk for time, _, chunk in ratios if chunk < time}
+        worst, chunk, quadratic = min(
+            (_worst(ratios, chunk, quadratic), chunk, quadratic) for chunk in chunks for quadratic in {chunk} | times
+        )
+        now = max(row["ratio"] or float("inf") for row in same if row["impl"] == "auto")
+        yield f"p {p}, K {key_dim}: chunk {chunk:,}, quadratic up to {quadratic:,}: {worst:.3f}x; auto now {now:.3f}x"
+
+
+def _worst(ratios: dict[tuple[int, str, int], float | None], chunk: int, quadratic: int) -> float:
+    """The largest ratio to the fastest choice, if up to `quadratic` and `chunk` tokens the quadratic form is taken."""
+    taken = {(time, mode, time if time <= max(quadratic, chunk) else chunk) for time, mode, _ in ratios}
+    return max(ratios.get(choice) or float("inf") for choice in taken)
+
+
+def main() -> int:
+    parser = options("benchmarks.chunks", __doc__)
+    parser.add_argument("--plot", type=Path, help="PNG of the passes' times against chunk size, GPU only")
+    args = parser.parse_args()
+    if args.plot and args.device == "cpu":
+        parser.error("--plot shows the passes, kernels of --device cuda; on the CPU there are none")
+    torch.set_num_threads(args.threads)
+    forms = FORMS[args.device]
+    if args.device == "cuda":
+        compile_kernels(forms, args.device)
+    rows: list[dict] = []
+    for case, chunks, passes in [(x, chunks, x == last) for last, chunks in forms for x in contexts(last)]:
+        for row in measure(case, chunks, args.device, passes and args.device == "cuda"):
+            rows.append(row)
+            print(line(row), flush=True)
+            write(args.json, rows)
+    print(chunks_table(rows), *advice(rows), sep="\n")
+    if args.plot:
+        plot(rows, args.plot)
+    return int(any(row["failure"] for row in rows))
+
+
+def line(row: dict) -> str:
+    """A row as it is printed."""
+    form = "quadratic" if row["chunk"] >= row["T"] else f"chunk {row['chunk']}"
+    about = f"p {row['p']} K {row['K']:>3} T {row['T']:>6} {row['mode']:>17} {row['impl']:>6} {form:>11}"
+    if row["failure"]:
+        return f"{about} failed: {row['failure'][:100]}"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}x"
+    return f"{about} {row['ms']:>9.3f} ms {ratio:>8} err {row['err']:.1e}"
+
+
+def plot(rows: Sequence[dict], path: Path) -> None:
+    """The time of each pass, one on the other, against the chunk size: a column a p and K, a row a mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    some = [row for row in rows if row["passes"]]
+    shapes = sorted({(row["p"], row["K"]) for row in some})
+    figure, axes = pyplot.subplots(len(MODES), len(shapes), figsize=(3 * len(shapes), 6), squeeze=False)
+    for axis, (mode, shape) in zip(axes.flat, ((mode, shape) for mode in MODES for shape in shapes), strict=True):
+        bars = [row for row in some if (row["mode"], row["p"], row["K"]) == (mode, *shape)]
+        below = [0.0] * len(bars)
+        for name in (*PASSES, "other"):
+            heights = [row["passes"][name] for row in bars]
+            axis.bar([f"{row['chunk']:,}" for row in bars], heights, bottom=below, label=name.replace("_", " "))
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        axis.set_title(f"p = {shape[0]}, K = {shape[1]}, B = {bars[0]['B']}: {mode}", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0, 0].legend(fontsize=7)
+    figure.supxlabel("chunk, tokens", fontsize=9)
+    figure.supylabel("ms", fontsize=9)
+    row = some[0]
+    figure.suptitle(f"{row['processor']}, T {row['T']:,}, H {row['H']}, K = V, gated, {row['dtype']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
