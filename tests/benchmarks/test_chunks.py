@@ -127,3 +127,11 @@ def test_table_with_failures():
     row = {"p": 2, "K": 4, "T": 64, "H": 2, "mode": "forward", "dtype": "bfloat16", "processor": "a GPU"}
     row |= {"impl": "triton", "chunk": 64, "ms": None, "ratio": None, "torch": "2", "commit": "c"}
     assert "| 2 | 4 | forward |  |" in tables.chunks_table([row, row | {"impl": "auto"}])
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["chunks", "--device", "cuda", "--json", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit):
+        chunks.main()
+    assert "cuda needs a GPU, and torch finds none" in capsys.readouterr().err
