@@ -60,6 +60,7 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    gc.collect()  # a graph that is freed while this one is captured would end the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

@@ -11,20 +11,21 @@ q_i . dq_i = p sum_j a_ij da_ij, and a gate reaches every L after it.
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, times_prefix
+from sympow.ops.triton.primitives import await_last, first_chunk, locate, lower_base, power, start_next, times_prefix
 
 
 @triton.jit
 def row_factors(
     out, dout, norm, factor, delta, dsums, starts, blocks, T, tokens, H, eps,
     V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. Grid: blocks, heads.
 
     With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
     Taken from dq it would be the rounding of terms that cancel.
     """
+    start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     h = tl.cast(tl.program_id(1), tl.int64)
     t = first + tl.arange(0, BLOCK)
@@ -44,6 +45,7 @@ def row_factors(
             tl.store(dsums + row, P * eps * d * n, mask=valid)
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
+    await_last(OVERLAP)  # for the next kernel, which reads what both have written
 
 
 @triton.jit
@@ -287,10 +289,12 @@ def key_pass(
 @triton.jit
 def gate_gradient(
     dq_sums, dk_sums, last, dlog_g, starts, T, tokens, G,
-    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dlog_g [tokens, G]: the sum, from each token to the end of its sequence, of (q . dq - k . dk) / p, the heads of
     a group added up, and of `last` [N, G], what reaches the last token through the last state. Grid: sequences, G."""
+    await_last(OVERLAP)
     n = tl.program_id(0)
     g = tl.cast(tl.program_id(1), tl.int64)
     if PACKED:

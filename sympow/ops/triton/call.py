@@ -15,6 +15,7 @@ from sympow.ops.triton.rows import Rows, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK = 1024
+LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ class Call:
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
             self.chunk = triton.cdiv(chunk, multiple) * multiple
+        # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
+        # stand others, which make their tables.
+        self.overlap = self.hopper and not chunk and cu_seqlens is None
         self.precision = "tf32" if tf32 else "ieee"
         self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
@@ -91,13 +95,24 @@ class Call:
         size = self.chunk or self.layout.length
         states.gate_sums[(self.layout.blocks(size), self.G)](
             log_g.float().contiguous(), sums, self.layout.cu_seqlens, self.layout.table(size), self.layout.length,
-            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK, PACKED=self.layout.packed,
+            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
         )  # fmt: skip
         return sums
+
+    def early(self, after: bool = True) -> dict:
+        """Of a launch: whether it begins early, after another of this call."""
+        return {"OVERLAP": True, "launch_pdl": True} if self.overlap and after else {"OVERLAP": False}
 
     def sequence_tables(self, size: int) -> tuple:
         chunk_starts = self.layout.chunk_starts(self.chunk) if self.chunk else None
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
+
+    def hopper_tables(self, launch: config.Launch, heads: int) -> tuple:
+        """`sequence_tables`, and of how many heads, of all sequences, the longest programs come first: as many as have
+        LAST_PROGRAMS for every multiprocessor."""
+        blocks = max(1, triton.cdiv(self.layout.length, launch.block))
+        spread = triton.cdiv(LAST_PROGRAMS * config.processors(self.q.device), blocks)
+        return (*self.sequence_tables(launch.block), min(spread, self.layout.sequences * heads))
 
     def dims(self) -> dict:
         half = self.rows.half if self.chunk else self.K

@@ -94,7 +94,7 @@ HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (4, 16): _POWERS, (4, 32): 
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
-    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
+    64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
 
@@ -114,6 +114,11 @@ def chunk_size(key_dim: int, p: int, time: int) -> int:
     """The chunk size for a padded key dim; `time` where the quadratic form is faster or the only one."""
     chunk = _CHUNKS.get(p, {}).get(key_dim)
     return time if chunk is None or time <= _QUADRATIC.get((p, key_dim), 4 * chunk) else chunk
+
+
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of no GPU, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def on_hopper(device: torch.device) -> bool:
@@ -150,16 +155,13 @@ def decoding(
     pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
 ) -> Decoding:
     """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
-    processors = 4  # of no GPU
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    limits = DECODING["few" if pairs < processors else "many"]
+    limits = DECODING["few" if pairs < processors(device) else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
     rows = max(1, limits.elements // (padded_heads * columns))
     total = -(-dim // rows)
     # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
-    splits = max(1, min(total, -(-limits.programs * processors // pairs), dim // (4 * heads), 16 * rows))
+    splits = max(1, min(total, -(-limits.programs * processors(device) // pairs), dim // (4 * heads), 16 * rows))
     tiles = -(-total // splits)
     tokens = max(1, limits.tail // max(key_dim, columns))
     return Decoding(rows, tiles, -(-total // tiles), tokens, limits.warps, limits.stages)

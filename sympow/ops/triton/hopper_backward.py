@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_output import column, copy_rows, locate, stage_columns
+from sympow.ops.triton.hopper_output import assign, await_last, column, copy_rows, stage_columns, start_next
 from sympow.ops.triton.hopper_states import exp2
 
 
@@ -31,17 +31,16 @@ def copy_state(
 @gluon.jit
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
-    starts, chunk_starts, blocks, T, tokens, H, G, grad_scale,
+    starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    n, start, length, first = locate(gl.num_programs(0) - 1 - gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
             return
-    h = gl.program_id(1).to(gl.int64)
     g = h // R
     begin = first * 0
     if CHUNK > 0:
@@ -76,6 +75,8 @@ def query_pass(
         copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, num_warps)
         async_copy.commit_group()
 
+    await_last(OVERLAP)
+    start_next(OVERLAP)  # it reads what this one has waited for
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
     d = gl.load(delta + h * tokens + start + row, mask=row < length, other=0.0)
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
@@ -203,18 +204,18 @@ def _both(
 @gluon.jit
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
-    starts, chunk_starts, blocks, T, tokens, H, G, out_scale, grad_scale,
+    starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, grad_scale,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    gl.static_assert(K == V)
+    start_next(OVERLAP)
+    n, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, CHUNK, PACKED, True)
     if PACKED:
         if first >= length:
             return
-    gl.static_assert(K == V)
-    g = gl.program_id(1).to(gl.int64)
     end = length
     chunk_index = first * 0
     if CHUNK > 0:
@@ -366,6 +367,7 @@ def key_pass(
     c = gl.arange(0, V, gl.SliceLayout(0, value_out))
     tile = dv + ((start + first) * G + g) * V + (t[:, None] * (G * V) + c[None, :])
     gl.store(tile, gl.convert_layout(dvalues.to(gl.bfloat16), value_out), mask=(first + t < length)[:, None])
+    await_last(OVERLAP)  # for the next kernel, which reads what both have written
 
 
 @gluon.jit

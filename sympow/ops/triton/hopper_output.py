@@ -13,6 +13,25 @@ from sympow.ops.triton.hopper_states import exp2
 
 
 @gluon.jit
+def start_next(OVERLAP: gl.constexpr):
+    """As `primitives.start_next`."""
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def await_last(OVERLAP: gl.constexpr):
+    """As `primitives.await_last`."""
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
     """As `primitives.locate`."""
     if PACKED:
@@ -27,6 +46,36 @@ def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
         start = n.to(gl.int64) * T
         length = T
     return n, start, length, first
+
+
+@gluon.jit
+def assign(
+    starts, blocks, T, H, spread, BLOCK: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr, FIRST: gl.constexpr
+):
+    """What a program owns: a sequence (its number, start and length), its first token in it, and the head.
+
+    In the quadratic form a block has the more to do the later it is, or, with FIRST, the earlier. Heads come one after
+    another, as programs at work on the same one read the same tiles, but for the last `spread`: of those the blocks
+    with most to do come first, so that all programs end at about one time.
+    """
+    if PACKED or CHUNK > 0:
+        pid = gl.program_id(0)
+        if not FIRST:
+            pid = gl.num_programs(0) - 1 - pid
+        n, start, length, first = locate(pid, starts, blocks, T, BLOCK, PACKED)
+        return n, start, length, first, gl.program_id(1).to(gl.int64)
+    else:
+        count = gl.cdiv(T, BLOCK)
+        pid = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        before = gl.maximum(gl.num_programs(0) * gl.num_programs(1) // count - spread, 0)  # heads of all sequences
+        own = pid - before * count
+        alone = own < 0
+        block = gl.where(alone, pid % count, own // spread)
+        if not FIRST:
+            block = count - 1 - block
+        head = gl.where(alone, pid // count, before + own % spread)
+        n = head // H
+        return n, n.to(gl.int64) * T, T, block * BLOCK, (head % H).to(gl.int64)
 
 
 @gluon.jit
@@ -99,18 +148,17 @@ def next_tile(
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
-    starts, chunk_starts, blocks, T, tokens, H, G, out_scale, eps,
+    starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr,
     LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    n, start, length, first = locate(gl.num_programs(0) - 1 - gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
             return
-    h = gl.program_id(1).to(gl.int64)
     g = h // R
     begin = first * 0
     if CHUNK > 0:
@@ -188,6 +236,7 @@ def output_pass(
                     )
             state_s._keep_alive()
 
+    await_last(OVERLAP)
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))

@@ -57,9 +57,9 @@ def power_forward(
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
             out if s is None else s, out if z is None else z, out, norm, *tables[:2],
-            *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
+            *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
             P=p, LOWER=lower, UPPER=upper, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
-            INIT=s_init is not None,
+            INIT=s_init is not None, **call.early(after=call.gated),
         )  # fmt: skip
         return _outputs(call, out, norm, ends if final else None)
     forward.output_pass[(layout.blocks(launch.block), call.H)](
@@ -116,9 +116,9 @@ def power_backward(
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
+    dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
     layout, device = call.layout, q.device
-    dout = dout.to(v.dtype).contiguous()
     factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
     strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
@@ -135,8 +135,9 @@ def power_backward(
         launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
-            *call.sequence_tables(launch.block), call.H, call.G, call.grad_scale * call.out_scale,
+            *call.hopper_tables(launch, call.H), call.H, call.G, call.grad_scale * call.out_scale,
             **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=has_init,
+            **call.early(),
         )  # fmt: skip
     else:
         launch = call.config.query
@@ -158,8 +159,9 @@ def power_backward(
         launch = call.hopper_launches.key
         hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
-            dsums_k, *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, call.grad_scale,
+            dsums_k, *call.hopper_tables(launch, call.G), call.H, call.G, call.out_scale, call.grad_scale,
             **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=has_final, Z=reads_z,
+            **call.early(),
         )  # fmt: skip
     else:
         launch = call.config.key
@@ -175,7 +177,7 @@ def power_backward(
         dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
         backward.gate_gradient[(layout.sequences, call.G)](
             dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
-            P=p, BLOCK=SUM_BLOCK, FINAL=has_final, PACKED=layout.packed,
+            P=p, BLOCK=SUM_BLOCK, FINAL=has_final, PACKED=layout.packed, **call.early(),
         )  # fmt: skip
         dlog_g = dlog_g.to(log_g.dtype)
     if not has_init:
@@ -250,7 +252,7 @@ def _row_factors(
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
         out, dout, norm, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK), layout.length,
         layout.tokens, call.H, eps, V=call.V, P=call.p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated,
-        NORMALIZE=normalize, PACKED=layout.packed,
+        NORMALIZE=normalize, PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
     return factor, delta, dsums_q
 

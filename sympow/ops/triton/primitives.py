@@ -5,6 +5,20 @@ import triton.language as tl
 
 
 @triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """Lets the next kernel of the stream begin, if it was launched to (`launch_pdl`); it waits by `await_last`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_last(OVERLAP: tl.constexpr):
+    """Waits until all that the kernel before has written can be read, if this one was launched to begin early."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """Of a program that owns one block of one sequence: sequence n, its first token (over all sequences), its length,
     and the block's first token within it. `starts` is cu_seqlens, `blocks` a table of (n, block); both for PACKED only.

@@ -9,14 +9,18 @@ keeps them in float32 registers and walks through time.
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import aligned, first_chunk, locate
+from sympow.ops.triton.primitives import aligned, first_chunk, locate, start_next
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def gate_sums(log_g, sums, starts, chunks, T, tokens, G, CHUNK, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+def gate_sums(
+    log_g, sums, starts, chunks, T, tokens, G, CHUNK,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """sums [G, tokens]: log2 of the decay from before the first token of the chunk to after each token, float32."""
+    start_next(OVERLAP)
     g = tl.program_id(1)
     if PACKED:
         n = tl.load(chunks + 2 * tl.program_id(0))
