@@ -112,6 +112,14 @@ def parser() -> argparse.ArgumentParser:
     figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="results.csv of a sweep")
     figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="folder for the images")
 
+    corpus = command("kernel-corpus", "make a corpus of long documents", KERNEL_CORPUS)
+    corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
+    corpus.add_argument("--source", metavar="PATH", type=_path,
+                        help="a Debian package, tar archive or folder with the kernel's source")  # fmt: skip
+    corpus.add_argument("--vocab-size", metavar="N", type=_positive, help="of its BPE, in tokens (default: 16,384)")
+    corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
+    corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
     demo = command("demo", "train, compare and sample two small models", DEMO)
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
@@ -140,6 +148,10 @@ command continues a sweep that was stopped, and repeats no run that has finished
 
 MQAR_FIGURES = """Draws accuracy against width, pairs, heads and state, the learning rates, and the capacity of states,
 as far as the results have data for them."""
+
+KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64: a directory a document, cut
+to rows of 65,536 tokens, whole subtrees held out. The source is Debian's package linux-source-6.1, fetched by apt-get,
+or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
 
 DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
 standard library, evaluates both at four times the context they were trained on, draws the curves, and generates. What

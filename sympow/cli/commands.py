@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from sympow.cli.runs import Run, load_run, train_run
-from sympow.data import Corpus, StreamDecoder, open_corpus
+from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
+from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
 from sympow.models import PRESETS, stream
 from sympow.ops.cost import ModelShape, format_bytes
@@ -33,9 +34,8 @@ def train(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """`sympow evaluate`."""
-    for file in filter(None, (options.csv, options.plot)):  # not after an evaluation of hours
-        if not Path(file).parent.is_dir() or Path(file).is_dir():
-            raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    for file in filter(None, (options.csv, options.plot)):
+        _check_writable(file)
     runs = _load_runs(options.runs, resolve_device(options.device))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, options.rows, options.data)
@@ -109,6 +109,23 @@ def mqar_figures(options: argparse.Namespace) -> None:
         print(file)
 
 
+def kernel_corpus(options: argparse.Namespace) -> None:
+    """`sympow kernel-corpus`."""
+    if options.plot:
+        _check_writable(options.plot)
+    made = build_kernel_corpus(
+        options.out, options.source, vocab_size=options.vocab_size or VOCAB_SIZE, progress=not options.quiet
+    )
+    for split in SPLITS:
+        counts = made[split]
+        print(
+            f"{Path(options.out) / split}.zarr: {counts['rows']:,} rows of {made['row_tokens']:,} tokens, "
+            f"from {counts['documents']:,} documents of {counts['tokens']:,} tokens"
+        )
+    if options.plot:
+        plot_document_lengths(options.out, options.plot)
+
+
 def demo(options: argparse.Namespace) -> int | None:
     """`sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
     folder = Path(options.out)
@@ -127,6 +144,12 @@ def demo(options: argparse.Namespace) -> int | None:
     print(f"drawn: {folder / 'context_loss.png'}\n")
     _generate(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
     return None
+
+
+def _check_writable(file: str) -> None:
+    """Before the work, not after an evaluation of hours."""
+    if not Path(file).parent.is_dir() or Path(file).is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
 
 
 def _slurm_parameter(text: str) -> tuple[str, int | str]:

@@ -4,6 +4,8 @@ from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig
 from sympow.data.corpus import Corpus, Subset, TokenCorpus
 from sympow.data.files import default_cache_dir
+from sympow.data.kernel_corpus import build_kernel_corpus
+from sympow.data.length_plot import plot_document_lengths
 from sympow.data.splits import Splits, open_corpus
 from sympow.data.tokens import BPETokenizer, ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
 from sympow.data.zarr_corpus import ZarrCorpus
@@ -21,7 +23,9 @@ __all__ = [
     "TokenCorpus",
     "Tokenizer",
     "ZarrCorpus",
+    "build_kernel_corpus",
     "default_cache_dir",
     "load_tokenizer",
     "open_corpus",
+    "plot_document_lengths",
 ]

@@ -64,7 +64,7 @@ def text_documents(
         if _is_binary(root):
             raise ValueError(f"text corpus {root}: expected UTF-8 text, got a binary file")
         return [Document(root.name, partial(_read_text, root))]
-    files = [name for name in _files_below(root, suffixes) if not _is_binary(root / name)]
+    files = [name for name in files_below(root, suffixes) if not _is_binary(root / name)]
     if not files:
         wanted = f"file ending in {', '.join(suffixes)}" if suffixes else "text file"
         raise ValueError(f"text corpus {root} is empty: no {wanted} in it")
@@ -86,7 +86,7 @@ def stdlib_documents() -> list[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     # sys.stdlib_module_names tells the library from what else lies in its folder, such as build settings
     wanted = sys.stdlib_module_names - _STDLIB_TABLES
-    files = [name for name in _files_below(root, (".py",), _STDLIB_SKIPPED) if _first_name(name) in wanted]
+    files = [name for name in files_below(root, (".py",), _STDLIB_SKIPPED) if _first_name(name) in wanted]
     if not files:
         raise FileNotFoundError(
             f"no source of Python's standard library in {root}: use data kind 'text' with a path"
@@ -166,7 +166,7 @@ def _first_name(name: str) -> str:
     return name.split("/")[0].removesuffix(".py")
 
 
-def _files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = ()) -> list[str]:
+def files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = ()) -> list[str]:
     """Sorted paths relative to root, with forward slashes: the same order on every machine."""
     found = []
     for folder, folders, files in os.walk(root):
@@ -179,9 +179,20 @@ def _files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] =
     return sorted(found)
 
 
+def looks_binary(data: bytes) -> bool:
+    """Whether a file that begins so is no text: a zero byte near the beginning."""
+    return b"\0" in data[:8192]
+
+
+def headed_text(name: str, text: str) -> str:
+    """A file's text as a part of a document: headed by a line with its path, ended by a line end; nothing if it is
+    empty."""
+    return text and f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n")
+
+
 def _is_binary(path: Path) -> bool:
     with path.open("rb") as file:
-        return b"\0" in file.read(8192)
+        return looks_binary(file.read(8192))
 
 
 def _read_text(path: Path) -> str:
@@ -196,12 +207,7 @@ def _grouped(root: Path, files: Iterable[str], key: Callable[[str], str]) -> lis
 
 
 def _read_headed(root: Path, names: tuple[str, ...]) -> str:
-    parts = []
-    for name in names:
-        text = _read_text(root / name)
-        if text:
-            parts.append(f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n"))
-    return "".join(parts)
+    return "".join(headed_text(name, _read_text(root / name)) for name in names)
 
 
 def _training_texts(documents: Sequence[Document]) -> Iterator[str]:
