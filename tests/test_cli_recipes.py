@@ -14,7 +14,7 @@ RECIPES = [
     "demo:softmax",
     *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
     *(f"scaling:{name}" for name in ("power", "power_gated", "power_ungated", "power4_gated", "power4_ungated",
-                                     "power6_ungated", "softmax", "window", "linear")),  # fmt: skip
+                                     "power6_ungated", "softmax", "window", "linear")),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 360, "pairs": 1080, "heads": 32,
           "lengths": 12, "relatives": 144}  # fmt: skip

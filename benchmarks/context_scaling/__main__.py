@@ -1,7 +1,6 @@
-"""Loss against context: `python -m benchmarks.context_scaling run --corpus FOLDER --out FOLDER --workers N`, then `report`.
+"""Loss against context: `python -m benchmarks.context_scaling run --corpus FOLDER --out FOLDER --workers N`.
 
-`run` trains and measures the grid, one process a GPU, and can be killed and given again. `report` draws figures and writes
-tables of its results.
+It trains and measures the grid, one process a GPU, and can be killed and given again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.context_scaling.grid import RATES, SCALES, Scale, grid, parts, settings
+from benchmarks.context_scaling.grid import RATES, SCALES, grid, parts, settings
 from benchmarks.context_scaling.launch import launch
 from benchmarks.context_scaling.results import best, read
 from benchmarks.context_scaling.work import FINISHED
@@ -77,7 +76,7 @@ def _rates(text: str, asked: Sequence[tuple[str, int]], out: Path) -> dict[tuple
     found = best(read(out).runs)
     for variant, context in asked:
         if (variant, context) not in found:
-            raise ValueError(f"{out} has no finished run of {variant} at {context:,} to take the best learning rate from")
+            raise ValueError(f"--rates best needs finished runs; {out} has none of {variant} at {context:,}")
     return {setting: [found[setting]] for setting in asked}
 
 

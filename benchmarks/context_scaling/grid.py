@@ -80,7 +80,7 @@ class Run:
             config.training,
             steps=steps,
             warmup_steps=steps // 10,
-            log_every=max(1, min(config.training.log_every, steps // 2)),  # two rows at least, as the first is not timed
+            log_every=min(config.training.log_every, steps // 2),  # two rows at least: the first is not timed
             evaluate_every=max(1, steps // 8),
             checkpoint_every=steps,
         )

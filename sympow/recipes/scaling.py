@@ -1,8 +1,8 @@
 """Loss against context: one shape, one budget of tokens and one order of the data for every mixer and every context.
 
-Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two arrays in the layout of
-LongCrawl64 with 16,384 different tokens. A step is 65,536 tokens at every context: training.context=N goes with
-training.batch_size=65536/N. `python -m benchmarks.context_scaling` runs the whole grid.
+Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two arrays in the
+layout of LongCrawl64 with 16,384 different tokens. A step is 65,536 tokens at every context: training.context=N goes
+with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` runs the whole grid.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ def _power(name: str, **options: Any) -> RunConfig:
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:
-    """At the longest context. A tenth of the steps is warmup, held-out losses come eight times, checkpoints at the end."""
+    """At the longest context: a tenth of the steps warms up, held-out losses come eight times, a checkpoint last."""
     return RunConfig(
         name=f"scaling-{name}",
         model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixer),
