@@ -100,7 +100,7 @@ def work(job: Job, worker: int) -> None:
         torch.cuda.set_device(worker % torch.cuda.device_count())
     documents = _documents(job)
     for run in job.runs:
-        if not parent_process().is_alive():
+        if not parent_alive():
             return
         with claim(job.out / CLAIMS / run.name) as ours:
             if not ours or not job.to_do(run):
@@ -116,6 +116,12 @@ def work(job: Job, worker: int) -> None:
         gc.collect()
         if job.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def parent_alive() -> bool:
+    """Whether the launcher of this process still is."""
+    parent = parent_process()
+    return parent is not None and parent.is_alive()
 
 
 def _documents(job: Job) -> tuple[TokenCorpus, TokenCorpus]:

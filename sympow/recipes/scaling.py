@@ -86,7 +86,7 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
             warmup_steps=STEPS // 10,
             precision="bf16",
             log_every=10,
-            evaluate_every=STEPS // 8,
+            evaluate_every=-(-STEPS // 8),
             evaluation_batches=16,
             checkpoint_every=STEPS,
             keep_checkpoints=1,
