@@ -1,6 +1,7 @@
 """Loss against context: `python -m benchmarks.context_scaling run --corpus FOLDER --out FOLDER --workers N`.
 
-It trains and measures the grid, one process a GPU, and can be killed and given again.
+It trains and measures the grid, one process a GPU, and can be killed and given again. `report` draws the figures of its
+results and writes the tables of docs/results/context-scaling.md.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.context_scaling.figures import draw
 from benchmarks.context_scaling.grid import RATES, SCALES, grid, parts, settings
 from benchmarks.context_scaling.launch import launch
 from benchmarks.context_scaling.results import best, read
+from benchmarks.context_scaling.tables import tables
 from benchmarks.context_scaling.work import FINISHED
+from benchmarks.tables import RESULTS, ROOT, with_tables
 from sympow.recipes.scaling import STEPS
 from sympow.training.loop import resolve_device
 
@@ -39,6 +43,12 @@ def main() -> int:
     run.add_argument("--seeds", default="0", help="(default: %(default)s)")
     run.add_argument("--scale", choices=SCALES, default="mini", help="toy: to try the program out (default: mini)")
     run.add_argument("--minutes", type=float, default=math.inf, help="after these, interrupt what still runs")
+    report = commands.add_parser("report", help="draw figures and write tables")
+    report.set_defaults(command=_report)
+    report.add_argument("--results", type=Path, default=RESULTS / "context_scaling",
+                        help="folder with runs.csv, bins.csv and curves.csv (default: %(default)s)")  # fmt: skip
+    report.add_argument("--text", type=Path, default=ROOT / "docs" / "results" / "context-scaling.md",
+                        help="file of the tables; figures go into a folder beside it (default: %(default)s)")  # fmt: skip
     options = parser.parse_args()
     try:
         return options.command(options)
@@ -67,6 +77,16 @@ def _run(options: argparse.Namespace) -> int:
     )
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     return int(set(counts) - set(FINISHED) != set())
+
+
+def _report(options: argparse.Namespace) -> int:
+    results = read(options.results)
+    writers = tables(results)
+    text = with_tables(options.text.read_text(encoding="utf-8"), lambda name: writers[name]())
+    options.text.write_text(text, encoding="utf-8")
+    for file in draw(results, options.text.with_suffix("")):
+        print(file)
+    return 0
 
 
 def _rates(text: str, asked: Sequence[tuple[str, int]], out: Path) -> dict[tuple[str, int], list[float]]:

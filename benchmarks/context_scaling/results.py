@@ -55,5 +55,15 @@ def best(runs: list[Row]) -> dict[Setting, float]:
     return found
 
 
+def at_best(results: Results) -> Results:
+    """What finished, at the best learning rate of each setting."""
+    rates = best(results.runs)
+    runs = [run for run in results.runs if run["status"] == "done"]
+    return Results(*(
+        [row for row in rows if row["learning_rate"] == rates.get((row["variant"], row["context"]))]
+        for rows in (runs, results.bins, results.curves)
+    ))  # fmt: skip
+
+
 def _rounded(line: Row) -> Row:
     return {name: round(value, 5) if isinstance(value, float) else value for name, value in line.items()}
