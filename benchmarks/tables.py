@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,15 +102,18 @@ TABLES = {
 }
 
 
-def with_tables(text: str) -> str:
-    """`text` with every table written anew."""
+def of_results(name: str) -> str:
+    """The table of a file of results."""
+    return TABLES[name](json.loads((RESULTS / name).read_text()))
 
-    def table(match: re.Match) -> str:
-        name = match[1]
-        rows = json.loads((RESULTS / name).read_text())
-        return f"<!-- table: {name} -->\n{TABLES[name](rows)}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
+    """`text` with every table written anew, by name."""
+
+    def written(match: re.Match) -> str:
+        return f"<!-- table: {match[1]} -->\n{table(match[1])}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 
 
 def main() -> int:

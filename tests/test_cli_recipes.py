@@ -13,6 +13,8 @@ RECIPES = [
     "demo:power",
     "demo:softmax",
     *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
+    *(f"scaling:{name}" for name in ("power", "power_gated", "power_ungated", "power4_gated", "power4_ungated",
+                                     "power6_ungated", "softmax", "window", "linear")),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 360, "pairs": 1080, "heads": 32,
           "lengths": 12, "relatives": 144}  # fmt: skip
@@ -56,7 +58,7 @@ def test_a_file_alone_is_its_first_recipe():
     assert load_recipe("demo") == load_recipe("demo:power")
 
 
-@pytest.mark.parametrize("place", ["demo", "longcrawl64"])
+@pytest.mark.parametrize("place", ["demo", "longcrawl64", "scaling"])
 def test_comparisons_differ_in_the_mixer_alone(place):
     power, softmax = load_recipe(f"{place}:power"), load_recipe(f"{place}:softmax")
     assert power.model.mixers != softmax.model.mixers

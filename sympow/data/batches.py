@@ -2,10 +2,12 @@
 
 A document of n tokens holds n - 1 predictions: of every token but the first, from those before it. It is cut
 into pieces of `context` predictions, each piece beginning with the token that the last one ended on, so that
-every token is predicted once. What is left at the end, 1 to context - 1 predictions, is the document's tail.
+every token is predicted once. A last piece that lacks a single prediction is a piece all the same, its last token
+without a target: so documents of exactly `context` tokens, as those of LongCrawl64 are, make full rows. What else is
+left at the end, 1 to context - 2 predictions, is the document's tail.
 
 Batches are of two sorts, never mixed:
-- full: B pieces, tokens [B, T], cu_seqlens None;
+- full: B pieces, tokens [B, T], cu_seqlens None; the target is -100 where a document ends with its row;
 - packed: tails joined to rows of T, and B rows joined to tokens [1, B T], with cu_seqlens around each tail.
   Only these are padded, at the end of a row: the padding is a sequence of its own, and its targets are -100.
 Both sorts run through their rows in an order of their own, reshuffled each epoch, without end; packed batches
@@ -76,13 +78,13 @@ class Batches:
         self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.seed, self.pack = seed, pack
         predictions = np.maximum(corpus.lengths - 1, 0)
-        pieces = predictions // context
+        pieces = (predictions + (context > 1)) // context  # a row of one token would have no target at all
         self._piece_ends = np.cumsum(pieces)  # rows of documents 0..i, for finding a row's document
         self._full_rows = int(self._piece_ends[-1])
         self._packed_rows = 0
-        self.targets = self._full_rows * context
+        self.targets = int(np.minimum(pieces * context, predictions).sum())
         if pack:
-            tails = predictions - pieces * context
+            tails = np.maximum(predictions - pieces * context, 0)
             with_tail = np.flatnonzero(tails)
             order, self._tail_starts = pack_lengths(tails[with_tail], context)
             self._tails = with_tail[order]  # documents; packed row r takes those from _tail_starts[r] on
@@ -93,7 +95,7 @@ class Batches:
             raise ValueError("the corpus has nothing to predict: no document holds 2 tokens")
         if not self.rows:
             raise ValueError(
-                f"no document holds context + 1 = {context + 1} tokens, the longest {corpus.lengths.max()}: "
+                f"no document fills a row of context = {context} tokens, the longest has {corpus.lengths.max()}: "
                 "use a shorter context or pack=True"
             )
 
@@ -138,12 +140,13 @@ class Batches:
         return chosen
 
     def _full_batch(self, rows: np.ndarray) -> Batch:
-        pieces = np.empty((len(rows), self.context + 1), dtype=np.int64)
+        pieces = np.full((len(rows), self.context + 1), IGNORED, dtype=np.int64)
         documents = np.searchsorted(self._piece_ends, rows, side="right")
         for piece, row, document in zip(pieces, rows, documents, strict=True):
             first_row = self._piece_ends[document - 1] if document else 0
             start = (row - first_row) * self.context
-            piece[:] = self.corpus[int(document)][start : start + self.context + 1]
+            tokens = self.corpus[int(document)][start : start + self.context + 1]
+            piece[: len(tokens)] = tokens
         data = torch.from_numpy(pieces)
         return Batch(data[:, :-1].contiguous(), data[:, 1:].contiguous(), None)
 

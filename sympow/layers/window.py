@@ -9,14 +9,15 @@ from torch import Tensor
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document
 from sympow.layers.cache import KVCache, capacity
-from sympow.layers.softmax import attend, both_ways, empty_cache
+from sympow.layers.flex_window import flex_attend_in_window, suits_flex
+from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 
 # Queries computed at once: a block of them and the keys it sees are one attention call.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 
 class WindowAttention(AttentionMixer):
-    """Softmax attention over the last `window` tokens, rotary.
+    """Softmax attention over the last `window` tokens, rotary. In half precision on a GPU by a compiled flex_attention.
 
     Args:
         window: tokens seen, the token itself included; at least 1.
@@ -41,7 +42,11 @@ class WindowAttention(AttentionMixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x)
-        return self.merge(per_document(self._windowed, cu_seqlens, *self.rotate(q, k), v))
+        q, k = self.rotate(q, k)
+        if cu_seqlens is None and x.shape[1] > self.window and suits_flex(q, v):  # documents have too many lengths
+            y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
+            return self.merge(y.transpose(1, 2))
+        return self.merge(per_document(self._windowed, cu_seqlens, q, k, v))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -86,6 +91,8 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         k: [B, G, S, K], S >= T.
         v: [B, G, S, V].
     """
+    if k.shape[2] <= window:
+        return attend_to_past(q, k, v)
     block = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
     reach = -(-(window - 1) // block)  # blocks before its own that a query can see
     queries = q.split(block, dim=2)

@@ -33,13 +33,18 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a file of `write_results`; ValueError where it is none."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    rows = read_rows(path)
     missing = [name for name in (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
                if rows and name not in rows[0]]  # fmt: skip
     if not rows or missing:
         raise ValueError(f"{path} holds no results of recall: " + (f"no column {missing[0]!r}" if rows else "no rows"))
     return rows
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of any file of `write_results`."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

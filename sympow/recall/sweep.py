@@ -20,6 +20,7 @@ from sympow.recall.config import RecallConfig, Sweep
 from sympow.recall.results import write_results
 from sympow.recall.run import run
 from sympow.training.checkpoint import atomic_write
+from sympow.training.claim import claim
 from sympow.training.config import unknown
 
 EXECUTORS = ("submitit", "slurm", "process")
@@ -108,7 +109,7 @@ def _run_unclaimed(
     runs: Sequence[RecallConfig], folder: Path, done: Callable[[RecallConfig], object], **options: Any
 ) -> None:
     for config in runs:
-        with _claim(folder / _CLAIMS / config.id) as ours:
+        with claim(folder / _CLAIMS / config.id) as ours:
             if not ours or _row_file(folder, config).exists() or _error_file(folder, config.id).exists():
                 continue
             try:
@@ -128,20 +129,6 @@ def _work_here(runs: Sequence[RecallConfig], folder: Path, quiet: bool, options:
     with _progress(len(runs), 0, quiet) as advance:
         own = {name: options[name] for name in ("device", "cuda_graphs")} | {"quiet": quiet or len(runs) > 1}
         _run_unclaimed(runs, folder, lambda _: advance(1), **own)
-
-
-@contextmanager
-def _claim(path: Path) -> Iterator[bool]:
-    """Whether no other process holds the claim at `path`; it ends with the block, and with a process that is killed."""
-    import fcntl  # not on Windows
-
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 Alive = Callable[[], bool]

@@ -72,6 +72,8 @@ def test_a_sequence_is_a_piece_of_one_document_cut_at_the_context(lengths, shape
             start = tokens[0] - starts[document]
             assert start % context == 0
             piece = corpus[document][start : start + context + 1].tolist()
+            if len(piece) == context and not packed:
+                piece.append(IGNORED)  # the document ends with its row
             assert (tokens, targets) == (piece[:-1], piece[1:])
             assert packed == (len(tokens) < context)
 
@@ -107,7 +109,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 
 def test_packed_batches_are_spread_evenly():
-    batches = Batches(numbered([4 * 3 + 4] * 8), context=4, batch_size=2)  # 24 full rows, 8 packed ones
+    batches = Batches(numbered([5 * 3 + 4] * 8), context=5, batch_size=2)  # 24 full rows, 8 packed ones
     assert batches.rows == 32
     sorts = [batches[i].cu_seqlens is not None for i in range(32)]
     assert sorts == [False, False, False, True] * 8
@@ -125,6 +127,16 @@ def test_without_packing_tails_are_left_out():
     assert all(batches[i].cu_seqlens is None for i in range(10))
     rows = [row for i in range(5) for row in batches[i].tokens[:, 0].tolist()]
     assert Counter(rows) == dict.fromkeys([0, 4, 8, 17, 21], 2)
+
+
+@pytest.mark.parametrize(("context", "rows"), [(16, 1), (8, 2), (4, 4), (2, 8)])
+def test_documents_of_whole_rows_are_rows_to_the_last_token(context, rows):
+    """As in LongCrawl64, whose documents are as long as the longest context: every context sees all tokens."""
+    batches = Batches(numbered([16] * 3), context, batch_size=rows, pack=False)
+    assert (batches.rows, batches.targets) == (3 * rows, 3 * 15)
+    seen = [batches[i] for i in range(3)]
+    assert sorted(token for batch in seen for token in batch.tokens.flatten().tolist()) == list(range(48))
+    assert sum((batch.targets == IGNORED).sum() for batch in seen) == 3
 
 
 def test_batch_moves_to_a_device():
@@ -163,8 +175,8 @@ def test_state_of_other_data_is_refused_in_one_line(other, message):
         ([1, 1], {}, "nothing to predict: no document holds 2 tokens"),
         (
             [9, 8],
-            {"context": 9, "pack": False},
-            "no document holds context . 1 = 10 tokens, the longest 9: use a",
+            {"context": 10, "pack": False},
+            "no document fills a row of context = 10 tokens, the longest has 9: use a shorter",
         ),
     ],
 )

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from sympow.layers import LinearAttention, SoftmaxAttention, WindowAttention, softmax, window
+from sympow.layers import LinearAttention, SoftmaxAttention, WindowAttention, flex_window, softmax, window
 from sympow.layers.cache import KVCache, capacity
+from sympow.layers.flex_window import flex_attend_in_window
 from sympow.layers.softmax import attend_to_past
 from sympow.layers.window import attend_in_window
 
@@ -59,6 +61,31 @@ def test_window_never_scores_the_whole_sequence(monkeypatch):
     q, k, v = (random(1, 1, time, 2, seed=seed) for seed in range(3))
     attend_in_window(q, k, v, size)
     assert max(scored) <= 256 * 128 and sum(scored) <= 3 * time * 128
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("time", "size", "heads"), [(300, 3, (2, 2)), (259, 128, (4, 2)), (640, 300, (2, 2))])
+def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads):
+    """With windows of a few tokens, a block, and neither. On a CPU as torch runs it there, not compiled and without
+    gradients; on a GPU in bfloat16, as the layer calls it.
+
+    There rounded by half a unit, 2**-9: weights, what the gradient of the scores is made of, and results; 4 for all.
+    """
+    (h, g), on_gpu = heads, torch.cuda.is_available()
+    inputs = [random(1, n, time, 16, seed=seed).bfloat16() for seed, n in enumerate((h, g, g, h))]
+    if not on_gpu:
+        monkeypatch.setattr(flex_window, "_flex_attention", lambda: flex_attention)
+
+    def run(attend, dtype):
+        q, k, v, dout = (x.to("cuda" if on_gpu else "cpu", dtype) for x in inputs)
+        given = [x.requires_grad_(on_gpu) for x in (q, k, v)]
+        out = attend(*given, size)
+        return [out, *(torch.autograd.grad(out, given, dout) if on_gpu else ())]
+
+    dtype, rtol = (torch.bfloat16, 4 * 2**-9) if on_gpu else (torch.float64, TIGHT["rtol"])
+    wanted = run(attend_in_window, torch.float64)
+    for found, right in zip(run(flex_attend_in_window, dtype), wanted, strict=True):
+        assert (found.double() - right).norm() <= rtol * right.norm()
 
 
 def test_a_token_sees_a_window_of_tokens_itself_included():

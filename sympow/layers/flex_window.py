@@ -1,0 +1,66 @@
+"""Sliding-window attention on GPUs by torch's flex_attention: a kernel that never meets blocks outside the windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_BLOCK = 128  # queries and keys that flex_attention skips, takes whole, or masks
+
+
+def suits_flex(q: Tensor, v: Tensor) -> bool:
+    """Whether flex_attention has a fast kernel for q [..., K] and v [..., V]: in half precision on CUDA devices."""
+    widths = (q.shape[-1], v.shape[-1])
+    powers_of_two = all(16 <= width <= 256 and width & (width - 1) == 0 for width in widths)
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and powers_of_two
+
+
+def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Softmax attention of each token to the last `window` up to itself.
+
+    The first call for some shapes compiles, for seconds to a minute.
+
+    Args:
+        q: [B, H, T, K].
+        k: [B, G, T, K].
+        v: [B, G, T, V].
+    """
+    time, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    # Keys behind the end lie in the future of every query, and whole blocks need no kernels of their own.
+    q, k, v = (F.pad(x, (0, 0, 0, -time % _BLOCK)) for x in (q, k, v))
+    mask = _block_mask(q.shape[2] // _BLOCK, window, q.device)
+    return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)[:, :, :time]
+
+
+@cache
+def _flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention  # imports torch._dynamo, for seconds
+
+    return torch.compile(flex_attention, fullgraph=True)  # without a graph it would form all scores
+
+
+@lru_cache(maxsize=8)
+def _block_mask(blocks: int, window: int, device: torch.device) -> Any:
+    """Worked out block by block: `create_block_mask` would form a mask of all pairs of tokens."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
+
+    number = torch.arange(blocks, device=device)
+    apart = (number[:, None] - number) * _BLOCK  # distances of two blocks lie less than a block from this
+    whole = (apart >= _BLOCK) & (apart + _BLOCK <= window)
+    partly = (apart >= 0) & (apart - _BLOCK + 1 < window) & ~whole
+    return BlockMask.from_kv_blocks(*_listed(partly), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=seen)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of bool [queries, keys], how many key blocks each query block has, and which: they stand first. int32, two axes
+    in front for batch and heads."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
