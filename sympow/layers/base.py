@@ -244,6 +244,8 @@ class AttentionMixer(Mixer):
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        if self.rotation != "none" and torch.is_grad_enabled():
+            v = v.contiguous()  # a view would keep q and k for the backward, which only needs them rotated
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def first_position(self, x: Tensor) -> int:

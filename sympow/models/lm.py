@@ -71,7 +71,14 @@ class Block(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         if not self.has_mlp:
             return x
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+        hidden = self.mlp_in(self.mlp_norm(x))
+        if self.recompute or not torch.is_grad_enabled():
+            return x + self._narrowed(hidden)
+        # The GELU again in the backward: keeping its output too would add a fifth to what a block keeps.
+        return x + checkpoint(self._narrowed, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    def _narrowed(self, hidden: Tensor) -> Tensor:
+        return self.mlp_out(F.gelu(hidden, approximate="tanh"))
 
 
 class LanguageModel(nn.Module):
