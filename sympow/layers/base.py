@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.ops import rotary_frequencies, rotate
+from sympow.ops import rotary_frequencies, rotate_alike
 
 
 class HeadOptions(TypedDict, total=False):
@@ -244,6 +244,8 @@ class AttentionMixer(Mixer):
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        if self.rotation != "none" and torch.is_grad_enabled():
+            v = v.contiguous()  # a view would keep q and k for the backward, which only needs them rotated
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def first_position(self, x: Tensor) -> int:
@@ -253,20 +255,19 @@ class AttentionMixer(Mixer):
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
 
-        `position` is that of the first token, or a float64 tensor [B, T, G] of all positions. Packed
-        documents need no
-        restart: only differences of positions matter within a document.
+        `position` is that of the first token, or a float64 tensor [B, T, G] of all positions. Packed documents
+        need no restart: only differences of positions matter within a document.
         """
         if self.rotation == "none":
             return q, k
         if isinstance(position, int):
             end = position + q.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=q.device)
-        turn = _frequencies(self.head_dim, self.frequencies, self.max_length, q.device)
-        # A key and the query heads that read it turn together: sines and cosines are taken once.
-        together = torch.cat([q.unflatten(2, (self.n_kv_heads, -1)), k.unsqueeze(3)], dim=3)
-        turned = rotate(together.flatten(2, 3), position, turn).view_as(together)
-        return turned[:, :, :, :-1].flatten(2, 3), turned[:, :, :, -1]
+        # A graph of torch.compile holds what it needs, and warns of caches.
+        frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
+        turn = frequencies(self.head_dim, self.frequencies, self.max_length, device=q.device)
+        q, k = rotate_alike((q, k), position, turn)
+        return q, k
 
     def merge(self, y: Tensor) -> Tensor:
         """The output projection: y [B, T, H, V] -> [B, T, d]."""
@@ -364,7 +365,7 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
 
 
 @lru_cache(maxsize=64)
-def _frequencies(key_dim: int, rule: str, max_length: float | None, device: torch.device) -> Tensor:
+def _frequencies(key_dim: int, rule: str, max_length: float | None, *, device: torch.device) -> Tensor:
     # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
     # that training can use it afterwards.
     with torch.inference_mode(False):

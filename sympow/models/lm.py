@@ -20,12 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.base import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
+from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 
-IGNORE = -100
-"""Targets of this value have no loss."""
-
-# Logits formed at once by `token_losses`: 128 MiB in float32.
-_LOGIT_ELEMENTS = 1 << 25
+# Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy.
+_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
 
 
 @dataclass
@@ -73,7 +71,14 @@ class Block(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         if not self.has_mlp:
             return x
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+        hidden = self.mlp_in(self.mlp_norm(x))
+        if self.recompute or not torch.is_grad_enabled():
+            return x + self._narrowed(hidden)
+        # The GELU again in the backward: keeping its output too would add a fifth to what a block keeps.
+        return x + checkpoint(self._narrowed, hidden, use_reentrant=False, preserve_rng_state=False)
+
+    def _narrowed(self, hidden: Tensor) -> Tensor:
+        return self.mlp_out(F.gelu(hidden, approximate="tanh"))
 
 
 class LanguageModel(nn.Module):
@@ -97,6 +102,7 @@ class LanguageModel(nn.Module):
             blocks = [Block(config, config.mixer(layer)) for layer in range(config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
             self.final_norm = nn.LayerNorm(config.d_model)
+        self.cross_entropy = CrossEntropy()
         # Not to_empty: an empty_like of a meta tensor imports sympy.
         empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.named_parameters()}
         self.load_state_dict(empty, assign=True)
@@ -132,12 +138,9 @@ class LanguageModel(nn.Module):
             tokens, cu_seqlens: as for `forward`.
             targets: int64 [B, T]: tokens of the vocabulary, or -100.
         """
-        if targets.shape != tokens.shape:
-            shapes = f"{list(targets.shape)} and {list(tokens.shape)}"
-            raise ValueError(f"targets and tokens must have one shape; got {shapes}")
-        self._check_vocabulary(targets.masked_fill(targets == IGNORE, 0), "targets")
+        self._check_targets(targets, tokens)
         hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
-        rows = max(1, _LOGIT_ELEMENTS // self.config.vocab_size)
+        rows = self._logit_rows(hidden)
         slices = zip(hidden.split(rows), targets.flatten().split(rows), strict=True)
         losses = [
             checkpoint(self._losses, h, t, use_reentrant=False, preserve_rng_state=False)
@@ -147,8 +150,16 @@ class LanguageModel(nn.Module):
         ]
         return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
 
+    def loss_sum(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The sum of `token_losses`, a scalar: what training needs, with a gradient that is formed along with it and takes
+        no second look at the logits."""
+        self._check_targets(targets, tokens)
+        hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
+        options = {"rows": self._logit_rows(hidden), "cross_entropy": self.cross_entropy}
+        return cross_entropy_sum(hidden, self.embedding.weight, targets.flatten(), **options)
+
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """From now on `forward` and `token_losses` take this rank's part of every row: see `Mixer.split_context`."""
+        """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row: see `Mixer.split_context`."""
         for block in self.blocks:
             block.mixer.split_context(group)
 
@@ -209,10 +220,31 @@ class LanguageModel(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
+    def _logit_rows(self, hidden: Tensor) -> int:
+        """Tokens of a slice: a power of two, so that slices of long rows are alike."""
+        most = _LOGIT_ELEMENTS["cuda" if hidden.is_cuda else "cpu"] // self.config.vocab_size
+        return 1 << max(0, most.bit_length() - 1)
+
+    def check_tokens(self, tokens: Tensor, targets: Tensor) -> None:
+        """Refuses tokens and targets [B, T] that are not of one shape, int64 and in the vocabulary.
+
+        `token_losses` and `loss_sum` do so themselves, but for values on a GPU where gradients are on: a training step
+        would wait for the device.
+        """
+        self._check_vocabulary(tokens, "tokens")
+        self._check_targets(targets, tokens)
+
+    def _check_targets(self, targets: Tensor, tokens: Tensor) -> None:
+        if targets.shape != tokens.shape:
+            shapes = f"{list(targets.shape)} and {list(tokens.shape)}"
+            raise ValueError(f"targets and tokens must have one shape; got {shapes}")
+        self._check_vocabulary(targets.masked_fill(targets == IGNORE, 0), "targets")
+
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
-        if tokens.numel() == 0 or torch.compiler.is_compiling():
+        waits = tokens.is_cuda and torch.is_grad_enabled()
+        if tokens.numel() == 0 or waits or torch.compiler.is_compiling():
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:

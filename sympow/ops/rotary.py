@@ -7,6 +7,7 @@ accumulated in float64 and reduced to a fraction of a turn before sine and cosin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import pi, tau
 
 import torch
@@ -53,7 +54,8 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
     Returns:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
-    positions = beta.to(torch.float64).cumsum(1)
+    # Time last: a GPU adds up along any other axis with one thread a row, tens of milliseconds for 65,536 tokens.
+    positions = beta.to(torch.float64).transpose(1, 2).cumsum(2).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
 
 
@@ -68,54 +70,65 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     Returns:
         Like x; computed in float32 (float64 for float64 x).
     """
-    if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
-        raise ValueError(f"x is [B, T, H, {2 * frequencies.shape[-1]}] for these frequencies; got {list(x.shape)}")
+    return rotate_alike((x,), positions, frequencies)[0]
+
+
+def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
+    """`rotate` of each of several tensors of one dtype, as queries and keys: sines and cosines are taken once."""
     shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
     grouped = positions.reshape(shape)
     batch, time, heads = grouped.shape if grouped.ndim == 3 else (-1, -1, -1)
-    if batch not in (1, x.shape[0]) or time != x.shape[1] or heads < 1 or x.shape[2] % heads:
-        raise ValueError(
-            f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(x.shape)}; got {list(positions.shape)}"
-        )
-    return _Rotate.apply(x, grouped, frequencies)
+    for x in tensors:
+        if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
+            wanted = f"[B, T, H, {2 * frequencies.shape[-1]}]"
+            raise ValueError(f"x is {wanted} for these frequencies; got {list(x.shape)}")
+        if batch not in (1, x.shape[0]) or time != x.shape[1] or heads < 1 or x.shape[2] % heads:
+            raise ValueError(
+                f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(x.shape)}; "
+                f"got {list(positions.shape)}"
+            )
+    return _Rotate.apply(grouped, frequencies, *tensors)
 
 
-def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(i theta c) as complex numbers [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
+def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of theta c, [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
     turn = positions[..., None, None].to(torch.float64) * (frequencies / tau)
     angle = (turn - turn.round()).mul_(tau).to(dtype)
-    return torch.complex(angle.cos(), angle.sin())
+    return angle.cos(), angle.sin()
 
 
-def _pairs(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, K] -> complex [B, T, G, R, K/2]."""
-    return torch.view_as_complex(x.to(dtype).contiguous().unflatten(-1, (-1, 2))).unflatten(2, (groups, -1))
+def _pairs(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The first and the second channels of the pairs of [B, T, H, K], each [B, T, G, R, K/2]."""
+    first, second = x.unflatten(-1, (-1, 2)).unflatten(2, (groups, -1)).unbind(-1)
+    return first, second
 
 
-def _channels(pairs: Tensor, like: Tensor) -> Tensor:
-    return torch.view_as_real(pairs).reshape(like.shape).to(like.dtype)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # Not as complex numbers: they are slower on a CPU, and torch.compile fuses real arithmetic alone.
+    a, b = _pairs(x, cos.shape[2])
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, positions, frequencies):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, positions, frequencies)
-        rotated = _pairs(x, positions.shape[2], dtype) * _turns(positions, frequencies, dtype)
-        return _channels(rotated, x)
+    def forward(ctx, positions, frequencies, *tensors):
+        cos, sin = _turns(positions, frequencies, torch.promote_types(tensors[0].dtype, torch.float32))
+        turned = tuple(_turned(x, cos, sin) for x in tensors)
+        # Not the inputs, which nothing else holds: of what is turned the attention has to keep the result.
+        ctx.save_for_backward(positions, frequencies, *(turned if ctx.needs_input_grad[0] else ()))
+        return turned
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        x, positions, frequencies = ctx.saved_tensors
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        groups = positions.shape[2]
-        back = _pairs(grad, groups, dtype) * _turns(positions, frequencies, dtype).conj()
-        dx = dposition = None
-        if ctx.needs_input_grad[0]:
-            dx = _channels(back, x)
-        if ctx.needs_input_grad[1]:
-            # Turning by a small angle a moves x by i a x: the gradient is the imaginary part of conj(x) times back.
-            dangle = (_pairs(x, groups, dtype).conj() * back).imag.sum(3)  # [B, T, G, K/2]
-            dposition = (dangle.to(torch.float64) @ frequencies).sum_to_size(positions.shape)
-        return dx, dposition, None
+    def backward(ctx, *grads):
+        positions, frequencies, *turned = ctx.saved_tensors
+        cos, sin = _turns(positions, frequencies, torch.promote_types(grads[0].dtype, torch.float32))
+        dposition = None
+        if turned:
+            # Turning by a small angle moves the turned pair (a, b) by that times (-b, a).
+            dangle = torch.zeros_like(cos[:, :, :, 0])
+            for y, grad in zip(turned, grads, strict=True):
+                (a, b), (da, db) = (_pairs(x.to(cos.dtype), positions.shape[2]) for x in (y, grad))
+                dangle = dangle + (a * db - b * da).sum(3)
+            dposition = (dangle.to(torch.float64) * frequencies).sum(-1).sum_to_size(positions.shape)
+        return dposition, None, *(_turned(grad, cos, -sin) for grad in grads)

@@ -28,7 +28,7 @@ from sympow.training.config import RunConfig, TrainingConfig
 from sympow.training.interrupt import StopRequest
 from sympow.training.metrics import MetricsWriter, Terminal
 from sympow.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from sympow.training.ranks import ALONE, Ranks, Rows, join, prepare
+from sympow.training.ranks import ALONE, Part, Ranks, Rows, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
 from sympow.training.throughput import peak_flops, token_flops, trace
 
@@ -126,7 +126,7 @@ def train(
         for passes in _ahead(load, range(step, settings.steps)):
             began = time.perf_counter()
             rate = learning_rate(step, settings)
-            loss, norm, targets = _train_step(model, optimizer, passes, rate, settings, device, ranks)
+            loss, norm, targets = train_step(model, optimizer, passes, rate, settings, device, ranks)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteError(
                     f"the loss is {loss} and the norm of its gradient {norm} at step {step + 1} "
@@ -173,7 +173,7 @@ def train(
         return TrainingResult(step, settings.steps, loss, None)
 
 
-def _train_step(
+def train_step(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     passes: list[Rows],
@@ -182,13 +182,16 @@ def _train_step(
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> tuple[float, float, int]:
-    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks."""
+    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+
+    The device is waited for once, at the end.
+    """
     targets = int(ranks.sum(sum(_count(rows) for rows in passes)))
     if targets == 0:
         raise ValueError("a training step needs at least one target; every target of this one is -100")
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for rows in passes:
+    for rows in [_moved(rows, model, device) for rows in passes]:  # all before the first, whose end a copy would await
         with auxiliary_losses() as extra:
             loss = _loss_sum(model, rows, settings, device)
         # FSDP takes the mean of the ranks' gradients.
@@ -212,7 +215,7 @@ def held_out_loss(
     total, targets = 0.0, 0
     for first in range(0, settings.evaluation_batches, ranks.data_size):
         index = first + ranks.data_rank
-        batch = ranks.part(rows[min(index, settings.evaluation_batches - 1)])
+        batch = _moved(ranks.part(rows[min(index, settings.evaluation_batches - 1)]), model, device)
         loss = float(_loss_sum(model, batch, settings, device))  # on all ranks or on none: they gather weights together
         if index < settings.evaluation_batches:
             total += loss
@@ -243,11 +246,18 @@ def _count(rows: Rows) -> int:
     return int((rows.targets != -100).sum())
 
 
-def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:
+def _moved(rows: Rows, model: LanguageModel, device: torch.device) -> Rows:
+    """The rows on a device. On a GPU the model does not look at the tokens it is trained on, so they are checked here."""
+    if device.type == "cpu":
+        return rows
+    model.check_tokens(rows.tokens, rows.targets)
     cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device)
+    return Part(rows.tokens.to(device), rows.targets.to(device), cu_seqlens)
+
+
+def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:
     with autocast(settings.precision, device):
-        losses = model.token_losses(rows.tokens.to(device), rows.targets.to(device), cu_seqlens=cu_seqlens)
-    return losses.sum()
+        return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)
 
 
 def _restore(

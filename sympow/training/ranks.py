@@ -34,11 +34,11 @@ class Rows(Protocol):
 
 
 class Part(NamedTuple):
-    """A context rank's part of `Rows`."""
+    """A context rank's part of `Rows`, or all of them on another device."""
 
     tokens: Tensor
     targets: Tensor
-    cu_seqlens: None = None
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,11 @@ def launched(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         if device != torch.device("cuda"):
             raise ValueError(f"training.device is one GPU, {str(device)!r}; on several ranks it is 'cuda' or 'auto'")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     yield
     dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
 
@@ -192,6 +195,7 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     if execution.compile:
         for block in model.blocks:
             block.compile()
+        model.cross_entropy.compile()
     if ranks.size == 1:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -203,4 +207,5 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, "token_losses")
+    for method in ("loss_sum", "token_losses"):
+        register_fsdp_forward_method(model, method)

@@ -155,7 +155,7 @@ def gradient(config, passes, monkeypatch) -> tuple[float, torch.Tensor]:
             seen.append(model.embedding.weight.grad.clone())
 
     optimizer = Recorder(model.parameters(), lr=0.1)
-    loss, _, targets = module._train_step(model, optimizer, passes, 0.1, config.training, CPU)
+    loss, _, targets = module.train_step(model, optimizer, passes, 0.1, config.training, CPU)
     assert targets == sum(int((batch.targets != -100).sum()) for batch in passes)
     assert all(parameter.grad is None for parameter in model.parameters())
     return loss, seen[0]

@@ -1,0 +1,62 @@
+"""The sum of losses behind a head: torch's cross_entropy, value and gradients, however it is sliced and padded."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sympow.models.cross_entropy import CrossEntropy, cross_entropy_sum
+from tests.ops.contract import FLOAT64_TOLERANCE
+
+TOKENS, WIDTH = 11, 6
+
+
+def inputs(vocabulary: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, generator=gen, dtype=torch.float64) for n in (TOKENS, vocabulary))
+    targets = torch.randint(vocabulary, (TOKENS,), generator=gen)
+    targets[[2, 7]] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def total(hidden, weight, targets, rows: int = TOKENS) -> torch.Tensor:
+    return cross_entropy_sum(hidden, weight, targets, rows=rows, cross_entropy=CrossEntropy())
+
+
+@pytest.mark.parametrize("rows", [1, 4, TOKENS, 100])
+@pytest.mark.parametrize("vocabulary", [1, 8, 13])
+def test_value_and_gradients(vocabulary, rows):
+    hidden, weight, targets = inputs(vocabulary)
+    expected = F.cross_entropy(hidden @ weight.T, targets, ignore_index=-100, reduction="sum")
+    found = total(hidden, weight, targets, rows)
+    grads = [torch.autograd.grad(3 * loss, (hidden, weight)) for loss in (found, expected)]
+    for a, b in zip((found.detach(), *grads[0]), (expected.detach(), *grads[1]), strict=True):
+        assert a.shape == b.shape and (a - b).norm() <= FLOAT64_TOLERANCE * max(1.0, b.norm().item())
+    assert grads[0][0][2].eq(0).all()
+    with torch.no_grad():
+        assert torch.equal(total(hidden, weight, targets, rows), found)
+
+
+def test_no_targets():
+    hidden, weight, targets = inputs(5)
+    loss = total(hidden, weight, targets.fill_(-100))
+    assert loss == 0 and torch.autograd.grad(loss, hidden)[0].eq(0).all()
+
+
+def test_a_hopeless_target_has_a_finite_loss():
+    hidden, weight = torch.full((1, 1), 300.0, requires_grad=True), torch.tensor([[1.0], [-1.0]])
+    loss = total(hidden, weight, torch.tensor([1]))
+    assert loss == 600 and torch.autograd.grad(loss, hidden)[0] == 2
+
+
+def test_autocast():
+    """bfloat16 products: as far from float64 as the same logits rounded to bfloat16, twice; sums in float32."""
+    exact, half = inputs(13), inputs(13, torch.float32)
+    grads = []
+    for hidden, weight, targets in (exact, half):
+        with torch.autocast("cpu", torch.bfloat16, enabled=hidden.dtype == torch.float32):
+            loss = total(hidden, weight, targets, 4)
+        grads.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert [x.dtype for x in grads[1]] == [torch.float32] * 3
+    for a, b in zip(*grads, strict=True):
+        # Inputs, logits, their gradients and the products are each rounded, by 2**-9 of their norm at most.
+        assert (a - b.double()).norm() <= 2 * 4 * 2**-9 * a.norm()
