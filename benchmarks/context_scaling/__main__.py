@@ -48,7 +48,7 @@ def main() -> int:
     report.add_argument("--results", type=Path, default=RESULTS / "context_scaling",
                         help="folder with runs.csv, bins.csv and curves.csv (default: %(default)s)")  # fmt: skip
     report.add_argument("--text", type=Path, default=ROOT / "docs" / "results" / "context-scaling.md",
-                        help="file of the tables; figures go into a folder beside it (default: %(default)s)")  # fmt: skip
+                        help="file of the tables; figures go to a folder beside it (default: %(default)s)")  # fmt: skip
     options = parser.parse_args()
     try:
         return options.command(options)

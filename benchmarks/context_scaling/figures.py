@@ -24,6 +24,7 @@ STYLES = {
     "window": ("window of 8,192", "#E69F00", "P", "-"),
     "linear": ("linear", "#56B4E9", "X", "-"),
 }
+BY_CONTEXT = (*MAIN, "power4_gated")  # in parts (a) and (b)
 COMPARED = ("softmax", "linear", "window", "power")  # in part (d)
 LOSS = "held-out loss (nats a token)"
 
@@ -53,7 +54,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 def _loss(chosen: Results) -> Any:
     """(a): loss against the context of the training, at that context."""
-    rows = [row for row in chosen.runs if row["variant"] in (*MAIN, "power4_gated")]
+    rows = [row for row in chosen.runs if row["variant"] in BY_CONTEXT]
     if not rows:
         return None
     figure, (axis,) = _panels(1, (6, 4.5))
@@ -94,6 +95,7 @@ def _evaluation_context(chosen: Results) -> Any:
     """(b): loss by position up to the longest context, a panel for each shorter one trained at."""
     longest = max((row["context"] for row in chosen.runs), default=0)
     rows = [row for row in chosen.bins if row["evaluated_context"] == longest != row["context"]]
+    rows = [row for row in rows if row["variant"] in BY_CONTEXT]
     if not rows:
         return None
     contexts = sorted({row["context"] for row in rows})
@@ -106,17 +108,19 @@ def _evaluation_context(chosen: Results) -> Any:
 
 
 def _training_curves(chosen: Results) -> Any:
-    """(c): training loss along the training, a panel a context."""
-    if not chosen.curves:
+    """(c): training loss behind the warmup, whose losses would flatten the rest; a panel a context."""
+    last = max((row["step"] for row in chosen.curves), default=0)
+    rows = [row for row in chosen.curves if row["step"] > last // 10]
+    if not rows:
         return None
-    contexts = sorted({row["context"] for row in chosen.curves})
+    contexts = sorted({row["context"] for row in rows})
     figure, axes = _panels(len(contexts))
     for axis, context in zip(axes, contexts, strict=True):
-        for variant, same in _by_variant([row for row in chosen.curves if row["context"] == context]):
+        for variant, same in _by_variant([row for row in rows if row["context"] == context]):
             points = sorted(group(same, "tokens").items())
             losses = [mean(row["loss"] for row in of_step) for _, of_step in points]
-            axis.plot([tokens for (tokens,), _ in points], losses, **_style(variant) | {"marker": ""})
-        axis.set_xlabel("tokens")
+            axis.plot([tokens / 1e6 for (tokens,), _ in points], losses, **_style(variant) | {"marker": ""})
+        axis.set_xlabel("tokens (millions)")
         axis.set_title(f"context {context:,}")
     return _finish(figure, axes, "training loss (nats a token)")
 

@@ -55,7 +55,7 @@ def _work(job: Job, workers: int, deadline: float) -> None:
 
     def start(number: int) -> None:
         left[number] = _left(job)
-        started[number] = context.Process(target=work, args=(job, number), daemon=True)
+        started[number] = context.Process(target=work, args=(job, number))  # no daemon: compilers start processes
         started[number].start()
 
     for number in range(workers):

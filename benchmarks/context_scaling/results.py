@@ -28,7 +28,8 @@ def collect(records: Path, folder: Path) -> None:
     """Writes the tables of all records of a folder."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob("*.json")]
     found.sort(key=lambda record: tuple(record["run"].values()))
-    runs = [{**record["run"], "status": record["status"], **record.get("row", {})} for record in found]
+    runs = [{**record["run"], "status": record["status"], **record.get("row", {}), **record.get("about", {})}
+            for record in found]  # fmt: skip
     bins, curves = (
         [{**record["run"], **_rounded(line)} for record in found for line in record.get(name, [])]
         for name in ("bins", "curve")

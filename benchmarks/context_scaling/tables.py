@@ -7,8 +7,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks.context_scaling.figures import COMPARED, STYLES, label
-from benchmarks.context_scaling.grid import MAIN
+from benchmarks.context_scaling.figures import BY_CONTEXT, COMPARED, label
 from benchmarks.context_scaling.results import Results, Row, at_best
 from sympow.evaluation import size_tables
 from sympow.models import PRESETS, LanguageModel, MixerConfig, preset
@@ -59,11 +58,12 @@ def loss(rows: Sequence[Row]) -> str:
     """(a): at the context trained at, with the best learning rate."""
     contexts = sorted({row["context"] for row in rows})
     lines = []
-    for variant in (*MAIN, "power4_gated", "linear", "window"):
+    for variant in (*BY_CONTEXT, "linear", "window"):
         found = {context: same for (context,), same in group(_of(rows, variant), "context").items()}
         cells = (f"{_loss(found[context])} ({found[context][0]['learning_rate']:g})" if context in found else ""
                  for context in contexts)  # fmt: skip
-        lines.append((label(variant), *cells))
+        if found:
+            lines.append((label(variant), *cells))
     return _table(["held-out loss (best learning rate)", *(f"{context:,}" for context in contexts)], lines)
 
 
@@ -71,7 +71,7 @@ def beyond(chosen: Results) -> str:
     """(b): loss at the end of the context trained at, at four times that, and at the end of the longest."""
     longest = max((row["context"] for row in chosen.runs), default=0)
     lines = []
-    for variant in (*MAIN, "power4_gated"):
+    for variant in BY_CONTEXT:
         for context in sorted({row["context"] for row in chosen.runs} - {longest}):
             bins = [row for row in _of(chosen.bins, variant) if row["context"] == context]
             bins = [row for row in bins if row["evaluated_context"] == longest]
@@ -145,8 +145,6 @@ def _parameters(variant: str) -> int:
 
 
 def _of(rows: Sequence[Row], variant: str) -> list[Row]:
-    if variant not in STYLES:
-        raise ValueError(f"no variant {variant!r}; there are {', '.join(STYLES)}")
     return [row for row in rows if row["variant"] == variant]
 
 

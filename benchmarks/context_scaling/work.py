@@ -97,7 +97,9 @@ def work(job: Job, worker: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is for the launcher, which then terminates this
     if job.device == "cuda":
+        torch.cuda.init()
         torch.cuda.set_device(worker % torch.cuda.device_count())
+    about = {"processor": processor(job.device), "torch": torch.__version__, "commit": commit()}
     documents = _documents(job)
     for run in job.runs:
         if not parent_alive():
@@ -109,7 +111,7 @@ def work(job: Job, worker: int) -> None:
             record = _attempt(job, run, *documents)
             if record is None:
                 return
-            job.write(run, record)
+            job.write(run, {**record, "about": {**about, "corpus": documents[0].fingerprint}})
         print(_progress(job, run, record), flush=True)
         if record["status"] == FAILED:
             raise SystemExit(1)
@@ -196,10 +198,6 @@ def _measure(job: Job, run: Run, documents: TokenCorpus, held_out: TokenCorpus) 
             "tokens_per_second": speed,
             "peak_bytes": peak,
             "held_out_loss": found[run.context].loss,
-            "corpus": documents.fingerprint,
-            "processor": processor(job.device),
-            "torch": torch.__version__,
-            "commit": commit(),
         },
         "bins": [{"evaluated_context": n, **each._asdict()} for n, losses in found.items() for each in losses.bins],
         "curve": [{name: row.get(name) for name in ("step", "tokens", "loss", "held_out_loss")} for row in metrics],
