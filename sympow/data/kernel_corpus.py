@@ -41,7 +41,7 @@ SPLITS = ("train", "heldout")  # of the arrays' names: train.zarr and heldout.za
 SUMMARY = "corpus.json"
 DOCUMENTS = "documents.jsonl"
 
-_SMALLEST = 4  # bytes a token of a row: a directory of that size fills a row at any vocabulary of thousands
+_SMALLEST = 4  # bytes a token of a row: the kernel has 2.5 bytes a token, so that a document fills a row or more
 _SUBTREE = 3  # folders of a path that are held out together
 _TABLES = "asic_reg"
 _VERSION = 1  # of the rules in this file: to be raised whenever the same source would become another corpus
@@ -370,7 +370,7 @@ class _Writer:
     def _open(self, split: str, rows: int) -> Any:
         try:
             import zarr
-            from numcodecs import Blosc
+            from numcodecs import Zstd
         except ImportError:
             raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
         path = self._folder / f"{split}.zarr"
@@ -382,7 +382,7 @@ class _Writer:
             shape=(rows, self._row_tokens),
             dtype="<u2",
             chunks=(1, self._row_tokens),
-            compressors=Blosc("zstd", clevel=5, shuffle=Blosc.SHUFFLE),
+            compressors=Zstd(level=5),
             zarr_format=2,
             config=config,
             overwrite=True,

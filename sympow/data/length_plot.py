@@ -50,15 +50,16 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
         axes.grid(True, axis="y", color="0.9")
         axes.set_axisbelow(True)
     count.annotate(
-        f"a row: {row:,} tokens\nshorter documents are left out",
+        f"a row: {row:,} tokens",
         xy=(row, 0.97),
         xycoords=("data", "axes fraction"),
-        xytext=(-6, 0),
+        xytext=(3, 0),
         textcoords="offset points",
-        ha="right",
+        rotation=90,
+        ha="left",
         va="top",
-        fontsize=9,
         color="0.2",
+        fontsize=9,
     )
     count.legend(fontsize=9)
     mass.set_xscale("log", base=2)
@@ -67,7 +68,7 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
     mass.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tokens(x)))
     mass.set_xlabel("length of a document before cutting (tokens)")
     kept = sum(entry.rows for entry in entries) * row / sum(entry.tokens for entry in entries)
-    count.set_title(f"Documents of the kernel's source; {kept:.0%} of their tokens fill whole rows")
+    count.set_title(f"Documents by length; {kept:.0%} of their tokens fill whole rows")
     figure.savefig(path)
 
 

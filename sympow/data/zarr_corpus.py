@@ -1,7 +1,11 @@
 """Tokens in the LongCrawl64 layout: a zarr array of documents x tokens, local or on object storage.
 
-LongCrawl64 (Buckman, 2024) has 6,661,465 documents of 65,536 GPT-2 tokens each, uint16, zarr format 2, a
-chunk a document. Any array of that shape is read, of any length and of zarr format 2 or 3.
+LongCrawl64 (Buckman, 2024) has 6,661,465 documents of 65,536 GPT-2 tokens each, in two arrays, `train.zarr` and
+`heldout.zarr`: uint16, zarr format 2, Blosc with LZ4. Any array of documents x tokens is read, of any length and
+chunks, of zarr format 2 or 3.
+
+Reading a document reads every chunk that holds a part of it. LongCrawl64's chunks are of 2,048 documents x 2,048
+tokens, so that a document costs 32 of them; copied to a chunk a document it costs one, a thousandth of the bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ class ZarrCorpus:
 
     The fingerprint is of the array's shape and dtype and of a few documents, as reading all would take hours:
     it is the same for a copy elsewhere. Safe to fork and to pickle: each process opens the store for itself.
-    Raises FileNotFoundError for a missing store, ValueError or TypeError for one that does not fit.
+    Raises FileNotFoundError for a missing store, ValueError or TypeError for one that does not fit or lacks chunks,
+    OSError for one that cannot be reached, ImportError naming the package that a protocol needs.
     """
 
     def __init__(self, url: str, vocab_size: int, storage_options: Mapping[str, Any] | None = None):
@@ -55,11 +60,26 @@ class ZarrCorpus:
     def __getitem__(self, index: int) -> np.ndarray:
         check_index(index, len(self))
         document = np.asarray(self._array()[int(index)])
+        self._check_chunks(document, index)
         check_tokens(document, self.vocab_size, f"zarr corpus {self.url}: document {index}")
         return document
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
+
+    def _check_chunks(self, document: np.ndarray, index: int) -> None:
+        """Raise ValueError for a chunk that is not there: zarr fills it with one value, and an incomplete copy would
+        look whole."""
+        from zarr.core.sync import sync
+
+        array = self._array()
+        rows, width = array.shards or array.chunks
+        for start in range(0, len(document), width):
+            part = document[start : start + width]
+            if (part == part[0]).all():
+                key = array.metadata.encode_chunk_key((index // rows, start // width))
+                if not sync((array.store_path / key).exists()):
+                    raise ValueError(f"zarr corpus {self.url} is incomplete: document {index} lacks chunk {key}")
 
     def _array(self) -> Any:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -79,6 +99,10 @@ def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
         node = zarr.open(url, mode="r", storage_options=storage_options or None)
     except FileNotFoundError:
         raise FileNotFoundError(f"no zarr array or group at {url}") from None
+    except (OSError, ValueError, TypeError, ImportError):  # with a line of their own
+        raise
+    except Exception as error:  # each protocol of fsspec has others
+        raise OSError(f"zarr corpus {url} cannot be read: {type(error).__name__} {error}") from None
     if isinstance(node, zarr.Array):
         return node
     arrays = dict(node.arrays())

@@ -2,7 +2,7 @@
 
 Say where it is: data.path=FOLDER, or data.path=URL with data.storage_options.token=anon for a public bucket.
 GPT-2's tokenizer.json as data.tokenizer=FILE lets the trained model generate text. A step is 524,288 tokens
-at every context.
+at every context. Another corpus of that layout is `sympow kernel-corpus`; docs/corpus.md tells how to name it here.
 """
 
 from sympow.data import DataConfig

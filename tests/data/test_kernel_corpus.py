@@ -170,9 +170,9 @@ def test_a_line_half_written_is_written_again(tmp_path, archive, corpus, monkeyp
     (tmp_path / "kernel.partial" / "train.zarr" / "3.0123.partial").write_bytes(b"left by a killed process")
     (tmp_path / "kernel.partial" / "train.zarr" / "0.0").unlink()  # listed, so not written again: to be seen below
     build_kernel_corpus(out, archive, **OPTIONS)
-    made = contents(out)
-    assert made.keys() == contents(corpus).keys() - {"train.zarr/0.0"}
-    assert all(data == contents(corpus)[name] for name, data in made.items())
+    whole = contents(corpus)
+    del whole["train.zarr/0.0"]
+    assert contents(out) == whole
 
 
 def test_a_finished_corpus_is_left_as_it_is(corpus):
@@ -205,7 +205,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
         return tokenizer
 
     monkeypatch.setattr(BPETokenizer, "train", train_and_remove)
-    with pytest.raises(ValueError, match="linux was changed while it was read: files of arch/a-0/x are gone$"):
+    with pytest.raises(ValueError, match=r"linux was changed while it was read: files of arch/a-0/x are gone$"):
         build_kernel_corpus(tmp_path / "kernel", folder, **OPTIONS)
     with pytest.raises(ValueError, match=r"kernel\.partial holds a corpus of source "):
         build_kernel_corpus(tmp_path / "kernel", folder, **OPTIONS)

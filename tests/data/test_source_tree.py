@@ -40,15 +40,15 @@ def test_an_archive_that_breaks_off_is_refused(tmp_path, cut):
 
 
 def test_sources_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="^source does not exist: "):
+    with pytest.raises(FileNotFoundError, match=r"^source does not exist: "):
         list(read_files(tmp_path / "none"))
     (tmp_path / "text").write_text("no archive" * 100)
     with pytest.raises(ValueError, match="text: expected a tar archive or a Debian package, got"):
         list(read_files(tmp_path / "text"))
     archive = write_archive(tmp_path / "two", {"a/a.c": b"a", "b/b.c": b"b"}, top="")
-    with pytest.raises(ValueError, match="two: expected one folder in the archive, a, got also b/b.c$"):
+    with pytest.raises(ValueError, match=r"two: expected one folder in the archive, a, got also b/b\.c$"):
         list(read_files(archive))
-    with pytest.raises(ValueError, match="loose: expected one folder in the archive, a.c, got also a.c$"):
+    with pytest.raises(ValueError, match=r"loose: expected one folder in the archive, a\.c, got also a\.c$"):
         list(read_files(write_archive(tmp_path / "loose", {"a.c": b"a"}, top="")))
 
 

@@ -93,7 +93,8 @@ def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(folder, tmp_path):
 
 def zarr_array(path, documents: int, first: int = 0) -> str:
     tokens = np.arange(first, first + documents, dtype=np.uint16)[:, None].repeat(16, axis=1)
-    zarr.create_array(str(path), data=tokens, chunks=(1, 16), zarr_format=2)
+    config = {"write_empty_chunks": True}  # document 0 is all zeros
+    zarr.create_array(str(path), data=tokens, chunks=(1, 16), zarr_format=2, config=config)
     return str(path)
 
 

@@ -1,12 +1,16 @@
+import functools
+import http.server
 import pickle
 import sys
+import threading
 import uuid
 
 import numpy as np
 import pytest
 import zarr
+from numcodecs import Blosc
 
-from sympow.data import ZarrCorpus
+from sympow.data import DataConfig, ZarrCorpus, open_corpus
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, (5, 64), dtype=np.uint16)
 
@@ -37,6 +41,81 @@ def test_documents_of_the_longcrawl_layout(url):
     assert len(corpus) == 5 and corpus.lengths.tolist() == [64] * 5 and corpus.lengths.dtype == np.int64
     assert corpus.vocab_size == 50257 and corpus[3].dtype == np.uint16
     np.testing.assert_array_equal(list(corpus), TOKENS)
+
+
+@pytest.fixture
+def longcrawl64(tmp_path):
+    """A folder with small arrays in LongCrawl64's own layout: its names, format, compressor, and chunks of many
+    documents and of a part of their tokens, those at the ends not full."""
+    for name, tokens in (("train", TOKENS), ("heldout", TOKENS[:2])):
+        zarr.create_array(
+            tmp_path / f"{name}.zarr",
+            data=tokens,
+            chunks=(3, 20),
+            zarr_format=2,
+            fill_value=0,
+            compressors=Blosc("lz4", clevel=5, shuffle=Blosc.SHUFFLE),
+        )
+    return tmp_path
+
+
+@pytest.fixture
+def serve():
+    """serve(folder) gives the URL of a web server with its files."""
+    servers = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            if "/forbidden" in self.path:
+                self.send_error(403)
+            else:
+                super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    def start(folder) -> str:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_longcrawl64_from_a_web_server(longcrawl64, serve):
+    url = serve(longcrawl64)
+    paths = {"path": f"{url}/train.zarr", "held_out_path": f"{url}/heldout.zarr"}
+    splits = open_corpus(DataConfig(kind="zarr", tokenizer="none", vocab_size=50257, **paths))
+    np.testing.assert_array_equal(list(splits.train), TOKENS)
+    np.testing.assert_array_equal(list(splits.held_out), TOKENS[:2])
+
+
+def test_errors_of_a_web_server(tmp_path, serve):
+    url = serve(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^no zarr array or group at {url}/nothing.zarr$"):
+        ZarrCorpus(f"{url}/nothing.zarr", 50257)
+    with pytest.raises(OSError, match=f"^zarr corpus {url}/forbidden cannot be read: ClientResponseError 403,"):
+        ZarrCorpus(f"{url}/forbidden", 50257)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_incomplete_copy_is_refused(tmp_path, zarr_format):
+    """What zarr gives for a chunk that is not there are tokens too."""
+    tokens = TOKENS.copy()
+    tokens[0, :32] = 0  # a chunk that is there
+    path = tmp_path / "a.zarr"
+    config = {"write_empty_chunks": True}
+    zarr.create_array(path, data=tokens, chunks=(1, 32), zarr_format=zarr_format, config=config)
+    np.testing.assert_array_equal(list(ZarrCorpus(str(path), 50257)), tokens)
+    key = {2: "3.1", 3: "c/3/1"}[zarr_format]
+    (path / key).unlink()
+    corpus = ZarrCorpus(str(path), 50257)  # document 3 is not among those read at opening
+    with pytest.raises(ValueError, match=rf"a\.zarr is incomplete: document 3 lacks chunk {key}$"):
+        corpus[3]
 
 
 def test_storage_options_reach_fsspec(tmp_path):
@@ -87,7 +166,7 @@ def test_another_process_opens_the_store_itself(tmp_path, monkeypatch):
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
-    tokens = np.zeros((100, 8), dtype=np.uint16)
+    tokens = np.ones((100, 8), dtype=np.uint16)
     tokens[50] = 300  # not among the documents read at opening
     corpus = ZarrCorpus(store(str(tmp_path / "a"), tokens), vocab_size=256)
     with pytest.raises(ValueError, match=r"a: document 50 holds token 300, outside the vocabulary of 256$"):

@@ -1,0 +1,49 @@
+"""`sympow kernel-corpus`: a corpus and the image of its lengths, which a run then trains on."""
+
+from functools import partial
+
+import pytest
+
+from sympow.cli import commands, main
+from sympow.data import build_kernel_corpus
+from tests.data.trees import source_tree, write_archive
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """The command, for rows of 64 tokens."""
+    monkeypatch.setattr(commands, "build_kernel_corpus", partial(build_kernel_corpus, row_tokens=64))
+    archive = write_archive(tmp_path / "linux.tar.xz", source_tree())
+    return ["kernel-corpus", "--out", f"{tmp_path}/kernel", "--source", str(archive), "--vocab-size", "300"]
+
+
+def test_the_corpus_is_made_drawn_and_trained_on(words, tmp_path, capsys):
+    assert main([*words, "--plot", f"{tmp_path}/lengths.png"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert err == "" and len(lines) == 2
+    assert lines[0].startswith(f"{tmp_path}/kernel/train.zarr: ") and " rows of 64 tokens, from " in lines[0]
+    assert lines[1].startswith(f"{tmp_path}/kernel/heldout.zarr: ")
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert main(words) == 0 and capsys.readouterr().out == out
+
+    corpus, run = tmp_path / "kernel", tmp_path / "run"
+    data = {"path": corpus / "train.zarr", "held_out_path": corpus / "heldout.zarr", "tokenizer": corpus}
+    overrides = [f"data.{name}={value}" for name, value in (data | {"vocab_size": 300}).items()]
+    overrides += ["model.vocab_size=300", "model.d_model=24", "model.n_layers=1", "model.n_heads=2"]
+    overrides += ["training.context=32", "training.batch_size=2", "training.steps=1", "training.warmup_steps=0"]
+    overrides += ["training.precision=float32"]
+    assert main(["train", "longcrawl64:power", *overrides, "--out", str(run), "--quiet"]) == 0
+    assert main(["generate", str(run), "--prompt", "int", "--max-new-tokens", "1"]) == 0
+
+
+def test_errors_are_one_line(words, tmp_path, capsys):
+    for more, line in (
+        (["--vocab-size", "100"], "vocab_size must be 256 to 65,536, as tokens are uint16; got 100"),
+        (["--source", "nowhere"], "source does not exist: nowhere"),
+        (["--plot", f"{tmp_path}/no/a.png"], f"{tmp_path}/no/a.png cannot be written: it is a folder, or its folder does not"),
+    ):
+        assert main([*words, *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"sympow: error: {line}") and err.count("\n") == 1
+    assert not (tmp_path / "kernel").exists()
