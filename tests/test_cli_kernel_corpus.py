@@ -41,7 +41,7 @@ def test_errors_are_one_line(words, tmp_path, capsys):
     for more, line in (
         (["--vocab-size", "100"], "vocab_size must be 256 to 65,536, as tokens are uint16; got 100"),
         (["--source", "nowhere"], "source does not exist: nowhere"),
-        (["--plot", f"{tmp_path}/no/a.png"], f"{tmp_path}/no/a.png cannot be written: it is a folder, or its folder does not"),
+        (["--plot", f"{tmp_path}/no/a.png"], f"{tmp_path}/no/a.png cannot be written: it is a folder, or its folder "),
     ):
         assert main([*words, *more]) == 2
         out, err = capsys.readouterr()

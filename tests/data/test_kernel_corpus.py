@@ -244,6 +244,13 @@ def test_small_directories_join_the_one_above():
     assert sum(each.held_out for each in documents.values()) == 1
 
 
+def test_neighbours_are_held_out_together_and_as_many_as_fit():
+    sizes = {f"t{n}/a/b/{leaf}/1.c": 100 for n in range(50) for leaf in "xyz"}
+    documents = plan_documents(sizes, 100)
+    held_out = {each.directory for each in documents if each.held_out}
+    assert len(held_out) == 6 and len({directory.split("/")[0] for directory in held_out}) == 2  # 7.5 would be 5%
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_file_is_in_one_document_and_order_is_that_of_completion(seed):
     rng = random.Random(seed)
