@@ -84,7 +84,11 @@ class Call:
     @cached_property
     def rows(self) -> Rows:
         """Of the chunked form alone: for a high p they are many."""
-        return rows_of(self.K, self.p)
+        return rows_of(self.K, self.p, self.levels)
+
+    @property
+    def levels(self) -> int:
+        return config.HOPPER[self.K].levels if self.hopper else 2
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -112,7 +116,8 @@ class Call:
 
     def hopper_dims(self, launch: config.Launch) -> dict:
         half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "HALF": half, "R": self.H // self.G, "CHUNK": self.chunk}
+        dims = {"K": self.K, "V": self.V, "HALF": half, "LEVELS": self.levels, "R": self.H // self.G}
+        dims |= {"CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 
@@ -158,11 +163,13 @@ class Call:
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
             launch = self.hopper_launches.state
-            parts = hopper_states.programs(self.K, self.rows.half, launch.block, launch.tile, launch.warps)
+            parts = hopper_states.programs(
+                self.K, self.rows.half, self.levels, launch.block, launch.tile, launch.warps
+            )
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
             hopper_states.state_pass[parts, self.G, layout.sequences](
-                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, TILES=launch.block, WIDTH=launch.tile,
-                STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
+                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, LEVELS=self.levels, TILES=launch.block,
+                WIDTH=launch.tile, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         elif self.hopper_powers:
             launch, (lower, upper) = self.hopper_launches.state, self.counts()

@@ -29,6 +29,7 @@ class Config:
     query: Launch
     key: Launch
     state: Launch  # block: tiles of rows a program owns, 1, 2 or 4
+    levels: int = 2  # parts of K in the rows of a state (`rows.py`); 4 for p = 2 on Hopper alone
 
     @property
     def chunk_multiple(self) -> int:

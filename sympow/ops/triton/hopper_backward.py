@@ -32,7 +32,7 @@ def copy_state(
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
     starts, chunk_starts, blocks, T, tokens, H, G, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -204,7 +204,7 @@ def _both(
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
     starts, chunk_starts, blocks, T, tokens, H, G, out_scale, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
