@@ -95,7 +95,7 @@ def _band(
 
 
 @gluon.jit
-def _first_keys(
+def first_keys(
     k, k_st, v, v_st, begin, length,
     KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def output_pass(
     # Where a state's tiles need all shared memory, keys and values take their place in the end.
     LATE: gl.constexpr = STATES and K > 64
     if not LATE:
-        keys_s, values_s = _first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     acc = gl.zeros([BLOCK, V], gl.float32, mma)
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
@@ -221,7 +221,7 @@ def output_pass(
     if LATE:
         async_copy.wait_group(0)
         gl.thread_barrier()
-        keys_s, values_s = _first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start

@@ -195,6 +195,11 @@ def _walk(
         stage = it % STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
+        keys = xs.index(stage).permute([1, 0]).load(left_layout)
+        values = ys.index(stage)
+        factors = fs.index(stage)
+        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
+        w0 = warpgroup_mma(p0, values, a0, is_async=True)
         ahead = it + (STAGES - 1)
         x_here, f_here, y_here, left = step_pointers(
             ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
@@ -204,11 +209,6 @@ def _walk(
             ahead % STAGES, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP,
             WARPS,
         )  # fmt: skip
-        keys = xs.index(stage).permute([1, 0]).load(left_layout)
-        values = ys.index(stage)
-        factors = fs.index(stage)
-        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
-        w0 = warpgroup_mma(p0, values, a0, is_async=True)
         if is_z:
             a0 = warpgroup_mma_wait(0, deps=(w0,))
         else:
