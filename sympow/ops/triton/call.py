@@ -57,7 +57,10 @@ class Tokens:
 class Call:
     """What the passes of one call share: shapes, layout, the row tables and the launch configuration."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32,
+        backward: bool = False,
+    ):  # fmt: skip
         b, t, self.H, self.K = q.shape
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
@@ -72,6 +75,10 @@ class Call:
         self.grad_scale = p * (scale if p > 4 else 1.0)
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
+        self.levels = 2
+        if self.hopper:
+            launches = config.HOPPER[self.K]
+            self.levels = launches.gradient_levels if backward else launches.levels
         # p = 3 and 4: the state and the output pass, but not the gradients.
         self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32)
         self.chunk = chunk
@@ -85,10 +92,6 @@ class Call:
     def rows(self) -> Rows:
         """Of the chunked form alone: for a high p they are many."""
         return rows_of(self.K, self.p, self.levels)
-
-    @property
-    def levels(self) -> int:
-        return config.HOPPER[self.K].levels if self.hopper else 2
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)

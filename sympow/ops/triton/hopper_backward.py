@@ -132,6 +132,7 @@ def query_pass(
                     state, matrix, queries_s, dy_s, d, K, V, HALF, BLOCK, TILE, STAGES, NORMALIZE, mma, num_warps
                 )
     if LATE:
+        gl.thread_barrier()
         queries_s = gl.allocate_shared_memory(
             gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
         )
@@ -228,7 +229,7 @@ def _key_halves(
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, Z: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys [BLOCK, K] and values [BLOCK, V] through that of a state in halves and its normalizer's z."""
+    """The gradients of keys [BLOCK, K] and values [BLOCK, V] through those of a state in halves and of its z."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     STEPS: gl.constexpr = K * K // TILE
     LOWER_STEPS: gl.constexpr = HALF * K // TILE
@@ -351,6 +352,7 @@ def key_pass(
                     state, matrix, keys_s, values_s, K, V, HALF, BLOCK, TILE, STAGES, Z, mma, num_warps
                 )
     if LATE:
+        gl.thread_barrier()
         queries_s, dy_s = _first_queries(
             q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
         )

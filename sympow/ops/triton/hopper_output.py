@@ -74,9 +74,9 @@ def _band(
 ):  # fmt: skip
     """acc plus what the tiles START to STOP - 1 give: prefixes from PREFIX on, ROWS rows each, base times each.
 
-    Each operand is formed in registers while the products before it run, and so is the copy of the tile STAGES - 1 ahead
-    started. All are waited for within the turn: until then the tensor cores read the registers, and nothing tells the
-    compiler to keep them past its end.
+    Each operand is formed in registers while the products before it run, and while they all run the copy of the tile
+    STAGES - 1 ahead is started. They are waited for within the turn: until then the tensor cores read the registers,
+    and nothing tells the compiler to keep them past its end.
     """
     COUNT: gl.constexpr = TILE // ROWS
     for i in range(START, STOP):

@@ -1,8 +1,8 @@
 """What states in quarters (`rows.py`) give to the gradients of p = 2, for Hopper, in Gluon.
 
-With U = dy S^T, [tokens, rows], a row (a, j) gives x_a U to the gradient of x_j and, if j lies in a later quarter than a,
-x_j U to that of x_a: the row (j, a) is the same and nowhere else. So each tile is read and multiplied once, K rows a turn,
-and what is left is two multiply-adds an entry of U, in float32, while the tensor cores do the next product.
+With U = dy S^T, [tokens, rows], a row (a, j) gives x_a U to the gradient of x_j and, if j lies in a later quarter than
+a, x_j U to that of x_a: the row (j, a) would be the same, and is not kept. So each tile, of K rows, is read and
+multiplied once, and two multiply-adds an entry of U are left, in float32.
 """
 
 from triton.experimental import gluon
@@ -32,10 +32,10 @@ def by_column(block, prefixes, width, warps):
 
 
 @gluon.jit
-def _by_prefix(buffer, i, COUNT: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """[BLOCK, COUNT]: of a buffer [ROWS, 1, BLOCK], a row a prefix, the i-th COUNT rows, tokens first."""
+def _by_prefix(buffer, i, COUNT: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr):
+    """[BLOCK, COUNT]: of a buffer [K, 1, BLOCK], a row a prefix, the i-th COUNT rows, tokens first."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return buffer._reinterpret(buffer.dtype, [ROWS // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
+    return buffer._reinterpret(buffer.dtype, [K // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
 
 
 @gluon.jit
@@ -44,15 +44,15 @@ def _fold(
     COUNT: gl.constexpr, LAST: gl.constexpr, SUM: gl.constexpr,
     K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK, K] plus what u [BLOCK, K] gives: the products of COUNT prefixes, the i-th such group, with their K / COUNT
-    last indices, from LAST on. `factors` [BLOCK, COUNT] in shared memory are the prefixes' entries. With SUM, what u gives
-    to the prefixes themselves, through x, the last indices' entries, goes to their rows of `others`."""
+    """acc [BLOCK, K] plus what u [BLOCK, K] gives, the product with COUNT prefixes, the i-th such group, of K / COUNT
+    last indices each, from LAST on. `factors` [BLOCK, COUNT] in shared memory are the prefixes' entries. With SUM, what
+    u gives to the prefixes themselves, through x, the last indices' entries, goes to their rows of `others`."""
     WIDTH: gl.constexpr = K // COUNT
     if COUNT == 1:
         acc += u * factors.load(layout).to(gl.float32)
         if SUM:
             own = gl.sum(u * x, 1).expand_dims(1)
-            _by_prefix(others, i, 1, 3 * K // 4, BLOCK).store(own)
+            _by_prefix(others, i, 1, K, BLOCK).store(own)
     else:
         view: gl.constexpr = by_column(BLOCK, COUNT, WIDTH, WARPS)
         u = gl.convert_layout(u.reshape([BLOCK, COUNT, WIDTH]), view, assert_trivial=True)
@@ -60,15 +60,16 @@ def _fold(
         acc = _add(acc, gl.sum(u * f.expand_dims(2), 1), LAST, K, BLOCK, layout, WARPS)
         if SUM:
             own = gl.sum(u * x.expand_dims(1), 2)
-            _by_prefix(others, i, COUNT, 3 * K // 4, BLOCK).store(own)
+            _by_prefix(others, i, COUNT, K, BLOCK).store(own)
     return acc
 
 
 @gluon.jit
 def _add(
-    acc, part, LAST: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr
-):
-    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on. Which those are is known of each register."""
+    acc, part,
+    LAST: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on: which those are is known of each register."""
     WIDTH: gl.constexpr = part.shape[1]
     view: gl.constexpr = by_column(BLOCK, K // WIDTH, WIDTH, WARPS)
     wide, _ = gl.broadcast(part.expand_dims(1), gl.zeros([BLOCK, K // WIDTH, WIDTH], gl.float32, view))
@@ -78,14 +79,10 @@ def _add(
 
 
 @gluon.jit
-def _add_others(acc, others, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr):
+def _add_others(acc, others, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
     """acc plus what the prefixes of the first three quarters have got through their last indices."""
-    QUARTER: gl.constexpr = K // 4
-    view: gl.constexpr = by_column(BLOCK, 4, QUARTER, WARPS)
-    for i in gl.static_range(3):
-        part = _by_prefix(others, i, QUARTER, 3 * QUARTER, BLOCK).load(gl.SliceLayout(1, view))
-        acc = _add(acc, part, i * QUARTER, K, BLOCK, layout, WARPS)
-    return acc
+    column = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    return gl.where(column < 3 * K // 4, acc + _by_prefix(others, 0, K, K, BLOCK).load(layout), acc)
 
 
 @gluon.jit
@@ -115,13 +112,14 @@ def _copy_ahead(
 
 @gluon.jit
 def _query_band(
-    tiles, state, columns, dy_s, x, others, acc,
+    tiles, state, columns, dy_s, x, others, acc, zero,
     START: gl.constexpr, STOP: gl.constexpr, PREFIX: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr,
     SUM: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on."""
-    for i in range(START, STOP):
+    """The tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on. `zero` is 0:
+    ptxas does not know it and leaves the loop a loop."""
+    for i in range(START, STOP + zero):
         tile = _await_tile(tiles, i, STAGES)
         zeros = gl.zeros([BLOCK, K], gl.float32, layout)
         u = warpgroup_mma(dy_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -139,9 +137,8 @@ def query_states(
     K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, NORMALIZE: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, K]: the gradient of queries, their first `left` rows at q, through the state and its normalizer's z.
-    dy_s [BLOCK, V] in shared memory are the gradients of their outputs, its copy started, d their part in the normalizer's.
-    """
+    """[BLOCK, K]: the gradient of the `left` queries at q through the state and its normalizer's z. dy_s [BLOCK, V] in
+    shared memory, its copy started, are the gradients of their outputs, d [BLOCK] their part in the normalizer's."""
     QUARTER: gl.constexpr = K // 4
     view: gl.constexpr = by_column(BLOCK, 2, K // 2, WARPS)
     queries_s = gl.allocate_shared_memory(
@@ -164,27 +161,30 @@ def query_states(
         inner = warpgroup_mma(queries_s, tiles.index(STAGES - 1), acc, use_acc=False)
         acc -= inner * d[:, None]
     x = _above(queries_s.load(layout), QUARTER, layout)
-    upper = queries_s.slice(K // 2, K // 2, 1).load(gl.SliceLayout(1, view))
-    # The queries have their place no more.
+    # The queries leave their place to sums.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    others = gl.allocate_shared_memory(gl.float32, [3 * QUARTER, 1, BLOCK], flat)
+    others = gl.allocate_shared_memory(gl.float32, [K, 1, BLOCK], flat)
+    zero = gl.minimum(left, 0)
     acc = _query_band(
-        tiles, state, columns, dy_s, x, others, acc, 0, QUARTER, 0, 1, 0, True, K, V, BLOCK, STAGES, layout, WARPS
+        tiles, state, columns, dy_s, x, others, acc, zero, 0, QUARTER, 0, 1, 0, True, K, V, BLOCK, STAGES, layout, WARPS
     )
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(1, view)))
+    upper_column = K // 2 + gl.arange(0, K // 2, gl.SliceLayout(0, gl.SliceLayout(1, view)))
+    upper = gl.load(q + (row[:, None] * q_st + upper_column[None, :]), mask=(row < left)[:, None], other=0.0)
     for half in gl.static_range(2):
         acc = _query_band(
-            tiles, state, columns, dy_s, _above(upper, half * QUARTER, gl.SliceLayout(1, view)), others, acc,
+            tiles, state, columns, dy_s, _above(upper, half * QUARTER, gl.SliceLayout(1, view)), others, acc, zero,
             (2 + half) * QUARTER // 2, (3 + half) * QUARTER // 2, (1 + half) * QUARTER, 2, K // 2, True, K, V, BLOCK,
             STAGES, layout, WARPS,
         )  # fmt: skip
     for square in gl.static_range(2):
         acc = _query_band(
-            tiles, state, columns, dy_s, x, others, acc, (8 + square) * QUARTER // 4, (9 + square) * QUARTER // 4,
+            tiles, state, columns, dy_s, x, others, acc, zero, (8 + square) * QUARTER // 4, (9 + square) * QUARTER // 4,
             (1 + 2 * square) * QUARTER, 4, (1 + 2 * square) * QUARTER, False, K, V, BLOCK, STAGES, layout, WARPS,
         )  # fmt: skip
     async_copy.wait_group(0)
     gl.thread_barrier()
-    return _add_others(acc, others, K, BLOCK, layout, WARPS)
+    return _add_others(acc, others, K, BLOCK, layout)
 
 
 @gluon.jit
@@ -203,8 +203,8 @@ def _key_band(
     SAME: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """As `_query_band`, and the gradients of values. The first SAME of the last indices lie in the prefix's own quarter;
-    the others stand for two orderings."""
+    """As `_query_band`, and the gradients of values. The first SAME of the last indices lie in the prefix's own
+    quarter; the others stand for two orderings."""
     WIDTH: gl.constexpr = K // COUNT
     QUARTER: gl.constexpr = K // 4
     REST: gl.constexpr = WIDTH - SAME
@@ -245,8 +245,8 @@ def key_states(
     K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, Z: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys [BLOCK, K] and values [BLOCK, V], in shared memory (their copies started), through the gradient
-    of the state and of its normalizer's z."""
+    """The gradients of keys [BLOCK, K] and values [BLOCK, V], which are in shared memory (their copies started),
+    through that of the state and that of its normalizer's z."""
     QUARTER: gl.constexpr = K // 4
     tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
@@ -264,7 +264,7 @@ def key_states(
     if Z:
         dkeys = warpgroup_mma(keys_s, tiles.index(STAGES - 1), dkeys)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    others = gl.allocate_shared_memory(gl.float32, [3 * QUARTER, 1, BLOCK], flat)
+    others = gl.allocate_shared_memory(gl.float32, [K, 1, BLOCK], flat)
     dkeys, dvalues = _key_band(
         tiles, state, columns, keys_s, values_s, others, dkeys, dvalues, 0, QUARTER, 0, 1, 0, QUARTER, K, V, BLOCK,
         STAGES, layout, WARPS,
@@ -283,4 +283,4 @@ def key_states(
         )  # fmt: skip
     async_copy.wait_group(0)
     gl.thread_barrier()
-    return _add_others(dkeys, others, K, BLOCK, layout, WARPS), dvalues
+    return _add_others(dkeys, others, K, BLOCK, layout), dvalues
