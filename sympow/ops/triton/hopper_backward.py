@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_output import column, copy_rows, first_keys, locate, stage_columns
+from sympow.ops.triton.hopper_output import barrier, column, copy_rows, first_keys, locate, stage_columns
 from sympow.ops.triton.hopper_quarters import key_states, query_states
 from sympow.ops.triton.hopper_states import exp2
 
@@ -132,7 +132,7 @@ def query_pass(
                     state, matrix, queries_s, dy_s, d, K, V, HALF, BLOCK, TILE, STAGES, NORMALIZE, mma, num_warps
                 )
     if LATE:
-        gl.thread_barrier()
+        barrier()
         queries_s = gl.allocate_shared_memory(
             gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
         )
@@ -352,7 +352,7 @@ def key_pass(
                     state, matrix, keys_s, values_s, K, V, HALF, BLOCK, TILE, STAGES, Z, mma, num_warps
                 )
     if LATE:
-        gl.thread_barrier()
+        barrier()
         queries_s, dy_s = _first_queries(
             q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
         )

@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper_states import exp2
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
+
 
 @gluon.jit
 def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
@@ -220,7 +222,7 @@ def output_pass(
             state_s._keep_alive()
     if LATE:
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_output import column, copy_rows, stage_columns
+from sympow.ops.triton.hopper_output import barrier, column, copy_rows, stage_columns
 
 
 @gluon.constexpr_function
@@ -69,7 +69,7 @@ def _add(
     acc, part,
     LAST: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on: which those are is known of each register."""
+    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on: which those are, each register knows."""
     WIDTH: gl.constexpr = part.shape[1]
     view: gl.constexpr = by_column(BLOCK, K // WIDTH, WIDTH, WARPS)
     wide, _ = gl.broadcast(part.expand_dims(1), gl.zeros([BLOCK, K // WIDTH, WIDTH], gl.float32, view))
@@ -183,7 +183,7 @@ def query_states(
             (1 + 2 * square) * QUARTER, 4, (1 + 2 * square) * QUARTER, False, K, V, BLOCK, STAGES, layout, WARPS,
         )  # fmt: skip
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     return _add_others(acc, others, K, BLOCK, layout)
 
 
@@ -282,5 +282,5 @@ def key_states(
             BLOCK, STAGES, layout, WARPS,
         )  # fmt: skip
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     return _add_others(dkeys, others, K, BLOCK, layout), dvalues
