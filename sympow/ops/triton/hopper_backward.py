@@ -5,7 +5,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_output import assign, await_last, column, copy_rows, stage_columns, start_next
+from sympow.ops.triton.hopper_output import (
+    assign,
+    await_last,
+    barrier,
+    column,
+    copy_rows,
+    first_keys,
+    stage_columns,
+    start_next,
+)
+from sympow.ops.triton.hopper_quarters import key_states, query_states
 from sympow.ops.triton.hopper_states import exp2
 
 
@@ -29,10 +39,52 @@ def copy_state(
 
 
 @gluon.jit
+def _query_halves(
+    state, z, queries_s, dy_s, d,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """[BLOCK, K]: the gradient of queries through a state in halves and its normalizer's z, d their part in that."""
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    STEPS: gl.constexpr = K * K // TILE
+    PER: gl.constexpr = TILE // K
+    state_s = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+    )
+    if NORMALIZE:  # Z takes the place of the tile that is copied last
+        copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
+    for early in gl.static_range(STAGES - 1):
+        copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
+        async_copy.commit_group()
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
+    acc = gl.zeros([BLOCK, K], gl.float32, mma)
+    if NORMALIZE:
+        matrix = state_s.index(STAGES - 1).slice(0, K, 0)
+        inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, mma))
+        acc -= inner * d[:, None]
+    dy = dy_s.load(left_layout)
+    for i in range(STEPS):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        tile = state_s.index(i % STAGES)
+        for u in gl.static_range(PER):
+            phi = dy * column(columns, i * PER + u, left_layout)
+            acc = warpgroup_mma(phi, tile.slice(u * K, K, 0).permute([1, 0]), acc, is_async=True)
+        ahead = i + (STAGES - 1)
+        copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
+        async_copy.commit_group()
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    state_s._keep_alive()
+    return acc
+
+
+@gluon.jit
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -48,32 +100,23 @@ def query_pass(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
-    STEPS: gl.constexpr = K * K // TILE
-    PER: gl.constexpr = TILE // K
 
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-    )
     dy_s = gl.allocate_shared_memory(
         gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
     )
     q += (start + first) * q_st + h * q_sh
     k += start * k_st + g * k_sh
     v += start * v_st + g * v_sh
     dout += ((start + first) * H + h) * V
-    copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
     copy_rows(dy_s, dout, H * V, length - first, BLOCK, V, num_warps)
-    for early in gl.static_range(2):
-        s0 = begin + early * KEYS
-        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, num_warps)
-        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, num_warps)
-        async_copy.commit_group()
+    # Where the state's part needs all shared memory, queries, keys and values take its place in the end.
+    LATE: gl.constexpr = STATES and LEVELS == 4
+    if not LATE:
+        queries_s = gl.allocate_shared_memory(
+            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+        )
+        copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     await_last(OVERLAP)
     start_next(OVERLAP)  # it reads what this one has waited for
@@ -86,36 +129,25 @@ def query_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF)
+            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF) if LEVELS == 2 else 5 * K * K // 8
             state = s + (chunk * G + g) * (rows * V)
-            state_s = gl.allocate_shared_memory(
-                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-            )
-            if NORMALIZE:  # Z takes the place of the tile that is copied last
-                copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
-            for early in gl.static_range(STAGES - 1):
-                copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
-                async_copy.commit_group()
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
-            if NORMALIZE:
-                matrix = state_s.index(STAGES - 1).slice(0, K, 0)
-                inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, mma))
-                acc -= inner * d[:, None]
-            dy = dy_s.load(left_layout)
-            for i in range(STEPS):
-                async_copy.wait_group(STAGES - 2)
-                fence_async_shared()
-                ahead = i + (STAGES - 1)
-                copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
-                async_copy.commit_group()
-                tile = state_s.index(i % STAGES)
-                for u in gl.static_range(PER):
-                    phi = dy * column(columns, i * PER + u, left_layout)
-                    acc = warpgroup_mma(phi, tile.slice(u * K, K, 0).permute([1, 0]), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-            state_s._keep_alive()
+            matrix = z + (chunk * G + g) * (K * K)
+            if LEVELS == 4:
+                gl.static_assert(TILE == K)
+                acc = query_states(
+                    q, q_st, length - first, state, matrix, dy_s, d, K, V, BLOCK, STAGES, NORMALIZE, mma, num_warps
+                )
+            else:
+                acc = _query_halves(
+                    state, matrix, queries_s, dy_s, d, K, V, HALF, BLOCK, TILE, STAGES, NORMALIZE, mma, num_warps
+                )
+    if LATE:
+        barrier()
+        queries_s = gl.allocate_shared_memory(
+            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+        )
+        copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start
@@ -202,10 +234,72 @@ def _both(
 
 
 @gluon.jit
+def _key_halves(
+    state, z, keys_s, values_s,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, Z: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The gradients of keys [BLOCK, K] and values [BLOCK, V] through those of a state in halves and of its z."""
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    STEPS: gl.constexpr = K * K // TILE
+    LOWER_STEPS: gl.constexpr = HALF * K // TILE
+    state_s = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+    )
+    if Z:
+        copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
+    for early in gl.static_range(STAGES - 1):
+        copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
+        async_copy.commit_group()
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
+    dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
+    dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
+    if Z:
+        dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
+    # A lower prefix with an upper last index stands for two orderings.
+    width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
+    base = keys_s.load(left_layout) * gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
+    dkeys, dvalues = _both(
+        state_s, state, columns, values_s, base, dkeys, dvalues, 0, LOWER_STEPS, STEPS, 0, TILE, K, V, HALF,
+        STAGES, left_layout, num_warps,
+    )  # fmt: skip
+    dkeys, dvalues = _both(
+        state_s, state, columns, values_s, keys_s.slice(HALF, K - HALF, 1).load(left_layout), dkeys, dvalues,
+        LOWER_STEPS, STEPS, STEPS, HALF, TILE, K, V, HALF, STAGES, left_layout, num_warps,
+    )  # fmt: skip
+    state_s._keep_alive()
+    return dkeys, dvalues
+
+
+@gluon.jit
+def _first_queries(
+    q, q_st, q_sh, dout, H, first, after, within, end, g,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Places for queries and output gradients of three steps; starts the copies of the first two."""
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
+    )
+    dy_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
+    )
+    for early in gl.static_range(2):
+        head, s0 = query_step(first * 0 + early, first, after, within, R, BLOCK, QUERIES)
+        h = g * R + head
+        left = gl.where(early < R * (after + within), end - s0, 0)
+        copy_rows(queries_s.index(early), q + s0.to(gl.int64) * q_st + h * q_sh, q_st, left, QUERIES, K, WARPS)
+        copy_rows(dy_s.index(early), dout + (s0.to(gl.int64) * H + h) * V, H * V, left, QUERIES, V, WARPS)
+        async_copy.commit_group()
+    return queries_s, dy_s
+
+
+@gluon.jit
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -225,8 +319,6 @@ def key_pass(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     UPPER: gl.constexpr = K - HALF
-    STEPS: gl.constexpr = K * K // TILE
-    LOWER_STEPS: gl.constexpr = HALF * K // TILE
 
     keys_s = gl.allocate_shared_memory(
         gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
@@ -236,27 +328,18 @@ def key_pass(
     )
     copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
     copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
-    queries_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
-    )
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
-    )
     q += start * q_st
     dout += start * (H * V)
     # First all queries after the block, of every head, then those of the block itself.
     after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
     total = R * (after + within)
-    for early in gl.static_range(2):
-        head, s0 = query_step(first * 0 + early, first, after, within, R, BLOCK, QUERIES)
-        h = g * R + head
-        left = gl.where(early < total, end - s0, 0)
-        copy_rows(
-            queries_s.index(early), q + s0.to(gl.int64) * q_st + h * q_sh, q_st, left, QUERIES, K, num_warps
+    # Where the state's part needs all shared memory, queries take its place in the end.
+    LATE: gl.constexpr = STATES and LEVELS == 4
+    if not LATE:
+        queries_s, dy_s = _first_queries(
+            q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
         )
-        copy_rows(dy_s.index(early), dout + (s0.to(gl.int64) * H + h) * V, H * V, left, QUERIES, V, num_warps)
-        async_copy.commit_group()
 
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
@@ -266,33 +349,23 @@ def key_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
-            rows: gl.constexpr = HALF * K + UPPER * UPPER
+            rows: gl.constexpr = HALF * K + UPPER * UPPER if LEVELS == 2 else 5 * K * K // 8
             state = ds + (chunk * G + g) * (rows * V)
-            state_s = gl.allocate_shared_memory(
-                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-            )
-            if Z:
-                copy_rows(state_s.index(STAGES - 1), dz + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
-            for early in gl.static_range(STAGES - 1):
-                copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
-                async_copy.commit_group()
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
-            if Z:
-                dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
-            # A lower prefix with an upper last index stands for two orderings.
-            width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
-            base = keys_s.load(left_layout) * gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
-            dkeys, dvalues = _both(
-                state_s, state, columns, values_s, base, dkeys, dvalues, 0, LOWER_STEPS, STEPS, 0, TILE, K, V, HALF,
-                STAGES, left_layout, num_warps,
-            )  # fmt: skip
-            dkeys, dvalues = _both(
-                state_s, state, columns, values_s, keys_s.slice(HALF, UPPER, 1).load(left_layout), dkeys, dvalues,
-                LOWER_STEPS, STEPS, STEPS, HALF, TILE, K, V, HALF, STAGES, left_layout, num_warps,
-            )  # fmt: skip
-            state_s._keep_alive()
+            matrix = dz + (chunk * G + g) * (K * K)
+            if LEVELS == 4:
+                gl.static_assert(TILE == K)
+                dkeys, dvalues = key_states(
+                    state, matrix, keys_s, values_s, K, V, BLOCK, STAGES, Z, mma, num_warps
+                )
+            else:
+                dkeys, dvalues = _key_halves(
+                    state, matrix, keys_s, values_s, K, V, HALF, BLOCK, TILE, STAGES, Z, mma, num_warps
+                )
+    if LATE:
+        barrier()
+        queries_s, dy_s = _first_queries(
+            q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
+        )
 
     # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
     here = sums + g * tokens + start

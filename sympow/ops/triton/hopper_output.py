@@ -11,6 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper_states import exp2
 
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
+
 
 @gluon.jit
 def start_next(OVERLAP: gl.constexpr):
@@ -115,41 +117,59 @@ def _prefix(columns, i, prefixes, weights, P: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
-def _accumulate(
-    base, columns, first, tile, acc, prefixes, weights,
-    COUNT: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr, layout: gl.constexpr,
+def _band(
+    tiles, state, base, columns, acc, prefixes, weights,
+    START: gl.constexpr, STOP: gl.constexpr, STEPS: gl.constexpr, PREFIX: gl.constexpr, ROWS: gl.constexpr,
+    TILE: gl.constexpr, V: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products, for COUNT prefixes from `first` on, of base times the prefix with its ROWS rows of tile.
+    """acc plus what the tiles START to STOP - 1 give: prefixes from PREFIX on, ROWS rows each, base times each.
 
-    Each operand is formed in registers while the products before it run. All are waited for here: until then the tensor
-    cores read the registers, and nothing tells the compiler to keep them past the end of a loop's turn.
+    Each operand is formed in registers while the products before it run, and while they all run the copy of the tile
+    STAGES - 1 ahead is started. They are waited for within the turn: until then the tensor cores read the registers,
+    and nothing tells the compiler to keep them past its end.
     """
-    for u in gl.static_range(COUNT):
-        phi = base * _prefix(columns, first + u, prefixes, weights, P, layout)
-        acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
-    return warpgroup_mma_wait(0, deps=(acc,))
+    COUNT: gl.constexpr = TILE // ROWS
+    for i in range(START, STOP):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        tile = tiles.index(i % STAGES)
+        for u in gl.static_range(COUNT):
+            phi = base * _prefix(columns, PREFIX + (i - START) * COUNT + u, prefixes, weights, P, layout)
+            acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
+        ahead = i + (STAGES - 1)
+        left = gl.where(ahead < STEPS, TILE, 0)
+        copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
+        async_copy.commit_group()
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc
 
 
 @gluon.jit
-def next_tile(
-    tiles, state, i, steps,
-    TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+def first_keys(
+    k, k_st, v, v_st, begin, length,
+    KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Tile i of the state, TILE rows, once it is there; starts the copy of the one STAGES - 1 after it."""
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
-    ahead = i + (STAGES - 1)
-    left = gl.where(ahead < steps, TILE, 0)
-    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
-    async_copy.commit_group()
-    return tiles.index(i % STAGES)
+    """Places for keys and values of three steps, from `begin` on; starts the copies of two."""
+    keys_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
+    )
+    values_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
+    )
+    for early in gl.static_range(2):
+        s0 = begin + early * KEYS
+        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, WARPS)
+        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, WARPS)
+        async_copy.commit_group()
+    return keys_s, values_s
 
 
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
-    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr,
     LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
@@ -168,8 +188,11 @@ def output_pass(
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     NARROW: gl.constexpr = K - HALF
+    FIRST: gl.constexpr = K // 4 if LEVELS == 4 else HALF  # where a last index begins to be above a lower prefix
+    rows: gl.constexpr = LOWER * K + UPPER * NARROW + (2 * FIRST * FIRST if LEVELS == 4 else 0)
     LOWER_STEPS: gl.constexpr = LOWER * K // TILE
-    STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
+    UPPER_STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
+    STEPS: gl.constexpr = rows // TILE
 
     # Products within the chunk take queries from shared memory: kept in registers across a loop they came out wrong
     # (Triton 3.6 to 3.7).
@@ -177,19 +200,13 @@ def output_pass(
         gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
     )
     copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
-    )
+    async_copy.commit_group()
     k += start * k_st + g * k_sh
     v += start * v_st + g * v_sh
-    for early in gl.static_range(2):
-        s0 = begin + early * KEYS
-        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, num_warps)
-        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, num_warps)
-        async_copy.commit_group()
+    # Where a state's tiles need all shared memory, keys and values take their place in the end.
+    LATE: gl.constexpr = STATES and K > 64
+    if not LATE:
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     acc = gl.zeros([BLOCK, V], gl.float32, mma)
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
@@ -199,8 +216,9 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = LOWER * K + UPPER * NARROW
-            gl.static_assert((LOWER * K % TILE == 0) & (rows % TILE == 0))
+            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (LEVELS // 2 * TILE) == 0))
+            if LEVELS == 4:
+                gl.static_assert(FIRST * FIRST % TILE == 0)
             state = s + (chunk * G + g) * (rows * V)
             state_s = gl.allocate_shared_memory(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
@@ -221,20 +239,39 @@ def output_pass(
             columns = stage_columns(base, K, BLOCK)
             # A lower prefix with an upper last index stands for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
-            base *= gl.where(width >= HALF, P, 1).to(gl.bfloat16)[None, :]
-            for i in range(LOWER_STEPS):
-                tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
-                a = i * (TILE // K)
-                acc = _accumulate(base, columns, a, tile, acc, prefixes, weights, TILE // K, K, P, left_layout)
+            base *= gl.where(width >= FIRST, P, 1).to(gl.bfloat16)[None, :]
+            acc = _band(
+                state_s, state, base, columns, acc, prefixes, weights, 0, LOWER_STEPS, STEPS, 0, K, TILE, V, P, STAGES,
+                left_layout, num_warps,
+            )  # fmt: skip
             if UPPER > 0:
                 upper = queries_s.slice(HALF, NARROW, 1).load(left_layout)
-                for i in range(LOWER_STEPS, STEPS):
-                    tile = next_tile(state_s, state, i, STEPS, TILE, V, STAGES, num_warps)
-                    a = LOWER + (i - LOWER_STEPS) * (TILE // NARROW)
-                    acc = _accumulate(
-                        upper, columns, a, tile, acc, prefixes, weights, TILE // NARROW, NARROW, P, left_layout
-                    )
+                MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2 if LEVELS == 4 else LOWER_STEPS
+                if LEVELS == 4:
+                    acc = _band(
+                        state_s, state, upper + upper, columns, acc, prefixes, weights,
+                        LOWER_STEPS, MIDDLE, STEPS, FIRST, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
+                    )  # fmt: skip
+                    upper_width = gl.arange(0, NARROW, gl.SliceLayout(0, left_layout))
+                    upper *= gl.where(upper_width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
+                acc = _band(
+                    state_s, state, upper, columns, acc, prefixes, weights, MIDDLE, UPPER_STEPS, STEPS,
+                    HALF if LEVELS == 4 else LOWER, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
+                )  # fmt: skip
+            if LEVELS == 4:
+                SQUARE: gl.constexpr = FIRST * FIRST // TILE
+                for which in gl.static_range(2):
+                    square = queries_s.slice((1 + 2 * which) * FIRST, FIRST, 1).load(left_layout)
+                    acc = _band(
+                        state_s, state, square, columns, acc, prefixes, weights, UPPER_STEPS + which * SQUARE,
+                        UPPER_STEPS + (which + 1) * SQUARE, STEPS, (1 + 2 * which) * FIRST, FIRST, TILE, V, P, STAGES,
+                        left_layout, num_warps,
+                    )  # fmt: skip
             state_s._keep_alive()
+    if LATE:
+        async_copy.wait_group(0)
+        barrier()
+        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     await_last(OVERLAP)
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.

@@ -195,6 +195,11 @@ def _walk(
         stage = it % STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
+        keys = xs.index(stage).permute([1, 0]).load(left_layout)
+        values = ys.index(stage)
+        factors = fs.index(stage)
+        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
+        w0 = warpgroup_mma(p0, values, a0, is_async=True)
         ahead = it + (STAGES - 1)
         x_here, f_here, y_here, left = step_pointers(
             ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
@@ -204,11 +209,6 @@ def _walk(
             ahead % STAGES, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP,
             WARPS,
         )  # fmt: skip
-        keys = xs.index(stage).permute([1, 0]).load(left_layout)
-        values = ys.index(stage)
-        factors = fs.index(stage)
-        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
-        w0 = warpgroup_mma(p0, values, a0, is_async=True)
         if is_z:
             a0 = warpgroup_mma_wait(0, deps=(w0,))
         else:
@@ -227,24 +227,28 @@ def _walk(
         _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
 
 
-def programs(key_dim: int, half: int, tiles: int, width: int, warps: int) -> int:
+def programs(key_dim: int, half: int, levels: int, tiles: int, width: int, warps: int) -> int:
     """Programs of `state_pass` for one head of one sequence."""
-    lower = half // (tiles * max(1, 16 * warps // width))
-    upper = (key_dim - half) // (tiles * max(1, 16 * warps // (key_dim - half)))
-    return (1 + lower) * (key_dim // width) + upper
+
+    def groups(prefixes, width):
+        return prefixes // (tiles * max(1, 16 * warps // width))
+
+    first, upper = key_dim // levels, key_dim - half
+    squares = 2 * groups(first, first) if levels == 4 else 0
+    return (1 + groups(first, width)) * (key_dim // width) + groups(half, upper) + squares
 
 
 @gluon.jit
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
     starts, chunk_starts, T, tokens, G,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: parts of the state, kv heads, sequences. A part is a group of prefixes with WIDTH of the last indices each;
-    the first parts are those of Z, whose values are the keys (so K = V)."""
+    the first parts are those of Z, whose values are the keys (so K = V), then the bands of rows follow (`rows.py`)."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -261,13 +265,19 @@ def state_pass(
     LEAST: gl.constexpr = 16 * num_warps
     PARTS: gl.constexpr = K // WIDTH
     gl.static_assert(WIDTH >= UPPER)
-    # Of a lower and of an upper prefix: rows of a tile, prefixes of a program.
+    FIRST: gl.constexpr = K // LEVELS
+    # Of a band: rows of a tile, prefixes of a program, programs.
     LOWER_M: gl.constexpr = LEAST if WIDTH < LEAST else WIDTH
     UPPER_M: gl.constexpr = LEAST if UPPER < LEAST else UPPER
+    SQUARE_M: gl.constexpr = LEAST if FIRST < LEAST else FIRST
     LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // WIDTH)
     UPPER_ROWS: gl.constexpr = TILES * (UPPER_M // UPPER)
-    LOWER_GROUPS: gl.constexpr = HALF // LOWER_ROWS
-    rows: gl.constexpr = HALF * K + UPPER * UPPER
+    SQUARE_ROWS: gl.constexpr = TILES * (SQUARE_M // FIRST)
+    UPPER_PART: gl.constexpr = PARTS * (1 + FIRST // LOWER_ROWS)
+    SQUARE_PART: gl.constexpr = UPPER_PART + HALF // UPPER_ROWS
+    upper_row: gl.constexpr = FIRST * K
+    square_row: gl.constexpr = upper_row + HALF * UPPER
+    rows: gl.constexpr = square_row + (2 * FIRST * FIRST if LEVELS == 4 else 0)
     ys = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
     )
@@ -280,7 +290,7 @@ def state_pass(
     sums += g * tokens + start
     end = n.to(gl.int64) * G + g
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if part < PARTS * (1 + LOWER_GROUPS):
+    if part < UPPER_PART:
         is_z = part < PARTS
         last = (part % PARTS) * WIDTH
         prefix = (part // PARTS - 1) * LOWER_ROWS
@@ -306,8 +316,8 @@ def state_pass(
             init, final, is_z, prefix, last, chunks, length, xs, ys, fs, WIDTH, K, V, R, TILES, STEP, CHUNK,
             STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
-    else:
-        prefix = HALF + (part - PARTS * (1 + LOWER_GROUPS)) * UPPER_ROWS
+    elif part < SQUARE_PART:
+        prefix = FIRST + (part - UPPER_PART) * UPPER_ROWS
         upper_x = gl.allocate_shared_memory(
             gl.bfloat16, [STAGES, STEP, UPPER_M], gl.NVMMASharedLayout.get_default_for([STEP, UPPER_M], gl.bfloat16)
         )
@@ -315,6 +325,22 @@ def state_pass(
         _walk(
             x + HALF, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
             s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), False, prefix, HALF * K - HALF * UPPER, chunks, length, upper_x, ys,
+            s_final + end * (rows * V), False, prefix, upper_row - FIRST * UPPER, chunks, length, upper_x, ys,
             upper_f, UPPER, UPPER, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+        )  # fmt: skip
+    elif LEVELS == 4:
+        # The squares of the second and the last quarter with themselves.
+        square = (part - SQUARE_PART) // (FIRST // SQUARE_ROWS)
+        quarter = (1 + 2 * square) * FIRST
+        prefix = quarter + (part - SQUARE_PART) % (FIRST // SQUARE_ROWS) * SQUARE_ROWS
+        square_x = gl.allocate_shared_memory(
+            gl.bfloat16, [STAGES, STEP, SQUARE_M], gl.NVMMASharedLayout.get_default_for([STEP, SQUARE_M], gl.bfloat16)
+        )
+        square_f = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SQUARE_ROWS, STEP], flat)
+        _walk(
+            x + quarter, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
+            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
+            s_final + end * (rows * V), False, prefix, square_row + (square * FIRST - quarter) * FIRST, chunks, length,
+            square_x, ys, square_f, FIRST, FIRST, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT,
+            FINAL,
         )  # fmt: skip

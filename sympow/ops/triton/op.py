@@ -117,7 +117,7 @@ def power_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
     dout = dout.to(v.dtype).contiguous()
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, backward=True)
     layout, device = call.layout, q.device
     factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v

@@ -6,6 +6,10 @@ rows each. Every monomial has at least one row, and a tile of rows is one factor
 in memory. Rows hold plain decayed sums of the monomial times v. The weights that make
 (x . y)**p = sum of weight(row) row(x) row(y) depend on the prefix alone, but for one case: a lower prefix with an upper
 j stands for p times as many orderings, so x is multiplied by p there (`base` in the kernels).
+
+For p = 2 the triangle can be cut into quarters (`levels`), 5/8 K^2 rows instead of 3/4: prefixes of the first quarter
+meet every j, those of the two middle ones the upper half, and two squares on the diagonal are left, the second and the
+last quarter with themselves. Rows whose prefix lies in a lower quarter than their j stand for two orderings.
 """
 
 from __future__ import annotations
@@ -19,24 +23,35 @@ from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
 
 
 class Rows:
-    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device."""
+    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device.
 
-    def __init__(self, key_dim: int, p: int):
+    levels: parts of K of which a triangle is made, 2, or for p = 2 and K >= 64 also 4.
+    """
+
+    def __init__(self, key_dim: int, p: int, levels: int = 2):
+        if levels != 2 and (levels != 4 or p != 2 or key_dim < 64):
+            raise ValueError(f"levels is 2, or for p = 2 and K >= 64 also 4; got levels={levels}, p={p}, K={key_dim}")
         self.key_dim, self.p = key_dim, p
         self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
+        first = self.half if levels == 2 else key_dim // 4
         prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
-        upper = prefixes[:, -1] >= self.half if p > 1 else torch.zeros(1, dtype=torch.bool)
+        upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
         self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
-        self.lower, self.upper = int((~upper).sum()), int(upper.sum())
-        self.count = self.lower * key_dim + self.upper * (key_dim - self.half)
+        # Of each band of rows: its prefixes, and the first and the end of their last indices.
+        self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
+        if levels == 4:
+            _, second, third, fourth = prefixes.split(first)
+            self.bands[1] = (torch.cat([second, third]), self.half, key_dim)
+            self.bands += [(second, first, 2 * first), (fourth, 3 * first, key_dim)]
+        self.lower, self.upper = (len(band[0]) for band in self.bands[:2])
 
         j = torch.arange(key_dim)
-        low = self._tuples(self.prefixes[: self.lower], j)
-        high = self._tuples(self.prefixes[self.lower :], j[self.half :])
+        tuples = torch.cat([self._tuples(prefix, j[start:end]) for prefix, start, end in self.bands])
+        self.count = len(tuples)
         # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
         base = key_dim ** torch.arange(p - 1, -1, -1)
         public = (spow_indices(key_dim, p) * base).sum(1)
-        numbers = (torch.cat([low, high]).sort(1).values * base).sum(1)
+        numbers = (tuples.sort(1).values * base).sum(1)
         self.index = torch.searchsorted(public, numbers)  # of each row, the row of (M7) with its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index] = torch.arange(self.count)
@@ -51,7 +66,7 @@ class Rows:
 
         # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
         self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
-        if self.upper:
+        if self.upper and levels == 2:
             numbers = (self._tuples(self.prefixes[self.lower :], j[: self.half]).sort(1).values * base).sum(1)
             self.mirror = self.representative[torch.searchsorted(public, numbers)].view(self.upper, self.half)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -93,5 +108,5 @@ class Rows:
 
 
 @lru_cache(maxsize=32)
-def rows_of(key_dim: int, p: int) -> Rows:
-    return Rows(key_dim, p)
+def rows_of(key_dim: int, p: int, levels: int = 2) -> Rows:
+    return Rows(key_dim, p, levels)

@@ -8,15 +8,14 @@ from tests.ops.contract import FLOAT64_TOLERANCE
 
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
 SHAPES = [(16, 1), (64, 1), (16, 2), (32, 2), (64, 2), (128, 2), (16, 3), (32, 3), (16, 4)]
+TABLES = [(*shape, 2) for shape in SHAPES] + [(64, 2, 4), (128, 2, 4)]
 
 
 def monomials(table: rows.Rows, x: torch.Tensor) -> torch.Tensor:
     """Every row's monomial of x [K], by the prefixes alone."""
-    j = torch.arange(table.key_dim)
     parts = []
-    for i, prefix in enumerate(table.prefixes):
-        last = j if i < table.lower else j[table.half :]
-        parts.append(x[prefix].prod() * x[last])
+    for prefixes, first, end in table.bands:
+        parts += [x[prefix].prod() * x[first:end] for prefix in prefixes]
     return torch.cat(parts)
 
 
@@ -33,9 +32,28 @@ def test_weighted_rows_make_the_power(key_dim, p):
     assert abs(power - (x @ y) ** p) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** p
 
 
-@pytest.mark.parametrize(("key_dim", "p"), SHAPES)
-def test_public_basis_and_back(key_dim, p):
-    table = rows.rows_of(key_dim, p)
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_quarters_make_the_square(key_dim):
+    table = rows.rows_of(key_dim, 2, 4)
+    assert table.count == 5 * key_dim**2 // 8
+    x, y = torch.randn(2, key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    quarter = torch.arange(key_dim) // (key_dim // 4)
+    weights = [
+        1 + (quarter[prefixes] < quarter[None, first:end]).double().flatten() for prefixes, first, end in table.bands
+    ]
+    square = (torch.cat(weights) * monomials(table, x) * monomials(table, y)).sum()
+    assert abs(square - (x @ y) ** 2) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** 2
+
+
+@pytest.mark.parametrize(("key_dim", "p", "levels"), [(32, 2, 4), (64, 3, 4), (64, 2, 3)])
+def test_levels_that_no_kernel_has(key_dim, p, levels):
+    with pytest.raises(ValueError, match=f"got levels={levels}, p={p}, K={key_dim}"):
+        rows.Rows(key_dim, p, levels)
+
+
+@pytest.mark.parametrize(("key_dim", "p", "levels"), TABLES)
+def test_public_basis_and_back(key_dim, p, levels):
+    table = rows.rows_of(key_dim, p, levels)
     x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     own, public = monomials(table, x)[:, None], spow(x, p)[:, None]
     torch.testing.assert_close(table.to_public(own), public)

@@ -1,0 +1,286 @@
+"""What states in quarters (`rows.py`) give to the gradients of p = 2, for Hopper, in Gluon.
+
+With U = dy S^T, [tokens, rows], a row (a, j) gives x_a U to the gradient of x_j and, if j lies in a later quarter than
+a, x_j U to that of x_a: the row (j, a) would be the same, and is not kept. So each tile, of K rows, is read and
+multiplied once, and two multiply-adds an entry of U are left, in float32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from sympow.ops.triton.hopper_output import barrier, column, copy_rows, stage_columns
+
+
+@gluon.constexpr_function
+def by_column(block, prefixes, width, warps):
+    """The layout [block, prefixes, width] of an accumulator [block, prefixes width] of the tensor cores."""
+
+    def place(row, column):
+        return [row, column // width, column % width]
+
+    def powers(start, stop):
+        return [start << i for i in range((stop // start).bit_length() - 1)]
+
+    columns = [place(0, c) for c in powers(8, prefixes * width)]
+    repeats = [place(r, 0) for r in powers(16 * warps, block)]
+    registers = [place(0, 1), place(8, 0), *columns, *repeats]
+    lanes = [place(0, 2), place(0, 4), place(1, 0), place(2, 0), place(4, 0)]
+    split = [place(r, 0) for r in powers(16, 16 * warps)]
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [block, prefixes, width])
+
+
+@gluon.jit
+def _by_prefix(buffer, i, COUNT: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr):
+    """[BLOCK, COUNT]: of a buffer [K, 1, BLOCK], a row a prefix, the i-th COUNT rows, tokens first."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return buffer._reinterpret(buffer.dtype, [K // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
+
+
+@gluon.jit
+def _fold(
+    acc, u, factors, x, others, i,
+    COUNT: gl.constexpr, LAST: gl.constexpr, SUM: gl.constexpr,
+    K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK, K] plus what u [BLOCK, K] gives, the product with COUNT prefixes, the i-th such group, of K / COUNT
+    last indices each, from LAST on. `factors` [BLOCK, COUNT] in shared memory are the prefixes' entries. With SUM, what
+    u gives to the prefixes themselves, through x, the last indices' entries, goes to their rows of `others`."""
+    WIDTH: gl.constexpr = K // COUNT
+    if COUNT == 1:
+        acc += u * factors.load(layout).to(gl.float32)
+        if SUM:
+            own = gl.sum(u * x, 1).expand_dims(1)
+            _by_prefix(others, i, 1, K, BLOCK).store(own)
+    else:
+        view: gl.constexpr = by_column(BLOCK, COUNT, WIDTH, WARPS)
+        u = gl.convert_layout(u.reshape([BLOCK, COUNT, WIDTH]), view, assert_trivial=True)
+        f = factors.load(gl.SliceLayout(2, view)).to(gl.float32)
+        acc = _add(acc, gl.sum(u * f.expand_dims(2), 1), LAST, K, BLOCK, layout, WARPS)
+        if SUM:
+            own = gl.sum(u * x.expand_dims(1), 2)
+            _by_prefix(others, i, COUNT, K, BLOCK).store(own)
+    return acc
+
+
+@gluon.jit
+def _add(
+    acc, part,
+    LAST: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on: which those are, each register knows."""
+    WIDTH: gl.constexpr = part.shape[1]
+    view: gl.constexpr = by_column(BLOCK, K // WIDTH, WIDTH, WARPS)
+    wide, _ = gl.broadcast(part.expand_dims(1), gl.zeros([BLOCK, K // WIDTH, WIDTH], gl.float32, view))
+    wide = gl.convert_layout(wide.reshape([BLOCK, K]), layout, assert_trivial=True)
+    column = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    return gl.where((column >= LAST) & (column < LAST + WIDTH), acc + wide, acc)
+
+
+@gluon.jit
+def _add_others(acc, others, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
+    """acc plus what the prefixes of the first three quarters have got through their last indices."""
+    column = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    return gl.where(column < 3 * K // 4, acc + _by_prefix(others, 0, K, K, BLOCK).load(layout), acc)
+
+
+@gluon.jit
+def _above(x, FROM: gl.constexpr, axis_layout: gl.constexpr):
+    """x [BLOCK, WIDTH] in float32, zeros before column FROM."""
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, axis_layout))[None, :]
+    return gl.where(column >= FROM, x.to(gl.float32), 0.0)
+
+
+@gluon.jit
+def _await_tile(tiles, i, STAGES: gl.constexpr):
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    return tiles.index(i % STAGES)
+
+
+@gluon.jit
+def _copy_ahead(
+    tiles, state, i, STEPS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr
+):
+    """Starts the copy of the tile that is used STAGES - 1 turns after turn i."""
+    ahead = i + (STAGES - 1)
+    left = gl.where(ahead < STEPS, TILE, 0)
+    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _query_band(
+    tiles, state, columns, dy_s, x, others, acc, zero,
+    START: gl.constexpr, STOP: gl.constexpr, PREFIX: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr,
+    SUM: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on. `zero` is 0:
+    ptxas does not know it and leaves the loop a loop."""
+    for i in range(START, STOP + zero):
+        tile = _await_tile(tiles, i, STAGES)
+        zeros = gl.zeros([BLOCK, K], gl.float32, layout)
+        u = warpgroup_mma(dy_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        _copy_ahead(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
+        u = warpgroup_mma_wait(0, deps=(u,))
+        group = PREFIX // COUNT + (i - START)
+        factors = _by_prefix(columns, group, COUNT, K, BLOCK)
+        acc = _fold(acc, u, factors, x, others, group, COUNT, LAST, SUM, K, BLOCK, layout, WARPS)
+    return acc
+
+
+@gluon.jit
+def query_states(
+    q, q_st, left, state, z, dy_s, d,
+    K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, NORMALIZE: gl.constexpr,
+    layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """[BLOCK, K]: the gradient of the `left` queries at q through the state and its normalizer's z. dy_s [BLOCK, V] in
+    shared memory, its copy started, are the gradients of their outputs, d [BLOCK] their part in the normalizer's."""
+    QUARTER: gl.constexpr = K // 4
+    view: gl.constexpr = by_column(BLOCK, 2, K // 2, WARPS)
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
+    )
+    copy_rows(queries_s, q, q_st, left, BLOCK, K, WARPS)
+    if NORMALIZE:  # Z takes the place of the tile that is copied last
+        copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
+    for early in gl.static_range(STAGES - 1):
+        copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)
+        async_copy.commit_group()
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    columns = stage_columns(queries_s.load(gl.DotOperandLayout(0, layout, 2)), K, BLOCK)
+    acc = gl.zeros([BLOCK, K], gl.float32, layout)
+    if NORMALIZE:
+        inner = warpgroup_mma(queries_s, tiles.index(STAGES - 1), acc, use_acc=False)
+        acc -= inner * d[:, None]
+    x = _above(queries_s.load(layout), QUARTER, layout)
+    # The queries leave their place to sums.
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    others = gl.allocate_shared_memory(gl.float32, [K, 1, BLOCK], flat)
+    zero = gl.minimum(left, 0)
+    acc = _query_band(
+        tiles, state, columns, dy_s, x, others, acc, zero, 0, QUARTER, 0, 1, 0, True, K, V, BLOCK, STAGES, layout, WARPS
+    )
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(1, view)))
+    upper_column = K // 2 + gl.arange(0, K // 2, gl.SliceLayout(0, gl.SliceLayout(1, view)))
+    upper = gl.load(q + (row[:, None] * q_st + upper_column[None, :]), mask=(row < left)[:, None], other=0.0)
+    for half in gl.static_range(2):
+        acc = _query_band(
+            tiles, state, columns, dy_s, _above(upper, half * QUARTER, gl.SliceLayout(1, view)), others, acc, zero,
+            (2 + half) * QUARTER // 2, (3 + half) * QUARTER // 2, (1 + half) * QUARTER, 2, K // 2, True, K, V, BLOCK,
+            STAGES, layout, WARPS,
+        )  # fmt: skip
+    for square in gl.static_range(2):
+        acc = _query_band(
+            tiles, state, columns, dy_s, x, others, acc, zero, (8 + square) * QUARTER // 4, (9 + square) * QUARTER // 4,
+            (1 + 2 * square) * QUARTER, 4, (1 + 2 * square) * QUARTER, False, K, V, BLOCK, STAGES, layout, WARPS,
+        )  # fmt: skip
+    async_copy.wait_group(0)
+    barrier()
+    return _add_others(acc, others, K, BLOCK, layout)
+
+
+@gluon.jit
+def _values_piece(
+    keys_s, tile, f, dvalues, COLUMN: gl.constexpr, ROW: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
+):
+    """Starts the product of WIDTH entries of keys, from COLUMN on, times a prefix's, f, with the rows from ROW on."""
+    phi = keys_s.slice(COLUMN, WIDTH, 1).load(layout) * f
+    return warpgroup_mma(phi, tile.slice(ROW, WIDTH, 0), dvalues, is_async=True)
+
+
+@gluon.jit
+def _key_band(
+    tiles, state, columns, keys_s, values_s, others, dkeys, dvalues,
+    START: gl.constexpr, STOP: gl.constexpr, PREFIX: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr,
+    SAME: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As `_query_band`, and the gradients of values. The first SAME of the last indices lie in the prefix's own
+    quarter; the others stand for two orderings."""
+    WIDTH: gl.constexpr = K // COUNT
+    QUARTER: gl.constexpr = K // 4
+    REST: gl.constexpr = WIDTH - SAME
+    SPLIT: gl.constexpr = QUARTER if REST == 3 * QUARTER else 0  # pieces are powers of two wide
+    PIECES: gl.constexpr = (SAME > 0) + (SPLIT > 0) + (REST > 0)
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    x_layout: gl.constexpr = layout if COUNT == 1 else gl.SliceLayout(1, by_column(BLOCK, COUNT, WIDTH, WARPS))
+    for i in range(START, STOP):
+        tile = _await_tile(tiles, i, STAGES)
+        group = PREFIX // COUNT + (i - START)
+        zeros = gl.zeros([BLOCK, K], gl.float32, layout)
+        u = warpgroup_mma(values_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        for n in gl.static_range(COUNT):
+            f = column(columns, group * COUNT + n, left_layout)
+            if SAME > 0:
+                dvalues = _values_piece(keys_s, tile, f, dvalues, LAST, n * WIDTH, SAME, left_layout)
+            if SPLIT > 0:
+                dvalues = _values_piece(
+                    keys_s, tile, f + f, dvalues, LAST + SAME, n * WIDTH + SAME, SPLIT, left_layout
+                )
+            if REST > 0:
+                dvalues = _values_piece(
+                    keys_s, tile, f + f, dvalues, LAST + SAME + SPLIT, n * WIDTH + SAME + SPLIT, REST - SPLIT,
+                    left_layout,
+                )  # fmt: skip
+        _copy_ahead(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
+        u = warpgroup_mma_wait(COUNT * PIECES, deps=(u,))
+        x = _above(keys_s.slice(LAST, WIDTH, 1).load(x_layout), SAME, x_layout)
+        factors = _by_prefix(columns, group, COUNT, K, BLOCK)
+        dkeys = _fold(dkeys, u, factors, x, others, group, COUNT, LAST, REST > 0, K, BLOCK, layout, WARPS)
+        dvalues = warpgroup_mma_wait(0, deps=(dvalues,))
+    return dkeys, dvalues
+
+
+@gluon.jit
+def key_states(
+    state, z, keys_s, values_s,
+    K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, Z: gl.constexpr,
+    layout: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The gradients of keys [BLOCK, K] and values [BLOCK, V], which are in shared memory (their copies started),
+    through that of the state and that of its normalizer's z."""
+    QUARTER: gl.constexpr = K // 4
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
+    )
+    if Z:  # takes the place of the tile that is copied last
+        copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
+    for early in gl.static_range(STAGES - 1):
+        copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)
+        async_copy.commit_group()
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    columns = stage_columns(keys_s.load(gl.DotOperandLayout(0, layout, 2)), K, BLOCK)
+    dkeys = gl.zeros([BLOCK, K], gl.float32, layout)
+    dvalues = gl.zeros([BLOCK, V], gl.float32, layout)
+    if Z:
+        dkeys = warpgroup_mma(keys_s, tiles.index(STAGES - 1), dkeys)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    others = gl.allocate_shared_memory(gl.float32, [K, 1, BLOCK], flat)
+    dkeys, dvalues = _key_band(
+        tiles, state, columns, keys_s, values_s, others, dkeys, dvalues, 0, QUARTER, 0, 1, 0, QUARTER, K, V, BLOCK,
+        STAGES, layout, WARPS,
+    )  # fmt: skip
+    for half in gl.static_range(2):
+        dkeys, dvalues = _key_band(
+            tiles, state, columns, keys_s, values_s, others, dkeys, dvalues, (2 + half) * QUARTER // 2,
+            (3 + half) * QUARTER // 2, (1 + half) * QUARTER, 2, K // 2, half * QUARTER, K, V, BLOCK, STAGES, layout,
+            WARPS,
+        )  # fmt: skip
+    for square in gl.static_range(2):
+        dkeys, dvalues = _key_band(
+            tiles, state, columns, keys_s, values_s, others, dkeys, dvalues, (8 + square) * QUARTER // 4,
+            (9 + square) * QUARTER // 4, (1 + 2 * square) * QUARTER, 4, (1 + 2 * square) * QUARTER, QUARTER, K, V,
+            BLOCK, STAGES, layout, WARPS,
+        )  # fmt: skip
+    async_copy.wait_group(0)
+    barrier()
+    return _add_others(dkeys, others, K, BLOCK, layout), dvalues
