@@ -76,10 +76,10 @@ class Call:
         self.grad_scale = p * (scale if p > 4 else 1.0)
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
-        self.levels = 2
+        self.parts = 2
         if self.hopper:
             launches = config.HOPPER[self.K]
-            self.levels = launches.gradient_levels if backward else launches.levels
+            self.parts = launches.gradient_parts if backward else launches.parts
         # p = 3 and 4: the state and the output pass, but not the gradients.
         self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32)
         self.chunk = chunk
@@ -95,7 +95,7 @@ class Call:
     @cached_property
     def rows(self) -> Rows:
         """Of the chunked form alone: for a high p they are many."""
-        return rows_of(self.K, self.p, self.levels)
+        return rows_of(self.K, self.p, self.parts)
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -134,7 +134,7 @@ class Call:
 
     def hopper_dims(self, launch: config.Launch) -> dict:
         half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "HALF": half, "LEVELS": self.levels, "R": self.H // self.G}
+        dims = {"K": self.K, "V": self.V, "HALF": half, "PARTS": self.parts, "R": self.H // self.G}
         dims |= {"CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
@@ -181,19 +181,19 @@ class Call:
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
             launch = self.hopper_launches.state
-            parts = hopper_states.programs(
-                self.K, self.rows.half, self.levels, launch.block, launch.tile, launch.warps
+            count = hopper_states.programs(
+                self.K, self.rows.half, self.parts, launch.block, launch.tile, launch.warps
             )
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
-            hopper_states.state_pass[parts, self.G, layout.sequences](
-                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, LEVELS=self.levels, TILES=launch.block,
+            hopper_states.state_pass[count, self.G, layout.sequences](
+                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, PARTS=self.parts, TILES=launch.block,
                 WIDTH=launch.tile, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         elif self.hopper_powers:
             launch, (lower, upper) = self.hopper_launches.state, self.counts()
-            parts = hopper_powers.programs(self.K, self.rows.half, lower, upper, launch.warps)
+            count = hopper_powers.programs(self.K, self.rows.half, lower, upper, launch.warps)
             dims = {name: dims[name] for name in ("K", "V", "P", "HALF", "R", "CHUNK", "GATED")}
-            hopper_powers.state_pass[parts, self.G, layout.sequences](
+            hopper_powers.state_pass[count, self.G, layout.sequences](
                 xt, stride, *sources[5:9], self.tables()[0], s, inits[0], s_final, *sequences, **dims, **flags,
                 LOWER=lower, UPPER=upper, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip

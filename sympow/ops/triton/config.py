@@ -30,8 +30,8 @@ class Config:
     key: Launch
     state: Launch  # block: tiles of rows a program owns, 1, 2 or 4
     # Parts of K in the rows of a state (`rows.py`), in the forward and in the backward; 4 for p = 2 on Hopper alone.
-    levels: int = 2
-    gradient_levels: int = 2
+    parts: int = 2
+    gradient_parts: int = 2
 
     @property
     def chunk_multiple(self) -> int:
@@ -70,7 +70,7 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
 
 # p = 2 in bfloat16 on Hopper, K = V; by K. Two programs of 4 warps a multiprocessor where they fit: they fill each
 # other's waits. Where too much of a state is then read again for each block of tokens, one program of 8 warps.
-# With 4 gradient levels a tile of the query and the key pass has K rows.
+# With 4 gradient parts a tile of the query and the key pass has K rows.
 HOPPER = {
     32: Config(
         output=Launch(128, 64, 4, 2, 256),
@@ -83,15 +83,15 @@ HOPPER = {
         query=Launch(256, 64, 8, 2, 256),
         key=Launch(64, 64, 4, 2, 128),
         state=Launch(4, 64, 4, 4, 64),
-        levels=4,
+        parts=4,
     ),
     128: Config(
         output=Launch(128, 64, 8, 4, 128),
         query=Launch(128, 64, 8, 3, 128),
         key=Launch(128, 32, 8, 2, 128),
         state=Launch(2, 64, 4, 4, 64),
-        levels=4,
-        gradient_levels=4,
+        parts=4,
+        gradient_parts=4,
     ),
 }
 _NONE = Launch(0, 0, 4, 0)

@@ -84,7 +84,7 @@ def _query_halves(
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -110,7 +110,7 @@ def query_pass(
     dout += ((start + first) * H + h) * V
     copy_rows(dy_s, dout, H * V, length - first, BLOCK, V, num_warps)
     # Where the state's part needs all shared memory, queries, keys and values take its place in the end.
-    LATE: gl.constexpr = STATES and LEVELS == 4
+    LATE: gl.constexpr = STATES and PARTS == 4
     if not LATE:
         queries_s = gl.allocate_shared_memory(
             gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
@@ -129,10 +129,10 @@ def query_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF) if LEVELS == 2 else 5 * K * K // 8
+            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF) if PARTS == 2 else 5 * K * K // 8
             state = s + (chunk * G + g) * (rows * V)
             matrix = z + (chunk * G + g) * (K * K)
-            if LEVELS == 4:
+            if PARTS == 4:
                 gl.static_assert(TILE == K)
                 acc = query_states(
                     q, q_st, length - first, state, matrix, dy_s, d, K, V, BLOCK, STAGES, NORMALIZE, mma, num_warps
@@ -299,7 +299,7 @@ def _first_queries(
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -335,7 +335,7 @@ def key_pass(
     within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
     total = R * (after + within)
     # Where the state's part needs all shared memory, queries take its place in the end.
-    LATE: gl.constexpr = STATES and LEVELS == 4
+    LATE: gl.constexpr = STATES and PARTS == 4
     if not LATE:
         queries_s, dy_s = _first_queries(
             q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
@@ -349,10 +349,10 @@ def key_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
-            rows: gl.constexpr = HALF * K + UPPER * UPPER if LEVELS == 2 else 5 * K * K // 8
+            rows: gl.constexpr = HALF * K + UPPER * UPPER if PARTS == 2 else 5 * K * K // 8
             state = ds + (chunk * G + g) * (rows * V)
             matrix = dz + (chunk * G + g) * (K * K)
-            if LEVELS == 4:
+            if PARTS == 4:
                 gl.static_assert(TILE == K)
                 dkeys, dvalues = key_states(
                     state, matrix, keys_s, values_s, K, V, BLOCK, STAGES, Z, mma, num_warps

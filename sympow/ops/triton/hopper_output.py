@@ -169,7 +169,7 @@ def first_keys(
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
-    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
     LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
@@ -188,8 +188,8 @@ def output_pass(
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     NARROW: gl.constexpr = K - HALF
-    FIRST: gl.constexpr = K // 4 if LEVELS == 4 else HALF  # where a last index begins to be above a lower prefix
-    rows: gl.constexpr = LOWER * K + UPPER * NARROW + (2 * FIRST * FIRST if LEVELS == 4 else 0)
+    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # where a last index begins to be above a lower prefix
+    rows: gl.constexpr = LOWER * K + UPPER * NARROW + (2 * FIRST * FIRST if PARTS == 4 else 0)
     LOWER_STEPS: gl.constexpr = LOWER * K // TILE
     UPPER_STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
     STEPS: gl.constexpr = rows // TILE
@@ -216,8 +216,8 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (LEVELS // 2 * TILE) == 0))
-            if LEVELS == 4:
+            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (PARTS // 2 * TILE) == 0))
+            if PARTS == 4:
                 gl.static_assert(FIRST * FIRST % TILE == 0)
             state = s + (chunk * G + g) * (rows * V)
             state_s = gl.allocate_shared_memory(
@@ -246,8 +246,8 @@ def output_pass(
             )  # fmt: skip
             if UPPER > 0:
                 upper = queries_s.slice(HALF, NARROW, 1).load(left_layout)
-                MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2 if LEVELS == 4 else LOWER_STEPS
-                if LEVELS == 4:
+                MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2 if PARTS == 4 else LOWER_STEPS
+                if PARTS == 4:
                     acc = _band(
                         state_s, state, upper + upper, columns, acc, prefixes, weights,
                         LOWER_STEPS, MIDDLE, STEPS, FIRST, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
@@ -256,9 +256,9 @@ def output_pass(
                     upper *= gl.where(upper_width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
                 acc = _band(
                     state_s, state, upper, columns, acc, prefixes, weights, MIDDLE, UPPER_STEPS, STEPS,
-                    HALF if LEVELS == 4 else LOWER, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
+                    HALF if PARTS == 4 else LOWER, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
                 )  # fmt: skip
-            if LEVELS == 4:
+            if PARTS == 4:
                 SQUARE: gl.constexpr = FIRST * FIRST // TILE
                 for which in gl.static_range(2):
                     square = queries_s.slice((1 + 2 * which) * FIRST, FIRST, 1).load(left_layout)

@@ -227,14 +227,14 @@ def _walk(
         _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
 
 
-def programs(key_dim: int, half: int, levels: int, tiles: int, width: int, warps: int) -> int:
+def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps: int) -> int:
     """Programs of `state_pass` for one head of one sequence."""
 
     def groups(prefixes, width):
         return prefixes // (tiles * max(1, 16 * warps // width))
 
-    first, upper = key_dim // levels, key_dim - half
-    squares = 2 * groups(first, first) if levels == 4 else 0
+    first, upper = key_dim // parts, key_dim - half
+    squares = 2 * groups(first, first) if parts == 4 else 0
     return (1 + groups(first, width)) * (key_dim // width) + groups(half, upper) + squares
 
 
@@ -242,7 +242,7 @@ def programs(key_dim: int, half: int, levels: int, tiles: int, width: int, warps
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
     starts, chunk_starts, T, tokens, G,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
@@ -265,7 +265,7 @@ def state_pass(
     LEAST: gl.constexpr = 16 * num_warps
     PARTS: gl.constexpr = K // WIDTH
     gl.static_assert(WIDTH >= UPPER)
-    FIRST: gl.constexpr = K // LEVELS
+    FIRST: gl.constexpr = K // PARTS
     # Of a band: rows of a tile, prefixes of a program, programs.
     LOWER_M: gl.constexpr = LEAST if WIDTH < LEAST else WIDTH
     UPPER_M: gl.constexpr = LEAST if UPPER < LEAST else UPPER
@@ -277,7 +277,7 @@ def state_pass(
     SQUARE_PART: gl.constexpr = UPPER_PART + HALF // UPPER_ROWS
     upper_row: gl.constexpr = FIRST * K
     square_row: gl.constexpr = upper_row + HALF * UPPER
-    rows: gl.constexpr = square_row + (2 * FIRST * FIRST if LEVELS == 4 else 0)
+    rows: gl.constexpr = square_row + (2 * FIRST * FIRST if PARTS == 4 else 0)
     ys = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
     )
@@ -328,7 +328,7 @@ def state_pass(
             s_final + end * (rows * V), False, prefix, upper_row - FIRST * UPPER, chunks, length, upper_x, ys,
             upper_f, UPPER, UPPER, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
-    elif LEVELS == 4:
+    elif PARTS == 4:
         # The squares of the second and the last quarter with themselves.
         square = (part - SQUARE_PART) // (FIRST // SQUARE_ROWS)
         quarter = (1 + 2 * square) * FIRST

@@ -7,7 +7,7 @@ in memory. Rows hold plain decayed sums of the monomial times v. The weights tha
 (x . y)**p = sum of weight(row) row(x) row(y) depend on the prefix alone, but for one case: a lower prefix with an upper
 j stands for p times as many orderings, so x is multiplied by p there (`base` in the kernels).
 
-For p = 2 the triangle can be cut into quarters (`levels`), 5/8 K^2 rows instead of 3/4: prefixes of the first quarter
+For p = 2 the triangle can be cut into quarters (`parts`), 5/8 K^2 rows instead of 3/4: prefixes of the first quarter
 meet every j, those of the two middle ones the upper half, and two squares on the diagonal are left, the second and the
 last quarter with themselves. Rows whose prefix lies in a lower quarter than their j stand for two orderings.
 """
@@ -25,21 +25,21 @@ from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
 class Rows:
     """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device.
 
-    levels: parts of K of which a triangle is made, 2, or for p = 2 and K >= 64 also 4.
+    parts: into how many K is cut to make a triangle, 2, or for p = 2 and K >= 64 also 4.
     """
 
-    def __init__(self, key_dim: int, p: int, levels: int = 2):
-        if levels != 2 and (levels != 4 or p != 2 or key_dim < 64):
-            raise ValueError(f"levels is 2, or for p = 2 and K >= 64 also 4; got levels={levels}, p={p}, K={key_dim}")
+    def __init__(self, key_dim: int, p: int, parts: int = 2):
+        if parts != 2 and (parts != 4 or p != 2 or key_dim < 64):
+            raise ValueError(f"parts is 2, or for p = 2 and K >= 64 also 4; got parts={parts}, p={p}, K={key_dim}")
         self.key_dim, self.p = key_dim, p
         self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
-        first = self.half if levels == 2 else key_dim // 4
+        first = self.half if parts == 2 else key_dim // 4
         prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
         upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
         self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
         # Of each band of rows: its prefixes, and the first and the end of their last indices.
         self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
-        if levels == 4:
+        if parts == 4:
             _, second, third, fourth = prefixes.split(first)
             self.bands[1] = (torch.cat([second, third]), self.half, key_dim)
             self.bands += [(second, first, 2 * first), (fourth, 3 * first, key_dim)]
@@ -66,7 +66,7 @@ class Rows:
 
         # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
         self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
-        if self.upper and levels == 2:
+        if self.upper and parts == 2:
             numbers = (self._tuples(self.prefixes[self.lower :], j[: self.half]).sort(1).values * base).sum(1)
             self.mirror = self.representative[torch.searchsorted(public, numbers)].view(self.upper, self.half)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -108,5 +108,5 @@ class Rows:
 
 
 @lru_cache(maxsize=32)
-def rows_of(key_dim: int, p: int, levels: int = 2) -> Rows:
-    return Rows(key_dim, p, levels)
+def rows_of(key_dim: int, p: int, parts: int = 2) -> Rows:
+    return Rows(key_dim, p, parts)

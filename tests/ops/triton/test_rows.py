@@ -45,15 +45,15 @@ def test_quarters_make_the_square(key_dim):
     assert abs(square - (x @ y) ** 2) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** 2
 
 
-@pytest.mark.parametrize(("key_dim", "p", "levels"), [(32, 2, 4), (64, 3, 4), (64, 2, 3)])
-def test_levels_that_no_kernel_has(key_dim, p, levels):
-    with pytest.raises(ValueError, match=f"got levels={levels}, p={p}, K={key_dim}"):
-        rows.Rows(key_dim, p, levels)
+@pytest.mark.parametrize(("key_dim", "p", "parts"), [(32, 2, 4), (64, 3, 4), (64, 2, 3)])
+def test_parts_that_no_kernel_has(key_dim, p, parts):
+    with pytest.raises(ValueError, match=f"got parts={parts}, p={p}, K={key_dim}"):
+        rows.Rows(key_dim, p, parts)
 
 
-@pytest.mark.parametrize(("key_dim", "p", "levels"), TABLES)
-def test_public_basis_and_back(key_dim, p, levels):
-    table = rows.rows_of(key_dim, p, levels)
+@pytest.mark.parametrize(("key_dim", "p", "parts"), TABLES)
+def test_public_basis_and_back(key_dim, p, parts):
+    table = rows.rows_of(key_dim, p, parts)
     x = torch.randn(key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     own, public = monomials(table, x)[:, None], spow(x, p)[:, None]
     torch.testing.assert_close(table.to_public(own), public)
