@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from sympow.ops.triton import config, hopper_powers, hopper_states, states
+from sympow.ops.triton.levels import Levels, levels_of
 from sympow.ops.triton.rows import Rows, rows_of
 
 WEIGH_BLOCK = 128
@@ -57,7 +58,9 @@ class Tokens:
 class Call:
     """What the passes of one call share: shapes, layout, the row tables and the launch configuration."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32, backward=False
+    ):
         b, t, self.H, self.K = q.shape
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
@@ -72,8 +75,9 @@ class Call:
         self.grad_scale = p * (scale if p > 4 else 1.0)
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
-        # p = 3 and 4: the state and the output pass, but not the gradients.
-        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32)
+        # p = 3 and 4: the state and the output pass, but not the gradients, which take the plain rows.
+        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not backward
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
@@ -82,9 +86,17 @@ class Call:
         self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> Rows | Levels:
         """Of the chunked form alone: for a high p they are many."""
-        return rows_of(self.K, self.p)
+        return levels_of(self.K, self.p) if self.leveled else rows_of(self.K, self.p)
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """Of the rows as the Hopper passes of p = 3 and 4 take them: prefixes, or groups of them, and widths."""
+        if isinstance(self.rows, Levels):
+            return self.rows.shape
+        lower, upper = self.counts()
+        return ((lower, self.K), (upper, self.K - self.half)) if upper else ((lower, self.K),)
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -100,8 +112,7 @@ class Call:
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
 
     def dims(self) -> dict:
-        half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": half, "COLUMNS": self.columns, "R": self.H // self.G}
+        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns, "R": self.H // self.G}
         return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
 
     @property
@@ -111,16 +122,22 @@ class Call:
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     def hopper_dims(self, launch: config.Launch) -> dict:
-        half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "HALF": half, "R": self.H // self.G, "CHUNK": self.chunk}
+        dims = {"K": self.K, "V": self.V, "HALF": self.half, "R": self.H // self.G, "CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 
     def tables(self) -> tuple[Tensor | None, ...]:
+        """Of the rows, on the device."""
         return self.rows.on(self.q.device) if self.chunk else (None,) * 4
 
+    @property
+    def half(self) -> int:
+        """Of plain rows."""
+        return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
+
     def counts(self) -> tuple[int, int]:
-        return (self.rows.lower, self.rows.upper) if self.chunk else (0, 0)
+        """Of plain rows, the lower and the upper prefixes."""
+        return (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
 
     def states(
         self, s_init: Tensor | None, z_init: Tensor | None, final: bool, z: bool, gradient: tuple | None = None
@@ -158,27 +175,29 @@ class Call:
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
             launch = self.hopper_launches.state
-            parts = hopper_states.programs(self.K, self.rows.half, launch.block, launch.tile, launch.warps)
+            parts = hopper_states.programs(self.K, self.half, launch.block, launch.tile, launch.warps)
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
             hopper_states.state_pass[parts, self.G, layout.sequences](
                 *sources, *inits, s_final, z_final, *sequences, **dims, **flags, TILES=launch.block, WIDTH=launch.tile,
                 STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         elif self.hopper_powers:
-            launch, (lower, upper) = self.hopper_launches.state, self.counts()
-            parts = hopper_powers.programs(self.K, self.rows.half, lower, upper, launch.warps)
-            dims = {name: dims[name] for name in ("K", "V", "P", "HALF", "R", "CHUNK", "GATED")}
+            launch = self.hopper_launches.state
+            tiles = min(launch.block, 128 // self.V)
+            parts = hopper_powers.programs(self.levels, tiles, launch.warps)
+            dims = {name: dims[name] for name in ("K", "V", "P", "R", "CHUNK", "GATED")}
             hopper_powers.state_pass[parts, self.G, layout.sequences](
                 xt, stride, *sources[5:9], self.tables()[0], s, inits[0], s_final, *sequences, **dims, **flags,
-                LOWER=lower, UPPER=upper, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
+                LEVELS=self.levels, TILES=tiles, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         else:
-            launch, upper, least = self.config.state, self.K - self.rows.half, 64  # rows of a product
-            tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, least // self.K))
+            launch, narrow, least = self.config.state, self.K - self.half, 64  # rows of a product
+            lower, upper = self.counts()
+            tiles = int(z) + triton.cdiv(lower, launch.block * max(1, least // self.K))
             if upper:
-                tiles += triton.cdiv(self.rows.upper, launch.block * max(1, least // upper))
+                tiles += triton.cdiv(upper, launch.block * max(1, least // narrow))
             states.state_pass[tiles, self.G, layout.sequences](
-                *sources, *inits, s_final, z_final, self.tables()[0], *sequences, *self.counts(), **dims, **flags,
+                *sources, *inits, s_final, z_final, self.tables()[0], *sequences, lower, upper, **dims, **flags,
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
             )  # fmt: skip
         return s, zs, s_final, z_final

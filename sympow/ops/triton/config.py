@@ -88,9 +88,11 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
-# p = 3 and 4, by p and K; no gradients.
+# p = 3 and 4, by p and K; no gradients. Tiles of the state pass are those at V = 32, fewer where values are wider.
 _POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
+HOPPER_POWERS = dict.fromkeys([(3, 16), (3, 32), (3, 64), (4, 16), (4, 32)], _POWERS)
+# Of these, the ones whose forward pass keeps its rows by levels; for others the products of u are too many to stage.
+LEVELED = {(3, 16), (3, 32), (3, 64), (4, 16)}
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),

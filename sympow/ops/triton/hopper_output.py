@@ -96,12 +96,101 @@ def next_tile(
     return tiles.index(i % STAGES)
 
 
+@gluon.constexpr_function
+def in_groups(block, depth, groups, warps, dropped=()):
+    """The layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores, without
+    the axes `dropped`; of two that stay last, the halves and what is in a group, as one."""
+    run = depth // groups // 2
+    columns = [[0, 0, 0, 1 << i] for i in range(run.bit_length() - 1)]
+    columns += [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
+    columns += [[0, 1, 0, 0]]
+    repeats = [[16 * warps << i, 0, 0, 0] for i in range((block // (16 * warps)).bit_length() - 1)]
+    registers = [columns[0], [8, 0, 0, 0], *columns[3:], *repeats]
+    lanes = [columns[1], columns[2], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    split = [[16 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [block, 2, groups, run])
+
+
+@gluon.constexpr_function
+def in_lasts(block, width, groups, warps):
+    """`in_groups` for the last indices alone, [block, width]."""
+    depth = width * groups
+    whole = in_groups(block, depth, groups, warps)
+    run = depth // groups // 2
+
+    def place(base):
+        return [base[0], base[1] * run + base[3]]
+
+    registers, lanes = ([place(base) for base in bases] for bases in (whole.reg_bases, whole.lane_bases))
+    return gl.DistributedLinearLayout(
+        registers, lanes, [place(base) for base in whole.warp_bases], [], [block, width]
+    )
+
+
+@gluon.constexpr_function
+def before_level(levels, level):
+    """Of the levels before: steps of rows [tile], groups, weights."""
+    rows = sum(groups * max(16, width) for groups, width in levels[:level])
+    weights = sum(2 * groups * max(1, 16 // width) for groups, width in levels[:level])
+    return rows, sum(groups for groups, _ in levels[:level]), weights
+
+
+@gluon.jit
+def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """The products of two of each token's entries, by columns: (0, 0), (0, 1), (1, 1), (0, 2) and so on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, BLOCK // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [K * (K + 1) // 2, 1, BLOCK], flat)
+    for j in gl.static_range(K):
+        x = columns.index(j).load(layout)
+        for i in gl.static_range(j + 1):
+            pairs.index(j * (j + 1) // 2 + i).store(columns.index(i).load(layout) * x)
+    return pairs
+
+
+@gluon.jit
+def _from_level(
+    acc, columns, inner, tiles, state, entries, weights, first, steps,
+    GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
+):  # fmt: skip
+    """acc plus the products of the queries' rows with the state's of one level (`levels.Levels`): tiles from `first` on
+    of `steps`. Of `columns` and `inner` [., BLOCK] in shared memory a prefix is k and u."""
+    GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
+    DEPTH: gl.constexpr = GROUP * WIDTH
+    EACH: gl.constexpr = TILE // DEPTH
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    layout: gl.constexpr = in_groups(BLOCK, DEPTH, GROUP, WARPS)
+    by_half: gl.constexpr = gl.SliceLayout(3, layout)
+    by_prefix: gl.constexpr = gl.SliceLayout(1, by_half)
+    half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(0, by_half)))[:, None]
+    member = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(0, by_half)))[None, :]
+    some = inner._reinterpret(gl.bfloat16, [inner.shape[0] // GROUP, GROUP, BLOCK], flat)
+    last = columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).slice(K - WIDTH, WIDTH, 0).permute([1, 0])
+    base = last.load(in_lasts(BLOCK, WIDTH, GROUP, WARPS)).reshape([BLOCK, 2, WIDTH // 2])
+    base = gl.convert_layout(base, gl.SliceLayout(2, layout), assert_trivial=True).expand_dims(2)
+    for i in range(GROUPS // EACH):
+        tile = next_tile(tiles, state, first + i, steps, TILE, V, STAGES, WARPS)
+        for n in gl.static_range(EACH):
+            at = i * EACH + n
+            entry = gl.load(entries + at)
+            w = gl.load(weights + at * (2 * GROUP) + (member * 2 + half))
+            f = some.index(entry & 0xFFFF).permute([1, 0]).load(by_prefix)
+            f *= columns.index(entry >> 16).permute([1, 0]).load(by_prefix)
+            f = f.expand_dims(1) * w.expand_dims(0)
+            phi = (base * f.expand_dims(3)).reshape([BLOCK, DEPTH])
+            phi = gl.convert_layout(phi, left_layout, assert_trivial=True)
+            acc = warpgroup_mma(phi, tile.slice(n * DEPTH, DEPTH, 0), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc
+
+
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     starts, chunk_starts, blocks, T, tokens, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr,
-    LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
+    LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
@@ -151,7 +240,7 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = LOWER * K + UPPER * NARROW
+            rows: gl.constexpr = LOWER * K + UPPER * NARROW + before_level(LEVELS, len(LEVELS))[0]
             gl.static_assert((LOWER * K % TILE == 0) & (rows % TILE == 0))
             state = s + (chunk * G + g) * (rows * V)
             state_s = gl.allocate_shared_memory(
@@ -171,6 +260,16 @@ def output_pass(
                 total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
             base = queries_s.load(left_layout)
             columns = stage_columns(base, K, BLOCK)
+            if len(LEVELS) > 0:
+                inner = columns
+                if P > 3:
+                    inner = _stage_pairs(columns, K, BLOCK, num_warps)
+                for level in gl.static_range(len(LEVELS)):
+                    acc = _from_level(
+                        acc, columns, inner, state_s, state, prefixes + before_level(LEVELS, level)[1], weights + before_level(LEVELS, level)[2],
+                        before_level(LEVELS, level)[0] // TILE, rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE,
+                        STAGES, num_warps, left_layout,
+                    )  # fmt: skip
             # A lower prefix with an upper last index stands for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
             base *= gl.where(width >= HALF, P, 1).to(gl.bfloat16)[None, :]

@@ -54,11 +54,12 @@ def power_forward(
     q, k, v = call.q, call.k, call.v
     if call.hopper or call.hopper_powers:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
+        levels = call.levels if call.chunk and call.leveled else ()
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
-            out if s is None else s, out if z is None else z, out, norm, *tables[:2],
+            out if s is None else s, out if z is None else z, out, norm, *(tables[1:3] if levels else tables[:2]),
             *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
-            P=p, LOWER=lower, UPPER=upper, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
+            P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
             INIT=s_init is not None,
         )  # fmt: skip
         return _outputs(call, out, norm, ends if final else None)
@@ -116,7 +117,7 @@ def power_backward(
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, backward=True)
     layout, device = call.layout, q.device
     dout = dout.to(v.dtype).contiguous()
     factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)

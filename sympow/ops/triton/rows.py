@@ -18,54 +18,24 @@ from torch import Tensor
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
 
 
-class Rows:
-    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device."""
+def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
+    """Of multi-indices [n, p] in any order, the rows of (M7)."""
+    p = tuples.shape[1]
+    # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+    base = key_dim ** torch.arange(p - 1, -1, -1)
+    public = (spow_indices(key_dim, p) * base).sum(1)
+    return torch.searchsorted(public, (tuples.sort(1).values * base).sum(1))
 
-    def __init__(self, key_dim: int, p: int):
-        self.key_dim, self.p = key_dim, p
-        self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
-        prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
-        upper = prefixes[:, -1] >= self.half if p > 1 else torch.zeros(1, dtype=torch.bool)
-        self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
-        self.lower, self.upper = int((~upper).sum()), int(upper.sum())
-        self.count = self.lower * key_dim + self.upper * (key_dim - self.half)
 
-        j = torch.arange(key_dim)
-        low = self._tuples(self.prefixes[: self.lower], j)
-        high = self._tuples(self.prefixes[self.lower :], j[self.half :])
-        # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
-        base = key_dim ** torch.arange(p - 1, -1, -1)
-        public = (spow_indices(key_dim, p) * base).sum(1)
-        numbers = (torch.cat([low, high]).sort(1).values * base).sum(1)
-        self.index = torch.searchsorted(public, numbers)  # of each row, the row of (M7) with its monomial
+class Basis:
+    """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. On the CPU."""
+
+    def __init__(self, key_dim: int, p: int, tuples: Tensor):
+        self.key_dim, self.p, self.count = key_dim, p, len(tuples)
+        self.index = public_rows(tuples, key_dim)  # of each row, the row of (M7) with its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index] = torch.arange(self.count)
         self.roots = multinomials(key_dim, p).sqrt()
-
-        # How many orderings a prefix stands for, alone (in a gradient with respect to x_j) and in its rows.
-        orderings = multinomials(key_dim, p - 1) if p > 1 else torch.ones(1, dtype=torch.float64)
-        orderings = torch.cat([orderings[~upper], orderings[upper]])
-        above = (self.prefixes >= self.half).sum(1)
-        self.gradient_weights = orderings.float()
-        self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
-
-        # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
-        self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
-        if self.upper:
-            numbers = (self._tuples(self.prefixes[self.lower :], j[: self.half]).sort(1).values * base).sum(1)
-            self.mirror = self.representative[torch.searchsorted(public, numbers)].view(self.upper, self.half)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-
-    @staticmethod
-    def _tuples(prefixes: Tensor, last: Tensor) -> Tensor:
-        return torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], 1)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
-        if device not in self._tables:
-            a, b = self.prefixes.int().to(device), self.weights.to(device)
-            self._tables[device] = a, b, self.gradient_weights.to(device), self.mirror.int().to(device)
-        return self._tables[device]
 
     def from_public(self, s: Tensor) -> Tensor:
         """[..., D, V] of (M7) to [..., rows, V]."""
@@ -90,6 +60,47 @@ class Rows:
         """p = 2: the [..., K, K] sum of k k^T to [..., D] of (M7)."""
         a, b = torch.triu_indices(self.key_dim, self.key_dim, device=matrix.device)
         return matrix[..., a, b] * self.roots.to(matrix.device, matrix.dtype)
+
+
+class Rows(Basis):
+    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device."""
+
+    def __init__(self, key_dim: int, p: int):
+        self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
+        prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
+        upper = prefixes[:, -1] >= self.half if p > 1 else torch.zeros(1, dtype=torch.bool)
+        self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
+        self.lower, self.upper = int((~upper).sum()), int(upper.sum())
+
+        j = torch.arange(key_dim)
+        low = self._tuples(self.prefixes[: self.lower], j)
+        high = self._tuples(self.prefixes[self.lower :], j[self.half :])
+        super().__init__(key_dim, p, torch.cat([low, high]))
+
+        # How many orderings a prefix stands for, alone (in a gradient with respect to x_j) and in its rows.
+        orderings = multinomials(key_dim, p - 1) if p > 1 else torch.ones(1, dtype=torch.float64)
+        orderings = torch.cat([orderings[~upper], orderings[upper]])
+        above = (self.prefixes >= self.half).sum(1)
+        self.gradient_weights = orderings.float()
+        self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
+
+        # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
+        self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
+        if self.upper:
+            others = public_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
+            self.mirror = self.representative[others].view(self.upper, self.half)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @staticmethod
+    def _tuples(prefixes: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], 1)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
+        if device not in self._tables:
+            a, b = self.prefixes.int().to(device), self.weights.to(device)
+            self._tables[device] = a, b, self.gradient_weights.to(device), self.mirror.int().to(device)
+        return self._tables[device]
 
 
 @lru_cache(maxsize=32)
