@@ -112,8 +112,8 @@ class Call:
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
 
     def dims(self) -> dict:
-        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns, "R": self.H // self.G}
-        return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
+        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns}
+        return dims | {"R": self.H // self.G, "CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
 
     @property
     def hopper_launches(self) -> config.Config:

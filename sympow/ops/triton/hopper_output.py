@@ -97,9 +97,8 @@ def next_tile(
 
 
 @gluon.constexpr_function
-def in_groups(block, depth, groups, warps, dropped=()):
-    """The layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores, without
-    the axes `dropped`; of two that stay last, the halves and what is in a group, as one."""
+def in_groups(block, depth, groups, warps):
+    """The layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores."""
     run = depth // groups // 2
     columns = [[0, 0, 0, 1 << i] for i in range(run.bit_length() - 1)]
     columns += [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
@@ -112,24 +111,19 @@ def in_groups(block, depth, groups, warps, dropped=()):
 
 
 @gluon.constexpr_function
-def in_lasts(block, width, groups, warps):
-    """`in_groups` for the last indices alone, [block, width]."""
-    depth = width * groups
+def of_last_indices(block, depth, groups, warps):
+    """`in_groups` without the groups, its halves in a row: [block, depth / groups]."""
     whole = in_groups(block, depth, groups, warps)
-    run = depth // groups // 2
-
-    def place(base):
-        return [base[0], base[1] * run + base[3]]
-
-    registers, lanes = ([place(base) for base in bases] for bases in (whole.reg_bases, whole.lane_bases))
-    return gl.DistributedLinearLayout(
-        registers, lanes, [place(base) for base in whole.warp_bases], [], [block, width]
+    registers, lanes, split = (
+        [[row, half * (depth // groups // 2) + column] for row, half, _, column in bases]
+        for bases in (whole.reg_bases, whole.lane_bases, whole.warp_bases)
     )
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [block, depth // groups])
 
 
 @gluon.constexpr_function
 def before_level(levels, level):
-    """Of the levels before: steps of rows [tile], groups, weights."""
+    """Of the levels before: rows, groups, weights."""
     rows = sum(groups * max(16, width) for groups, width in levels[:level])
     weights = sum(2 * groups * max(1, 16 // width) for groups, width in levels[:level])
     return rows, sum(groups for groups, _ in levels[:level]), weights
@@ -150,12 +144,13 @@ def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.conste
 
 @gluon.jit
 def _from_level(
-    acc, columns, inner, tiles, state, entries, weights, first, steps,
+    acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps,
     GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products of the queries' rows with the state's of one level (`levels.Levels`): tiles from `first` on
-    of `steps`. Of `columns` and `inner` [., BLOCK] in shared memory a prefix is k and u."""
+    """acc plus the products of the queries' rows with the state's of one level (`levels.Levels`). `before` are the
+    rows, groups and weights of the levels before, `steps` the tiles of all. A prefix is k of `columns` and u of
+    `products`, both in shared memory by columns."""
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
     DEPTH: gl.constexpr = GROUP * WIDTH
     EACH: gl.constexpr = TILE // DEPTH
@@ -165,17 +160,17 @@ def _from_level(
     by_prefix: gl.constexpr = gl.SliceLayout(1, by_half)
     half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(0, by_half)))[:, None]
     member = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(0, by_half)))[None, :]
-    some = inner._reinterpret(gl.bfloat16, [inner.shape[0] // GROUP, GROUP, BLOCK], flat)
+    grouped = products._reinterpret(gl.bfloat16, [products.shape[0] // GROUP, GROUP, BLOCK], flat)
     last = columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).slice(K - WIDTH, WIDTH, 0).permute([1, 0])
-    base = last.load(in_lasts(BLOCK, WIDTH, GROUP, WARPS)).reshape([BLOCK, 2, WIDTH // 2])
+    base = last.load(of_last_indices(BLOCK, DEPTH, GROUP, WARPS)).reshape([BLOCK, 2, WIDTH // 2])
     base = gl.convert_layout(base, gl.SliceLayout(2, layout), assert_trivial=True).expand_dims(2)
     for i in range(GROUPS // EACH):
-        tile = next_tile(tiles, state, first + i, steps, TILE, V, STAGES, WARPS)
+        tile = next_tile(tiles, state, before[0] // TILE + i, steps, TILE, V, STAGES, WARPS)
         for n in gl.static_range(EACH):
             at = i * EACH + n
-            entry = gl.load(entries + at)
-            w = gl.load(weights + at * (2 * GROUP) + (member * 2 + half))
-            f = some.index(entry & 0xFFFF).permute([1, 0]).load(by_prefix)
+            entry = gl.load(entries + before[1] + at)
+            w = gl.load(weights + before[2] + at * (2 * GROUP) + (member * 2 + half))
+            f = grouped.index(entry & 0xFFFF).permute([1, 0]).load(by_prefix)
             f *= columns.index(entry >> 16).permute([1, 0]).load(by_prefix)
             f = f.expand_dims(1) * w.expand_dims(0)
             phi = (base * f.expand_dims(3)).reshape([BLOCK, DEPTH])
@@ -195,6 +190,8 @@ def output_pass(
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
+    """`prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS: of each, groups and width
+    (`levels.Levels`)."""
     n, start, length, first = locate(gl.num_programs(0) - 1 - gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
@@ -261,14 +258,14 @@ def output_pass(
             base = queries_s.load(left_layout)
             columns = stage_columns(base, K, BLOCK)
             if len(LEVELS) > 0:
-                inner = columns
+                products = columns
                 if P > 3:
-                    inner = _stage_pairs(columns, K, BLOCK, num_warps)
+                    products = _stage_pairs(columns, K, BLOCK, num_warps)
                 for level in gl.static_range(len(LEVELS)):
                     acc = _from_level(
-                        acc, columns, inner, state_s, state, prefixes + before_level(LEVELS, level)[1], weights + before_level(LEVELS, level)[2],
-                        before_level(LEVELS, level)[0] // TILE, rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE,
-                        STAGES, num_warps, left_layout,
+                        acc, columns, products, state_s, state, prefixes, weights, before_level(LEVELS, level),
+                        rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
+                        left_layout,
                     )  # fmt: skip
             # A lower prefix with an upper last index stands for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
@@ -319,9 +316,13 @@ def output_pass(
         scores = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
         scores = warpgroup_mma(queries_s, keys_s.index(i % 3).permute([1, 0]), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        weight = scores
-        for _ in gl.static_range(P - 1):
-            weight *= scores
+        if P == 4:
+            weight = scores * scores
+            weight *= weight
+        else:
+            weight = scores
+            for _ in gl.static_range(P - 1):
+                weight *= scores
         if i < before:
             if GATED:
                 weight *= exp2(ref - there)[None, :]

@@ -45,41 +45,26 @@ def owned_keys(step, warps):
 
 
 @gluon.constexpr_function
-def first_prefix(levels, level):
-    return sum(groups * max(1, 16 // width) for groups, width in levels[:level])
-
-
-@gluon.constexpr_function
-def first_row(levels, level):
-    return sum(groups * max(16, width) for groups, width in levels[:level])
-
-
-@gluon.constexpr_function
 def last_indices(width, tiles):
     """Of a prefix, those that a program has in its tiles."""
-    return min(width, 4 * tiles)
+    return min(width, LAST.value * tiles)
 
 
 @gluon.constexpr_function
-def programs_of_level(levels, level, tiles, warps):
-    groups, width = levels[level]
-    here = min(width, 4 * tiles)
-    prefixes = 8 * warps * (4 * tiles // here)
-    return -(-groups * max(1, 16 // width) // prefixes) * (width // here)
-
-
-@gluon.constexpr_function
-def first_program(levels, level, tiles, warps):
-    return sum(
-        -(-groups * max(1, 16 // width) // (8 * warps * (4 * tiles // min(width, 4 * tiles))))
-        * (width // min(width, 4 * tiles))
-        for groups, width in levels[:level]
-    )
+def before_level(levels, level, tiles, warps):
+    """Of the levels before: rows, prefixes, programs."""
+    rows, prefixes, count = 0, 0, 0
+    for groups, width in levels[:level]:
+        members, here = groups * max(1, 16 // width), min(width, LAST.value * tiles)
+        rows += members * width
+        prefixes += members
+        count += -(-members // (8 * warps * (LAST.value * tiles // here))) * (width // here)
+    return rows, prefixes, count
 
 
 def programs(levels: tuple[tuple[int, int], ...], tiles: int, warps: int) -> int:
     """Programs of `state_pass` for one head of one sequence."""
-    return first_program(levels, len(levels), tiles, warps)
+    return before_level(levels, len(levels), tiles, warps)[2]
 
 
 @gluon.jit
@@ -113,7 +98,7 @@ def _places(
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
     RUN: gl.constexpr = 8 // GROUP
     PER: gl.constexpr = HERE // LAST  # tiles of a prefix
-    m = gl.arange(0, 16 * WARPS * LAST // 2, gl.SliceLayout(1, layout))
+    m = gl.arange(0, 8 * WARPS * LAST, gl.SliceLayout(1, layout))
     col = gl.arange(0, V, gl.SliceLayout(0, layout))
     n = prefix + (i // PER) * (8 * WARPS) + m // 16 % WARPS * 8 + m % 8
     j = part * HERE + (i % PER) * LAST + m // (16 * WARPS) * 2 + m // 8 % 2
@@ -197,7 +182,7 @@ def _product(f0, f1, f2, P: gl.constexpr):
 @gluon.jit
 def _tile(keys, factors, i: gl.constexpr, HERE: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr,
           left_layout: gl.constexpr):  # fmt: skip
-    """Rows [16 WARPS LAST / 2, STEP] of tile i: the factors of its prefixes times keys at its last indices."""
+    """Rows [8 WARPS LAST, STEP] of tile i: the factors of its prefixes times keys at its last indices."""
     layout: gl.constexpr = owned(STEP, WARPS)
     x = keys.slice(i % (HERE // LAST) * LAST, LAST, 0).load(owned_keys(STEP, WARPS))
     x = gl.convert_layout(x, gl.SliceLayout(0, layout), assert_trivial=True)
@@ -343,22 +328,22 @@ def _walk(
 
 @gluon.jit
 def _level(
-    program, xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes, out, out_step, init, final, chunks, length, ys,
-    GROUPS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    P: gl.constexpr, R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes, out, out_step, init, final, chunks, length, ys,
+    before: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, TILES: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, P: gl.constexpr, R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    """A level's program: pointers are at the level."""
+    """A program of one level; `before` are the rows, prefixes and programs of the levels before."""
     HERE: gl.constexpr = last_indices(WIDTH, TILES)
     PARTS: gl.constexpr = WIDTH // HERE
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
-    xs = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, HERE, STEP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
+    program = gl.program_id(0) - before[2]
+    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HERE, STEP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     _walk(
-        xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes, out, out_step, init, final,
-        program // PARTS * (8 * WARPS * LAST * TILES // HERE), program % PARTS, GROUPS * GROUP, chunks, length, xs, ys,
-        WIDTH, TILES, K, V, P, R, STEP, CHUNK, STAGES, WARPS, GATED, REVERSE, INIT, FINAL,
+        xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes + before[1] * (P - 1), out + before[0] * V, out_step,
+        init + before[0] * V, final + before[0] * V, program // PARTS * (8 * WARPS * LAST * TILES // HERE),
+        program % PARTS, GROUPS * GROUP, chunks, length, xs, ys, WIDTH, TILES, K, V, P, R, STEP, CHUNK, STAGES, WARPS,
+        GATED, REVERSE, INIT, FINAL,
     )  # fmt: skip
 
 
@@ -382,7 +367,7 @@ def state_pass(
         length = T
         chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
     chunks = gl.cdiv(length, CHUNK)
-    rows: gl.constexpr = first_row(LEVELS, len(LEVELS))
+    rows: gl.constexpr = before_level(LEVELS, len(LEVELS), TILES, num_warps)[0]
     ys = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
     )
@@ -393,11 +378,11 @@ def state_pass(
     out = s_out + (chunk0 * G + g) * (rows * V)
     end = (n.to(gl.int64) * G + g) * (rows * V)
     for level in gl.static_range(len(LEVELS)):
-        program = gl.program_id(0) - first_program(LEVELS, level, TILES, num_warps)
-        if (program >= 0) & (program < programs_of_level(LEVELS, level, TILES, num_warps)):
+        if (gl.program_id(0) >= before_level(LEVELS, level, TILES, num_warps)[2]) & (
+            gl.program_id(0) < before_level(LEVELS, level + 1, TILES, num_warps)[2]
+        ):
             _level(
-                program, xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes + first_prefix(LEVELS, level) * (P - 1),
-                out + first_row(LEVELS, level) * V, G * rows * V, s_init + (end + first_row(LEVELS, level) * V),
-                s_final + (end + first_row(LEVELS, level) * V), chunks, length, ys, LEVELS[level][0], LEVELS[level][1], TILES, K, V, P, R, STEP, CHUNK, STAGES, num_warps, GATED,
-                REVERSE, INIT, FINAL,
+                xt, xt_sh, stride, y, y_st, y_sh, sums, prefixes, out, G * rows * V, s_init + end, s_final + end,
+                chunks, length, ys, before_level(LEVELS, level, TILES, num_warps), LEVELS[level][0], LEVELS[level][1],
+                TILES, K, V, P, R, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
             )  # fmt: skip

@@ -2,9 +2,9 @@
 which the tensor cores take them.
 
 A row is again a prefix (u, k), k its largest index, times a last index j. u, the p - 2 indices below, is numbered with
-its largest index outermost, so that those of any k are the first ones. Level l holds the prefixes with
-K - w <= k < K - w/2, w = K / 2**l, the last level (w = 4) all the rest: they meet the last w indices alone. A product is
-16 rows deep, so where w < 16 it takes a group of 16 / w consecutive u of one k: its rows are the two halves of the last
+its largest index outermost, so that those of any k are the first ones. A level of width w = K, K/2 ... 4 holds the
+prefixes with K - w <= k < K - w/2, the last one all the rest: they meet the last w indices alone. A product is 16 rows
+deep, so where w < 16 it takes a group of 16 / w consecutive u of one k: its rows are the two halves of the last
 indices, in each half the prefixes, and for each of them its last indices.
 
 What makes (x . y)**p of the rows is a weight for each prefix and half. A last index of the upper half is beyond the

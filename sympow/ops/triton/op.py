@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
 from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
-from sympow.ops.triton.rows import Rows, rows_of
+from sympow.ops.triton.rows import Basis, rows_of
 
 MAX_KEY_DIM = 128
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
@@ -262,12 +262,12 @@ def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) ->
     return last if dz is None else last + (z * dz).sum(2)
 
 
-def _from_public(rows: Rows, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _from_public(rows: Basis, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
     matrix = rows.matrix_from_public(z).contiguous() if z is not None else None
     return rows.from_public(s).contiguous(), matrix
 
 
-def _to_public(rows: Rows, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else s.new_empty(0)
 
 

@@ -1,5 +1,7 @@
 """The rows of the state as the kernels keep them, and the way to and from the public basis (M7).
 
+Those of p = 3 and 4 in the forward pass on Hopper are in `levels`.
+
 A row is a monomial x_i1 ... x_i(p-1) x_j: a prefix, sorted, and a last index j. Prefixes whose largest index lies in
 the lower half of the key dim come first and meet every j, K rows each; the others meet the upper half of j only, K/2
 rows each. Every monomial has at least one row, and a tile of rows is one factor a token times a slice of x as it lies
