@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from sympow.ops.triton import config, hopper_powers, hopper_states, states
+from sympow.ops.triton.levels import Levels, levels_of
 from sympow.ops.triton.rows import Rows, rows_of
 
 WEIGH_BLOCK = 128
@@ -59,9 +60,8 @@ class Call:
     """What the passes of one call share: shapes, layout, the row tables and the launch configuration."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32,
-        backward: bool = False,
-    ):  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32, backward=False
+    ):
         b, t, self.H, self.K = q.shape
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
@@ -80,8 +80,9 @@ class Call:
         if self.hopper:
             launches = config.HOPPER[self.K]
             self.parts = launches.gradient_parts if backward else launches.parts
-        # p = 3 and 4: the state and the output pass, but not the gradients.
-        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32)
+        # p = 3 and 4: the state and the output pass, but not the gradients, which take the plain rows.
+        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not backward
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
@@ -93,9 +94,17 @@ class Call:
         self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> Rows | Levels:
         """Of the chunked form alone: for a high p they are many."""
-        return rows_of(self.K, self.p, self.parts)
+        return levels_of(self.K, self.p) if self.leveled else rows_of(self.K, self.p, self.parts)
+
+    @property
+    def levels(self) -> tuple[tuple[int, int], ...]:
+        """Of the rows as the Hopper passes of p = 3 and 4 take them: prefixes, or groups of them, and widths."""
+        if isinstance(self.rows, Levels):
+            return self.rows.shape
+        lower, upper = self.counts()
+        return ((lower, self.K), (upper, self.K - self.half)) if upper else ((lower, self.K),)
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -122,9 +131,8 @@ class Call:
         return (*self.sequence_tables(launch.block), min(spread, self.layout.sequences * heads))
 
     def dims(self) -> dict:
-        half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": half, "COLUMNS": self.columns, "R": self.H // self.G}
-        return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
+        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns}
+        return dims | {"R": self.H // self.G, "CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
 
     @property
     def hopper_launches(self) -> config.Config:
@@ -133,17 +141,23 @@ class Call:
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     def hopper_dims(self, launch: config.Launch) -> dict:
-        half = self.rows.half if self.chunk else self.K
-        dims = {"K": self.K, "V": self.V, "HALF": half, "PARTS": self.parts, "R": self.H // self.G}
+        dims = {"K": self.K, "V": self.V, "HALF": self.half, "PARTS": self.parts, "R": self.H // self.G}
         dims |= {"CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 
     def tables(self) -> tuple[Tensor | None, ...]:
+        """Of the rows, on the device."""
         return self.rows.on(self.q.device) if self.chunk else (None,) * 4
 
+    @property
+    def half(self) -> int:
+        """Of plain rows."""
+        return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
+
     def counts(self) -> tuple[int, int]:
-        return (self.rows.lower, self.rows.upper) if self.chunk else (0, 0)
+        """Of plain rows, the lower and the upper prefixes."""
+        return (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
 
     def states(
         self, s_init: Tensor | None, z_init: Tensor | None, final: bool, z: bool, gradient: tuple | None = None
@@ -181,29 +195,29 @@ class Call:
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
             launch = self.hopper_launches.state
-            count = hopper_states.programs(
-                self.K, self.rows.half, self.parts, launch.block, launch.tile, launch.warps
-            )
+            count = hopper_states.programs(self.K, self.half, self.parts, launch.block, launch.tile, launch.warps)
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
             hopper_states.state_pass[count, self.G, layout.sequences](
                 *sources, *inits, s_final, z_final, *sequences, **dims, **flags, PARTS=self.parts, TILES=launch.block,
                 WIDTH=launch.tile, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         elif self.hopper_powers:
-            launch, (lower, upper) = self.hopper_launches.state, self.counts()
-            count = hopper_powers.programs(self.K, self.rows.half, lower, upper, launch.warps)
-            dims = {name: dims[name] for name in ("K", "V", "P", "HALF", "R", "CHUNK", "GATED")}
+            launch = self.hopper_launches.state
+            tiles = min(launch.block, 128 // self.V)
+            count = hopper_powers.programs(self.levels, tiles, launch.warps)
+            dims = {name: dims[name] for name in ("K", "V", "P", "R", "CHUNK", "GATED")}
             hopper_powers.state_pass[count, self.G, layout.sequences](
                 xt, stride, *sources[5:9], self.tables()[0], s, inits[0], s_final, *sequences, **dims, **flags,
-                LOWER=lower, UPPER=upper, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
+                LEVELS=self.levels, TILES=tiles, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         else:
-            launch, upper, least = self.config.state, self.K - self.rows.half, 64  # rows of a product
-            tiles = int(z) + triton.cdiv(self.rows.lower, launch.block * max(1, least // self.K))
+            launch, narrow, least = self.config.state, self.K - self.half, 64  # rows of a product
+            lower, upper = self.counts()
+            tiles = int(z) + triton.cdiv(lower, launch.block * max(1, least // self.K))
             if upper:
-                tiles += triton.cdiv(self.rows.upper, launch.block * max(1, least // upper))
+                tiles += triton.cdiv(upper, launch.block * max(1, least // narrow))
             states.state_pass[tiles, self.G, layout.sequences](
-                *sources, *inits, s_final, z_final, self.tables()[0], *sequences, *self.counts(), **dims, **flags,
+                *sources, *inits, s_final, z_final, self.tables()[0], *sequences, lower, upper, **dims, **flags,
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
             )  # fmt: skip
         return s, zs, s_final, z_final

@@ -95,9 +95,11 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
-# p = 3 and 4, by p and K; no gradients.
+# p = 3 and 4, by p and K; no gradients. Tiles of the state pass are those at V = 32, fewer where values are wider.
 _POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-HOPPER_POWERS = {(3, 16): _POWERS, (3, 32): _POWERS, (4, 16): _POWERS, (4, 32): _POWERS}
+HOPPER_POWERS = dict.fromkeys([(3, 16), (3, 32), (3, 64), (4, 16), (4, 32)], _POWERS)
+# Of these, the ones whose forward pass keeps its rows by levels; for others the products of u are too many to stage.
+LEVELED = {(3, 16), (3, 32), (3, 64), (4, 16)}
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
@@ -110,8 +112,8 @@ HOPPER_QUADRATIC = {
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
     2: {16: 256, 32: 256, 64: 1024, 128: 2048},
-    3: {16: 1024, 32: 2048, 64: 16384},
-    4: {16: 2048, 32: 16384},
+    3: {16: 1024, 32: 1024, 64: 8192},
+    4: {16: 1024, 32: 16384},
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
 _QUADRATIC = {(2, 32): 2048, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288}

@@ -117,6 +117,18 @@ def _prefix(columns, i, prefixes, weights, P: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
+def next_tile(
+    tiles, state, i, steps,
+    TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of the tile of the state, TILE rows, that is STAGES - 1 after tile i."""
+    ahead = i + (STAGES - 1)
+    left = gl.where(ahead < steps, TILE, 0)
+    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _band(
     tiles, state, base, columns, acc, prefixes, weights,
     START: gl.constexpr, STOP: gl.constexpr, STEPS: gl.constexpr, PREFIX: gl.constexpr, ROWS: gl.constexpr,
@@ -137,10 +149,7 @@ def _band(
         for u in gl.static_range(COUNT):
             phi = base * _prefix(columns, PREFIX + (i - START) * COUNT + u, prefixes, weights, P, layout)
             acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
-        ahead = i + (STAGES - 1)
-        left = gl.where(ahead < STEPS, TILE, 0)
-        copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
-        async_copy.commit_group()
+        next_tile(tiles, state, i, STEPS, TILE, V, STAGES, WARPS)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc
 
@@ -165,16 +174,106 @@ def first_keys(
     return keys_s, values_s
 
 
+@gluon.constexpr_function
+def in_groups(block, depth, groups, warps):
+    """The layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores."""
+    run = depth // groups // 2
+    columns = [[0, 0, 0, 1 << i] for i in range(run.bit_length() - 1)]
+    columns += [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
+    columns += [[0, 1, 0, 0]]
+    repeats = [[16 * warps << i, 0, 0, 0] for i in range((block // (16 * warps)).bit_length() - 1)]
+    registers = [columns[0], [8, 0, 0, 0], *columns[3:], *repeats]
+    lanes = [columns[1], columns[2], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    split = [[16 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [block, 2, groups, run])
+
+
+@gluon.constexpr_function
+def of_last_indices(block, depth, groups, warps):
+    """`in_groups` without the groups, its halves in a row: [block, depth / groups]."""
+    whole = in_groups(block, depth, groups, warps)
+    registers, lanes, split = (
+        [[row, half * (depth // groups // 2) + column] for row, half, _, column in bases]
+        for bases in (whole.reg_bases, whole.lane_bases, whole.warp_bases)
+    )
+    return gl.DistributedLinearLayout(registers, lanes, split, [], [block, depth // groups])
+
+
+@gluon.constexpr_function
+def before_level(levels, level):
+    """Of the levels before: rows, groups, weights."""
+    rows = sum(groups * max(16, width) for groups, width in levels[:level])
+    weights = sum(2 * groups * max(1, 16 // width) for groups, width in levels[:level])
+    return rows, sum(groups for groups, _ in levels[:level]), weights
+
+
+@gluon.jit
+def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """The products of two of each token's entries, by columns: (0, 0), (0, 1), (1, 1), (0, 2) and so on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, BLOCK // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [K * (K + 1) // 2, 1, BLOCK], flat)
+    for j in gl.static_range(K):
+        x = columns.index(j).load(layout)
+        for i in gl.static_range(j + 1):
+            pairs.index(j * (j + 1) // 2 + i).store(columns.index(i).load(layout) * x)
+    return pairs
+
+
+@gluon.jit
+def _from_level(
+    acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps,
+    GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
+):  # fmt: skip
+    """acc plus the products of the queries' rows with the state's of one level (`levels.Levels`). `before` are the
+    rows, groups and weights of the levels before, `steps` the tiles of all. A prefix is k of `columns` and u of
+    `products`, both in shared memory by columns."""
+    GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
+    DEPTH: gl.constexpr = GROUP * WIDTH
+    EACH: gl.constexpr = TILE // DEPTH
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    layout: gl.constexpr = in_groups(BLOCK, DEPTH, GROUP, WARPS)
+    by_half: gl.constexpr = gl.SliceLayout(3, layout)
+    by_prefix: gl.constexpr = gl.SliceLayout(1, by_half)
+    half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(0, by_half)))[:, None]
+    member = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(0, by_half)))[None, :]
+    grouped = products._reinterpret(gl.bfloat16, [products.shape[0] // GROUP, GROUP, BLOCK], flat)
+    last = columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).slice(K - WIDTH, WIDTH, 0).permute([1, 0])
+    base = last.load(of_last_indices(BLOCK, DEPTH, GROUP, WARPS)).reshape([BLOCK, 2, WIDTH // 2])
+    base = gl.convert_layout(base, gl.SliceLayout(2, layout), assert_trivial=True).expand_dims(2)
+    for i in range(GROUPS // EACH):
+        number = before[0] // TILE + i
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        tile = tiles.index(number % STAGES)
+        for n in gl.static_range(EACH):
+            at = i * EACH + n
+            entry = gl.load(entries + before[1] + at)
+            w = gl.load(weights + before[2] + at * (2 * GROUP) + (member * 2 + half))
+            f = grouped.index(entry & 0xFFFF).permute([1, 0]).load(by_prefix)
+            f *= columns.index(entry >> 16).permute([1, 0]).load(by_prefix)
+            f = f.expand_dims(1) * w.expand_dims(0)
+            phi = (base * f.expand_dims(3)).reshape([BLOCK, DEPTH])
+            phi = gl.convert_layout(phi, left_layout, assert_trivial=True)
+            acc = warpgroup_mma(phi, tile.slice(n * DEPTH, DEPTH, 0), acc, is_async=True)
+        next_tile(tiles, state, number, steps, TILE, V, STAGES, WARPS)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc
+
+
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    LOWER: gl.constexpr, UPPER: gl.constexpr, R: gl.constexpr,
+    LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """`prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS: of each, groups and width
+    (`levels.Levels`)."""
     n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
@@ -189,7 +288,8 @@ def output_pass(
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     NARROW: gl.constexpr = K - HALF
     FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # where a last index begins to be above a lower prefix
-    rows: gl.constexpr = LOWER * K + UPPER * NARROW + (2 * FIRST * FIRST if PARTS == 4 else 0)
+    SQUARES: gl.constexpr = 2 * FIRST * FIRST if PARTS == 4 else 0
+    rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] + LOWER * K + UPPER * NARROW + SQUARES
     LOWER_STEPS: gl.constexpr = LOWER * K // TILE
     UPPER_STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
     STEPS: gl.constexpr = rows // TILE
@@ -216,7 +316,7 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (PARTS // 2 * TILE) == 0))
+            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (PARTS // 2 * TILE) == 0) & (rows % TILE == 0))
             if PARTS == 4:
                 gl.static_assert(FIRST * FIRST % TILE == 0)
             state = s + (chunk * G + g) * (rows * V)
@@ -237,6 +337,16 @@ def output_pass(
                 total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
             base = queries_s.load(left_layout)
             columns = stage_columns(base, K, BLOCK)
+            if len(LEVELS) > 0:
+                products = columns
+                if P > 3:
+                    products = _stage_pairs(columns, K, BLOCK, num_warps)
+                for level in gl.static_range(len(LEVELS)):
+                    acc = _from_level(
+                        acc, columns, products, state_s, state, prefixes, weights, before_level(LEVELS, level),
+                        rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
+                        left_layout,
+                    )  # fmt: skip
             # A lower prefix with an upper last index stands for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
             base *= gl.where(width >= FIRST, P, 1).to(gl.bfloat16)[None, :]
@@ -306,9 +416,13 @@ def output_pass(
         scores = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
         scores = warpgroup_mma(queries_s, keys_s.index(i % 3).permute([1, 0]), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        weight = scores
-        for _ in gl.static_range(P - 1):
-            weight *= scores
+        if P == 4:
+            weight = scores * scores
+            weight *= weight
+        else:
+            weight = scores
+            for _ in gl.static_range(P - 1):
+                weight *= scores
         if i < before:
             if GATED:
                 weight *= exp2(ref - there)[None, :]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
 from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
-from sympow.ops.triton.rows import Rows, rows_of
+from sympow.ops.triton.rows import Basis, rows_of
 
 MAX_KEY_DIM = 128
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
@@ -54,11 +54,12 @@ def power_forward(
     q, k, v = call.q, call.k, call.v
     if call.hopper or call.hopper_powers:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
+        levels = call.levels if call.chunk and call.leveled else ()
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
-            out if s is None else s, out if z is None else z, out, norm, *tables[:2],
+            out if s is None else s, out if z is None else z, out, norm, *(tables[1:3] if levels else tables[:2]),
             *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
-            P=p, LOWER=lower, UPPER=upper, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
+            P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
             INIT=s_init is not None, **call.early(after=call.gated),
         )  # fmt: skip
         return _outputs(call, out, norm, ends if final else None)
@@ -263,12 +264,12 @@ def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) ->
     return last if dz is None else last + (z * dz).sum(2)
 
 
-def _from_public(rows: Rows, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _from_public(rows: Basis, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
     matrix = rows.matrix_from_public(z).contiguous() if z is not None else None
     return rows.from_public(s).contiguous(), matrix
 
 
-def _to_public(rows: Rows, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else s.new_empty(0)
 
 

@@ -1,5 +1,7 @@
 """The rows of the state as the kernels keep them, and the way to and from the public basis (M7).
 
+Those of p = 3 and 4 in the forward pass on Hopper are in `levels`.
+
 A row is a monomial x_i1 ... x_i(p-1) x_j: a prefix, sorted, and a last index j. Prefixes whose largest index lies in
 the lower half of the key dim come first and meet every j, K rows each; the others meet the upper half of j only, K/2
 rows each. Every monomial has at least one row, and a tile of rows is one factor a token times a slice of x as it lies
@@ -22,65 +24,24 @@ from torch import Tensor
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
 
 
-class Rows:
-    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device.
+def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
+    """Of multi-indices [n, p] in any order, the rows of (M7)."""
+    p = tuples.shape[1]
+    # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
+    base = key_dim ** torch.arange(p - 1, -1, -1)
+    public = (spow_indices(key_dim, p) * base).sum(1)
+    return torch.searchsorted(public, (tuples.sort(1).values * base).sum(1))
 
-    parts: into how many K is cut to make a triangle, 2, or for p = 2 and K >= 64 also 4.
-    """
 
-    def __init__(self, key_dim: int, p: int, parts: int = 2):
-        if parts != 2 and (parts != 4 or p != 2 or key_dim < 64):
-            raise ValueError(f"parts is 2, or for p = 2 and K >= 64 also 4; got parts={parts}, p={p}, K={key_dim}")
-        self.key_dim, self.p = key_dim, p
-        self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
-        first = self.half if parts == 2 else key_dim // 4
-        prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
-        upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
-        self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
-        # Of each band of rows: its prefixes, and the first and the end of their last indices.
-        self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
-        if parts == 4:
-            _, second, third, fourth = prefixes.split(first)
-            self.bands[1] = (torch.cat([second, third]), self.half, key_dim)
-            self.bands += [(second, first, 2 * first), (fourth, 3 * first, key_dim)]
-        self.lower, self.upper = (len(band[0]) for band in self.bands[:2])
+class Basis:
+    """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. On the CPU."""
 
-        j = torch.arange(key_dim)
-        tuples = torch.cat([self._tuples(prefix, j[start:end]) for prefix, start, end in self.bands])
-        self.count = len(tuples)
-        # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
-        base = key_dim ** torch.arange(p - 1, -1, -1)
-        public = (spow_indices(key_dim, p) * base).sum(1)
-        numbers = (tuples.sort(1).values * base).sum(1)
-        self.index = torch.searchsorted(public, numbers)  # of each row, the row of (M7) with its monomial
+    def __init__(self, key_dim: int, p: int, tuples: Tensor):
+        self.key_dim, self.p, self.count = key_dim, p, len(tuples)
+        self.index = public_rows(tuples, key_dim)  # of each row, the row of (M7) with its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index] = torch.arange(self.count)
         self.roots = multinomials(key_dim, p).sqrt()
-
-        # How many orderings a prefix stands for, alone (in a gradient with respect to x_j) and in its rows.
-        orderings = multinomials(key_dim, p - 1) if p > 1 else torch.ones(1, dtype=torch.float64)
-        orderings = torch.cat([orderings[~upper], orderings[upper]])
-        above = (self.prefixes >= self.half).sum(1)
-        self.gradient_weights = orderings.float()
-        self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
-
-        # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
-        self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
-        if self.upper and parts == 2:
-            numbers = (self._tuples(self.prefixes[self.lower :], j[: self.half]).sort(1).values * base).sum(1)
-            self.mirror = self.representative[torch.searchsorted(public, numbers)].view(self.upper, self.half)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-
-    @staticmethod
-    def _tuples(prefixes: Tensor, last: Tensor) -> Tensor:
-        return torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], 1)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
-        if device not in self._tables:
-            a, b = self.prefixes.int().to(device), self.weights.to(device)
-            self._tables[device] = a, b, self.gradient_weights.to(device), self.mirror.int().to(device)
-        return self._tables[device]
 
     def from_public(self, s: Tensor) -> Tensor:
         """[..., D, V] of (M7) to [..., rows, V]."""
@@ -105,6 +66,56 @@ class Rows:
         """p = 2: the [..., K, K] sum of k k^T to [..., D] of (M7)."""
         a, b = torch.triu_indices(self.key_dim, self.key_dim, device=matrix.device)
         return matrix[..., a, b] * self.roots.to(matrix.device, matrix.dtype)
+
+
+class Rows(Basis):
+    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device.
+
+    parts: into how many K is cut to make a triangle, 2, or for p = 2 and K >= 64 also 4.
+    """
+
+    def __init__(self, key_dim: int, p: int, parts: int = 2):
+        if parts != 2 and (parts != 4 or p != 2 or key_dim < 64):
+            raise ValueError(f"parts is 2, or for p = 2 and K >= 64 also 4; got parts={parts}, p={p}, K={key_dim}")
+        self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
+        first = self.half if parts == 2 else key_dim // 4
+        prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
+        upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
+        self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
+        # Of each band of rows: its prefixes, and the first and the end of their last indices.
+        self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
+        if parts == 4:
+            _, second, third, fourth = prefixes.split(first)
+            self.bands[1] = (torch.cat([second, third]), self.half, key_dim)
+            self.bands += [(second, first, 2 * first), (fourth, 3 * first, key_dim)]
+        self.lower, self.upper = (len(band[0]) for band in self.bands[:2])
+        j = torch.arange(key_dim)
+        super().__init__(key_dim, p, torch.cat([self._tuples(prefix, j[a:b]) for prefix, a, b in self.bands]))
+
+        # How many orderings a prefix stands for, alone (in a gradient with respect to x_j) and in its rows.
+        orderings = multinomials(key_dim, p - 1) if p > 1 else torch.ones(1, dtype=torch.float64)
+        orderings = torch.cat([orderings[~upper], orderings[upper]])
+        above = (self.prefixes >= self.half).sum(1)
+        self.gradient_weights = orderings.float()
+        self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
+
+        # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
+        self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
+        if self.upper and parts == 2:
+            others = public_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
+            self.mirror = self.representative[others].view(self.upper, self.half)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @staticmethod
+    def _tuples(prefixes: Tensor, last: Tensor) -> Tensor:
+        return torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], 1)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
+        if device not in self._tables:
+            a, b = self.prefixes.int().to(device), self.weights.to(device)
+            self._tables[device] = a, b, self.gradient_weights.to(device), self.mirror.int().to(device)
+        return self._tables[device]
 
 
 @lru_cache(maxsize=32)

@@ -107,7 +107,7 @@ def main() -> None:
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         launches += [(key_dim, *launch) for launch in decoding_launches(key_dim)]
-    for p, key_dim in ((3, 16), (3, 32), (4, 16)) if hopper else ():
+    for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
     for key_dim, function, bound, options in launches:

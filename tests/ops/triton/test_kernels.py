@@ -30,6 +30,7 @@ LARGE = {
     "V 48, K 40": Case(B=2, T=700, H=2, G=1, K=40, V=48, state=True),
     "V 160": Case(B=1, T=500, H=2, G=1, K=32, V=160, state=True),
     "p 3, K 32": Case(B=1, T=900, H=2, G=1, K=32, V=32, p=3, state=True),
+    "p 3, K 64": Case(B=1, T=600, H=2, G=1, K=64, V=64, p=3, return_state=False),
     "p 4, K 16": Case(B=1, T=600, H=2, G=1, K=16, V=16, p=4, state=True),
     "p 1, K 64": Case(B=1, T=900, H=2, G=1, K=64, V=64, p=1, state=True),
 }
