@@ -263,7 +263,7 @@ def state_pass(
     chunks = gl.cdiv(length, CHUNK)
     UPPER: gl.constexpr = K - HALF
     LEAST: gl.constexpr = 16 * num_warps
-    PARTS: gl.constexpr = K // WIDTH
+    SLICES: gl.constexpr = K // WIDTH
     gl.static_assert(WIDTH >= UPPER)
     FIRST: gl.constexpr = K // PARTS
     # Of a band: rows of a tile, prefixes of a program, programs.
@@ -273,7 +273,7 @@ def state_pass(
     LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // WIDTH)
     UPPER_ROWS: gl.constexpr = TILES * (UPPER_M // UPPER)
     SQUARE_ROWS: gl.constexpr = TILES * (SQUARE_M // FIRST)
-    UPPER_PART: gl.constexpr = PARTS * (1 + FIRST // LOWER_ROWS)
+    UPPER_PART: gl.constexpr = SLICES * (1 + FIRST // LOWER_ROWS)
     SQUARE_PART: gl.constexpr = UPPER_PART + HALF // UPPER_ROWS
     upper_row: gl.constexpr = FIRST * K
     square_row: gl.constexpr = upper_row + HALF * UPPER
@@ -291,9 +291,9 @@ def state_pass(
     end = n.to(gl.int64) * G + g
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if part < UPPER_PART:
-        is_z = part < PARTS
-        last = (part % PARTS) * WIDTH
-        prefix = (part // PARTS - 1) * LOWER_ROWS
+        is_z = part < SLICES
+        last = (part % SLICES) * WIDTH
+        prefix = (part // SLICES - 1) * LOWER_ROWS
         out = s_out + (chunk0 * G + g) * (rows * V)
         out_step = G * rows * V
         init = s_init + end * (rows * V)
