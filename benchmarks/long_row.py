@@ -1,9 +1,9 @@
-"""One row of a million tokens on one GPU, forward and backward, and its loss by position: `python -m benchmarks.long_row`.
+"""A row of a million tokens on one GPU, forward and backward, and its loss by position.
 
 A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row another chain, so that
 the curve means something: it falls while the model reads the row's transitions, and rises where its memory or its
 rotation fails beyond the length it was trained at. Then the row passes, every block recomputed in the backward. The
-training goes on where it was stopped, in the folder DIR; DIR/long_row.json and DIR/long_row.png are written last.
+training goes on where it was stopped. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.json and .png.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def long_pass(model: LanguageModel, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device) -> dict:
-    """Forward and backward of one row [1, T]: losses float64 [T] on the CPU, the norm of the gradient, seconds, bytes at
-    the peak."""
+    """Forward and backward of one row [1, T]: losses float64 [T] on the CPU, the norm of the gradient, seconds, and the
+    peak of memory in bytes."""
     model.checkpoint_activations()
     model.check_tokens(tokens, targets)
     tokens, targets = tokens.to(device), targets.to(device)

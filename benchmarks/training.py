@@ -1,4 +1,4 @@
-"""Times training steps: `python -m benchmarks.training --json FILE`; on several GPUs by torchrun, which share every row.
+"""Times training steps: `python -m benchmarks.training --json FILE`; by torchrun on several GPUs, which share rows.
 
 The step is `train_step` of `sympow.training.loop`, the one that the loop takes: the copy of the batch to the device,
 clipping and the optimizer belong to it. Tokens are random. Softmax attention is cuDNN's on a GPU. Before a mixer is
@@ -113,8 +113,8 @@ def difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
-    """`count` steps: loss and gradient norm of the first, seconds of each, the peak of memory from the third on (bytes),
-    and FLOPs a token."""
+    """`count` steps: loss and gradient norm of the first, seconds of each, peak memory from the third on in bytes, and
+    FLOPs a token."""
     config = shape.config(mixer, mode, device.type, world_size())
     ranks = join(config, device)
     torch.compiler.reset()

@@ -47,7 +47,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def train_missing(config: RunConfig, out: Path, batches: Chains) -> None:
-    """On one rank the run "one", and "continued" where there are checkpoints of "several", which several ranks train."""
+    """On several ranks the run "several"; on one rank "one" and, once there is "several", "continued"."""
     steps = config.training.steps
     if world_size() > 1:
         execution = ExecutionConfig(context_parallel=world_size())

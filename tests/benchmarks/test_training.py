@@ -74,7 +74,8 @@ def test_chains():
     chains = Chains(context=300, rows=2, vocabulary=7, successors=2)
     batch = chains[3]
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1]) and batch.tokens.shape == (2, 300)
-    tables = [{(a, b) for a, b in zip(*pair, strict=True)} for pair in zip(batch.tokens.tolist(), batch.targets.tolist())]
+    rows = zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+    tables = [set(zip(*row, strict=True)) for row in rows]
     assert all(len({b for a, b in table if a == token}) <= 2 for table in tables for token in range(7))
     assert tables[0] != tables[1] and torch.equal(chains[3].tokens, batch.tokens)
     assert not torch.equal(chains[4].tokens, batch.tokens)
