@@ -1,4 +1,4 @@
-"""Functions run on several ranks: processes on this machine, joined by gloo.
+"""Functions run on several ranks: processes on this machine, joined by gloo, and on GPUs of their own by NCCL as well.
 
 They are forked from a server that has the packages imported, as torch's own import takes seconds.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -17,19 +18,28 @@ PRELOAD = ["sympow.cli.commands", "torch.utils.tensorboard", "torch._dynamo", "t
            "torch.distributed.checkpoint"]  # fmt: skip
 
 
-def run_ranks(function: Callable, size: int, *arguments: Any) -> list[Any]:
-    """function(*arguments), which a module defines, on every rank of a default group; what each returned, in order."""
+def run_ranks(function: Callable, size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
+    """function(*arguments), which a module defines, on every rank of a default group; what each returned, in order.
+
+    With device "cuda" every rank has a GPU, and where there are too few the test is skipped.
+    """
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     multiprocessing.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _rank, (function, size, folder, arguments), size, start_method="forkserver"
+            _rank, (function, size, folder, arguments, device), size, start_method="forkserver"
         )
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+        files = [Path(folder) / f"{rank}.pt" for rank in range(size)]
+        return [torch.load(file, map_location=device, weights_only=False) for file in files]
 
 
-def _rank(rank: int, function: Callable, size: int, folder: str, arguments: tuple) -> None:
+def _rank(rank: int, function: Callable, size: int, folder: str, arguments: tuple, device: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # as `launched` does
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
         torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
     finally:

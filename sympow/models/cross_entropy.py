@@ -1,4 +1,4 @@
-"""Cross-entropy behind a large vocabulary: the sum over all tokens, with its gradient formed a slice of tokens at a time.
+"""Cross-entropy behind a large vocabulary: the sum over all tokens, its gradient formed slice by slice of the tokens.
 
 The gradient of a sum of losses is known as soon as the logits are, but for the factor that comes from above. So the
 forward forms it, slice by slice, in three matrix products; the backward only multiplies by the factor. Recomputing the

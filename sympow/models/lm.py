@@ -151,15 +151,16 @@ class LanguageModel(nn.Module):
         return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The sum of `token_losses`, a scalar: what training needs, with a gradient that is formed along with it and takes
-        no second look at the logits."""
+        """The sum of `token_losses`, a scalar: what training needs. Its gradient is formed along with it, so that the
+        logits are computed once."""
         self._check_targets(targets, tokens)
         hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
-        options = {"rows": self._logit_rows(hidden), "cross_entropy": self.cross_entropy}
-        return cross_entropy_sum(hidden, self.embedding.weight, targets.flatten(), **options)
+        rows, weight = self._logit_rows(hidden), self.embedding.weight
+        return cross_entropy_sum(hidden, weight, targets.flatten(), rows=rows, cross_entropy=self.cross_entropy)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row: see `Mixer.split_context`."""
+        """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row, see
+        `Mixer.split_context`."""
         for block in self.blocks:
             block.mixer.split_context(group)
 

@@ -7,6 +7,8 @@ other way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,19 +27,38 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
     Returns:
         Like x; zero on the first rank (the last in reverse).
     """
+    if torch.compiler.is_compiling():
+        return _scan_as_operator(x, log_decay, group.group_name, reverse)
+    return _scan(x, log_decay, group, reverse)
+
+
+def _scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup, reverse: bool) -> Tensor:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     own = x.reshape(len(x), -1)
     if log_decay is not None:  # one message, not two
         own = torch.cat([own, log_decay[:, None].to(x.dtype)], dim=1)
     parts = list(own.new_empty(size, *own.shape).unbind(0))
     dist.all_gather(parts, own.contiguous(), group=group)
-    total = torch.zeros_like(x)
+    total = torch.zeros_like(x, memory_format=torch.contiguous_format)
     decay = x.new_ones(len(x), *[1] * (x.ndim - 1))
     for part in parts[rank + 1 :] if reverse else reversed(parts[:rank]):  # the nearest first
         total += decay * part[:, : total[0].numel()].reshape(x.shape)
         if log_decay is not None:
             decay = decay * part[:, -1].exp().view_as(decay)
     return total
+
+
+@torch.library.custom_op("sympow::exclusive_scan", mutates_args=())
+def _scan_as_operator(x: Tensor, log_decay: Tensor | None, group: str, reverse: bool) -> Tensor:
+    """In a graph of torch.compile: whole, as a compiler that saw the message would drop it on the rank that reads
+    nothing from it, and leave the others waiting."""
+    resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return _scan(x, log_decay, resolve(group), reverse)
+
+
+@_scan_as_operator.register_fake
+def _(x, log_decay, group, reverse):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def exclusive_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -59,7 +59,7 @@ def power_attention(
         initial_state: what came before, of batch B (of batch N with cu_seqlens). Gradients reach it.
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
-            of which sees another. Documents may be empty.
+            of which sees another. Documents may be empty. The kernels do not check values that lie on a GPU.
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B. Not with
             cu_seqlens, initial_state or return_state, nor with impl="reference".
@@ -92,12 +92,14 @@ def power_attention(
     if cu_seqlens is None:
         _check_state(initial_state, q.shape[0], k, v, p)
         return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
-    ends = _check_cu_seqlens(cu_seqlens, q)
-    _check_state(initial_state, len(ends) - 1, k, v, p)
+    _check_cu_seqlens(cu_seqlens, q)
+    _check_state(initial_state, len(cu_seqlens) - 1, k, v, p)
     if run is _triton:
+        if cu_seqlens.device.type == "cpu":
+            _document_ends(cu_seqlens, q)
         cu_seqlens = cu_seqlens.to(q.device, torch.int32)
         return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
-    return _packed(run, q, k, v, log_g, initial_state, ends, **options)
+    return _packed(run, q, k, v, log_g, initial_state, _document_ends(cu_seqlens, q), **options)
 
 
 def power_attention_step(
@@ -359,7 +361,7 @@ def _check_context(run: Callable, state: PowerState | None, return_state: bool, 
         raise ValueError("impl='reference' computes whole rows; it takes no context_group")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
@@ -368,6 +370,10 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
         raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
     if q.shape[0] != 1:
         raise ValueError(f"packed documents (cu_seqlens) lie along T of a batch of 1; got B = {q.shape[0]}")
+
+
+def _document_ends(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+    """The values of cu_seqlens, checked; of a tensor on a GPU the host waits for them."""
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != q.shape[1] or any(a > b for a, b in pairwise(ends)):
         raise ValueError(

@@ -111,7 +111,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, positions, frequencies, *tensors):
+    def forward(ctx, *inputs):  # not (ctx, positions, ...): where gradients are off torch.compile may then drop ctx
+        positions, frequencies, *tensors = inputs
         cos, sin = _turns(positions, frequencies, torch.promote_types(tensors[0].dtype, torch.float32))
         turned = tuple(_turned(x, cos, sin) for x in tensors)
         # Not the inputs, which nothing else holds: of what is turned the attention has to keep the result.

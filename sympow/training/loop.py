@@ -247,7 +247,7 @@ def _count(rows: Rows) -> int:
 
 
 def _moved(rows: Rows, model: LanguageModel, device: torch.device) -> Rows:
-    """The rows on a device. On a GPU the model does not look at the tokens it is trained on, so they are checked here."""
+    """The rows on a device. A GPU's model does not look at the tokens it is trained on, so they are checked here."""
     if device.type == "cpu":
         return rows
     model.check_tokens(rows.tokens, rows.targets)

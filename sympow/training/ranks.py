@@ -150,11 +150,9 @@ def launched(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         if device != torch.device("cuda"):
             raise ValueError(f"training.device is one GPU, {str(device)!r}; on several ranks it is 'cuda' or 'auto'")
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # No device_id: groups of ranks would then be split off this one, which not every torch can with gloo in it.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     yield
     dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
 

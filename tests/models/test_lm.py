@@ -12,6 +12,7 @@ from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
+WIDTHS = range(VOCAB, VOCAB + 8)  # of logits, which may be padded
 HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
 RECALL = (
     MixerConfig("short_convolution", {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}}),
@@ -90,13 +91,25 @@ def test_losses_and_gradients_are_those_of_cross_entropy(monkeypatch, elements):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_the_sum_of_losses():
+    """Value and gradients are those of the sum of token_losses."""
+    built, x, targets = model(), tokens(), tokens(seed=2)
+    targets[0, 3:9] = lm.IGNORE
+    sums = [built.loss_sum(x, targets), built.token_losses(x, targets).sum()]
+    gradients = [torch.autograd.grad(y, list(built.parameters())) for y in sums]
+    torch.testing.assert_close(*sums)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 def test_losses_of_packed_documents():
     built, x, targets = model(), tokens(1), tokens(1, seed=2)
     packed = built.token_losses(x, targets, cu_seqlens=torch.tensor([0, 11, 30]))
     torch.testing.assert_close(packed[:, 11:], built.token_losses(x[:, 11:], targets[:, 11:]))
 
 
-def test_whole_logits_never_stand_in_memory(monkeypatch):
+@pytest.mark.parametrize("method", ["token_losses", "loss_sum"])
+def test_whole_logits_never_stand_in_memory(monkeypatch, method):
     """No tensor of B T vocab elements is formed, and none of logits is kept for the backward."""
     monkeypatch.setitem(lm._LOGIT_ELEMENTS, "cpu", 10 * VOCAB)
     built, x = model().float(), tokens(2, 300)
@@ -107,15 +120,15 @@ def test_whole_logits_never_stand_in_memory(monkeypatch):
             nonlocal largest
             out = function(*args, **(kwargs or {}))
             for made in out if isinstance(out, list | tuple) else (out,):
-                if isinstance(made, torch.Tensor) and made.dim() and made.shape[-1] == VOCAB:
+                if isinstance(made, torch.Tensor) and made.dim() and made.shape[-1] in WIDTHS:
                     largest = max(largest, made.numel())
             return out
 
     saved = []
     with Watch(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        built.token_losses(x, x).sum().backward()
-    assert 0 < largest <= max(10 * VOCAB, built.embedding.weight.numel())
-    assert not any(shape and shape[-1] == VOCAB for shape in saved)
+        getattr(built, method)(x, x).sum().backward()
+    assert 0 < largest <= max(10 * VOCAB, WIDTHS.stop * built.config.d_model)
+    assert not any(shape and shape[-1] in WIDTHS for shape in saved)
 
 
 def test_checkpointed_activations_change_no_gradient():
@@ -260,5 +273,6 @@ def test_bad_tokens_are_refused(bad, error, message):
     ],
 )
 def test_bad_targets_are_refused(targets, message):
-    with pytest.raises(ValueError, match=message):
-        model().token_losses(tokens(), targets)
+    for method in (model().token_losses, model().loss_sum, model().check_tokens):
+        with pytest.raises(ValueError, match=message):
+            method(tokens(), targets)

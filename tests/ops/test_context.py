@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from sympow.ops import PowerState, power_attention
 from sympow.ops.context import exclusive_scan, exclusive_sum
@@ -64,7 +65,7 @@ def all_parts() -> dict:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
-    return run_ranks(all_parts, request.param)
+    return run_ranks(all_parts, request.param, device=DEVICE)
 
 
 def whole(ranks: list[dict], key) -> dict[str, torch.Tensor]:
@@ -86,6 +87,10 @@ def test_kernels(ranks, name):
         assert_within_budget(whole(ranks, name), case, make_inputs(case, dtype=KERNEL_DTYPE), 16)
 
 
+def recomputed_sum(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: exclusive_sum(x.sin(), dist.group.WORLD).cos(), x, use_reentrant=False)
+
+
 def scans() -> list[torch.Tensor]:
     rank = dist.get_rank()
     x = torch.tensor([[1.0, 10.0], [100.0, 1000.0]]).mul(rank + 1).requires_grad_()
@@ -93,13 +98,17 @@ def scans() -> list[torch.Tensor]:
     total = exclusive_sum(x, dist.group.WORLD)
     (grad,) = torch.autograd.grad((total * (rank + 1)).sum(), x)
     decayed = [exclusive_scan(x.detach(), log_decay, dist.group.WORLD, reverse=back) for back in (False, True)]
-    return [total.detach(), grad, *decayed]
+    # Compiled: the first rank reads nothing of the message, and has to take part in it all the same, also again.
+    compiled = torch.compile(recomputed_sum, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(call(x).sum(), x)[0] for call in (recomputed_sum, compiled)]
+    return [total.detach(), grad, *decayed, grads[1] - grads[0]]
 
 
 def test_scans():
     x = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
     decay = torch.tensor([[0.5], [0.25]])
-    total, grad, before, after = zip(*run_ranks(scans, 3), strict=True)
+    total, grad, before, after, difference = zip(*run_ranks(scans, 3), strict=True)
+    assert all(each.eq(0).all() for each in difference)
     torch.testing.assert_close(total, (0 * x, x, 3 * x))
     torch.testing.assert_close(grad, (torch.full_like(x, 5), torch.full_like(x, 3), 0 * x))
     torch.testing.assert_close(before, (0 * x, x, 2 * x + decay**2 * x))

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.ops.contract import FLOAT64_TOLERANCE
 from tests.ranks import PRELOAD, run_ranks
 
 STEPS = 8
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @contextmanager
@@ -45,11 +47,11 @@ def train_all(jobs) -> None:
 
 @pytest.fixture
 def make_run(make_config, make_batches, tmp_path):
-    """make_run(name, precision, **fields of ExecutionConfig) -> a job of `train_all`: four passes a step."""
+    """make_run(name, precision, device, **fields of ExecutionConfig) -> a job of `train_all`: four passes a step."""
 
-    def make(name: str, precision: str = "float32", **execution):
+    def make(name: str, precision: str = "float32", device: str = "cpu", **execution):
         config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3,
-                             precision=precision, device="cpu")  # fmt: skip
+                             precision=precision, device=device)  # fmt: skip
         data = dataclasses.replace(config.data, pack=False)
         config = dataclasses.replace(config, data=data, execution=ExecutionConfig(**execution))
         return config, make_batches(config), tmp_path / name
@@ -80,14 +82,16 @@ def forget_last_checkpoint(run, name: str):
     return copy
 
 
-def test_any_ranks_train_as_one_does_and_continue_each_other(make_run):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+def test_any_ranks_train_as_one_does_and_continue_each_other(make_run, device):
     """Two data ranks; two context ranks; two of each; with and without activation checkpointing."""
+    make_run = partial(make_run, device=device)
     one, rough = make_run("one"), make_run("rough", "bf16")
     train_all([one, rough])
     two, split = make_run("two"), make_run("split", context_parallel=2, checkpoint_activations=True)
     taken = (*one[:2], forget_last_checkpoint(one[2], "one, then two"))  # a file
     rough_split = make_run("rough, split", "bf16", context_parallel=2)
-    run_ranks(train_all, 2, [two, split, taken, rough_split])
+    run_ranks(train_all, 2, [two, split, taken, rough_split], device=device)
     for _, _, run in (two, split, taken):
         assert_same_numbers(run, one[2])
         assert latest(run).name == f"step-{STEPS:08d}.shards"
@@ -103,16 +107,16 @@ def test_any_ranks_train_as_one_does_and_continue_each_other(make_run):
     assert_same_numbers(back, one[2])
     assert [path.suffix for path in list_checkpoints(back)] == [".shards", ".pt"]
 
-    grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
-    run_ranks(train_all, 4, [grid])
-    assert_same_numbers(grid[2], one[2])
-
     with float64():
         loaded = load_model(two[2])
         assert loaded.step == STEPS and loaded.run_dir == two[2] and load_model(latest(two[2])).step == STEPS
         expected = read_metrics(one[2])[-1]["held_out_loss"]
         found = held_out_loss(loaded.model, two[1], two[0].training, torch.device("cpu"))
     assert found == pytest.approx(expected, rel=FLOAT64_TOLERANCE)
+
+    grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
+    run_ranks(train_all, 4, [grid], device=device)
+    assert_same_numbers(grid[2], one[2])
 
 
 # ---------------------------------------------------------------------------------- as torchrun starts it

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sympow.ops.feature_map import spow_dim
 from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
 from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
-from sympow.ops.triton.rows import Basis, rows_of
+from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
@@ -89,7 +90,7 @@ def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chun
     if not final:
         return out, norm, norm.new_empty(0), norm.new_empty(0)
     n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    s = norm.new_empty(n, k.shape[2], len(rows_of(key_dim, p).roots), v.shape[3])
+    s = norm.new_empty(n, k.shape[2], spow_dim(key_dim, p), v.shape[3])
     return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,))
 
 
@@ -206,7 +207,7 @@ def power_own_state(
 @power_own_state.register_fake
 def _(k, v, log_g, p, scale, chunk, tf32):
     b, _, g, key_dim = k.shape
-    s = k.new_empty(b, g, len(rows_of(key_dim, p).roots), v.shape[3], dtype=torch.float32)
+    s = k.new_empty(b, g, spow_dim(key_dim, p), v.shape[3], dtype=torch.float32)
     return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
 
 
@@ -237,7 +238,7 @@ def power_own_gradient(
 @power_own_gradient.register_fake
 def _(dout, q, k, v, log_g, out, norm, p, scale, normalize, eps, chunk, tf32):
     b, _, g, key_dim = k.shape
-    s = k.new_empty(b, g, len(rows_of(key_dim, p).roots), v.shape[3], dtype=torch.float32)
+    s = k.new_empty(b, g, spow_dim(key_dim, p), v.shape[3], dtype=torch.float32)
     return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
 
 

@@ -42,21 +42,22 @@ class Basis:
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index] = torch.arange(self.count)
         self.roots = multinomials(key_dim, p).sqrt()
+        self._public: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def from_public(self, s: Tensor) -> Tensor:
         """[..., D, V] of (M7) to [..., rows, V]."""
-        index = self.index.to(s.device)
-        return s.index_select(-2, index) / self.roots.to(s.device, s.dtype)[index, None]
+        index, _, roots, _, _ = self._public_on(s.device)
+        return s.index_select(-2, index) / roots.to(s.dtype)[index, None]
 
     def to_public(self, rows: Tensor) -> Tensor:
         """[..., rows, V] to [..., D, V] of (M7)."""
-        roots = self.roots.to(rows.device, rows.dtype)[:, None]
-        return rows.index_select(-2, self.representative.to(rows.device)) * roots
+        _, representative, roots, _, _ = self._public_on(rows.device)
+        return rows.index_select(-2, representative) * roots.to(rows.dtype)[:, None]
 
     def matrix_from_public(self, z: Tensor) -> Tensor:
         """p = 2: [..., D] of (M7) to the [..., K, K] sum of k k^T."""
-        a, b = torch.triu_indices(self.key_dim, self.key_dim, device=z.device)
-        half = z / self.roots.to(z.device, z.dtype)
+        _, _, roots, a, b = self._public_on(z.device)
+        half = z / roots.to(z.dtype)
         full = z.new_zeros(*z.shape[:-1], self.key_dim, self.key_dim)
         full[..., a, b] = half
         full[..., b, a] = half
@@ -64,8 +65,17 @@ class Basis:
 
     def matrix_to_public(self, matrix: Tensor) -> Tensor:
         """p = 2: the [..., K, K] sum of k k^T to [..., D] of (M7)."""
-        a, b = torch.triu_indices(self.key_dim, self.key_dim, device=matrix.device)
-        return matrix[..., a, b] * self.roots.to(matrix.device, matrix.dtype)
+        _, _, roots, a, b = self._public_on(matrix.device)
+        return matrix[..., a, b] * roots.to(matrix.dtype)
+
+    def _public_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """index, representative, roots, and the row and column of each of (M7) for p = 2, on a device. Copied once: the
+        host waits for the device where it copies."""
+        if device not in self._public:
+            a, b = torch.triu_indices(self.key_dim, self.key_dim)
+            tables = (self.index, self.representative, self.roots, a, b)
+            self._public[device] = tuple(table.to(device) for table in tables)
+        return self._public[device]
 
 
 class Rows(Basis):

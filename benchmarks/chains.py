@@ -1,0 +1,45 @@
+"""Rows that a model can learn to predict from their own past, at any length: Markov chains, each row another one.
+
+In a row every token has a few successors of its own, drawn with the row; each follows with the same chance. A model
+that has seen nothing of the row loses the logarithm of the vocabulary, one that has read the row's transitions that of
+the successors: the curve of the loss over positions falls, and stays low as long as the model's memory holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sympow.training.ranks import Part
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Batches by index, endless, for `sympow.training.train`: `rows` rows of `context` tokens and their targets."""
+
+    context: int
+    rows: int
+    vocabulary: int = 64
+    successors: int = 2
+    seed: int = 0
+
+    def __getitem__(self, index: int) -> Part:
+        rng = np.random.default_rng((self.seed, index))
+        table = rng.integers(self.vocabulary, size=(self.rows, self.vocabulary, self.successors))
+        picks = rng.integers(self.successors, size=(self.context + 1, self.rows))
+        tokens = np.empty((self.context + 1, self.rows), dtype=np.int64)
+        row, current = np.arange(self.rows), np.zeros(self.rows, dtype=np.int64)
+        for place, pick in enumerate(picks):
+            current = tokens[place] = table[row, current, pick]
+        whole = torch.from_numpy(tokens.T.copy())
+        return Part(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        if state != self.state():
+            raise ValueError(f"the run was made on other chains: {state}, not {self.state()}")

@@ -1,0 +1,142 @@
+"""A row of a million tokens on one GPU, forward and backward, and its loss by position.
+
+A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row another chain, so that
+the curve means something: it falls while the model reads the row's transitions, and rises where its memory or its
+rotation fails beyond the length it was trained at. Then the row passes, every block recomputed in the backward. The
+training goes on where it was stopped. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.chains import Chains
+from benchmarks.measure import commit, processor
+from sympow.data import DataConfig
+from sympow.models import LanguageModel, MixerConfig, preset
+from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train
+from sympow.training.loop import autocast
+
+TENTHS = 10
+
+
+def run_config(args: argparse.Namespace) -> RunConfig:
+    return RunConfig(
+        name="long-row",
+        model=preset(args.preset, args.vocabulary, MixerConfig("power")),
+        data=DataConfig(tokenizer="bytes", pack=False),
+        training=TrainingConfig(
+            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.steps // 10,
+            learning_rate=args.learning_rate, precision="bf16", checkpoint_every=100, keep_checkpoints=1,
+            device=args.device,
+        ),
+        execution=ExecutionConfig(checkpoint_activations=True),
+    )  # fmt: skip
+
+
+def long_pass(model: LanguageModel, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device) -> dict:
+    """Forward and backward of one row [1, T]: losses float64 [T] on the CPU, the norm of the gradient, seconds, and the
+    peak of memory in bytes."""
+    model.checkpoint_activations()
+    model.check_tokens(tokens, targets)
+    tokens, targets = tokens.to(device), targets.to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    with autocast("bf16", device):
+        losses = model.token_losses(tokens, targets)
+    losses.mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {"losses": losses[0].detach().double().cpu(), "grad_norm": norm, "seconds": seconds, "peak": peak}
+
+
+def curve(losses: torch.Tensor, points: int = 60) -> list[dict]:
+    """Mean losses [T] of spans that grow by about the same factor: [{"start", "stop", "loss"}]."""
+    edges = sorted({round(len(losses) ** (i / points)) for i in range(points + 1)} - {0})
+    spans = zip([0, *edges[:-1]], edges, strict=True)
+    return [{"start": a, "stop": b, "loss": round(losses[a:b].mean().item(), 5)} for a, b in spans]
+
+
+def summary(losses: torch.Tensor) -> dict:
+    """The mean loss of each tenth of the row; and whether the last is at most the one before, but for three standard
+    errors of their difference."""
+    tenths = losses.tensor_split(TENTHS)
+    before, last = tenths[-2:]
+    error = math.sqrt(before.var().item() / len(before) + last.var().item() / len(last))
+    rise = (last.mean() - before.mean()).item()
+    return {
+        "finite": bool(losses.isfinite().all()),
+        "tenths": [round(x.mean().item(), 5) for x in tenths],
+        "rise_at_the_end": round(rise, 6),
+        "standard_error": round(error, 6),
+        "flat_or_falling": rise <= 3 * error,
+    }
+
+
+def plot(result: dict, path: Path) -> None:
+    """Loss against position, with the length of the training rows and what a perfect memory would lose."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4))
+    axis.step([span["stop"] for span in result["curve"]], [span["loss"] for span in result["curve"]], where="pre")
+    axis.axvline(result["trained_context"], color="grey", linestyle=":", label="length of training rows")
+    axis.axhline(result["best_loss"], color="grey", linestyle="--", label="all transitions known")
+    axis.set(xscale="log", xlabel="position in the row, tokens", ylabel="loss, nats a token")
+    axis.set_title(f"{result['preset']}, power p = 2, one row of {result['length']:,} tokens; {result['processor']}")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_row", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")
+    parser.add_argument("--vocabulary", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--length", type=int, default=1_000_000, help="tokens of the row (default: 1000000)")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the training rows (default: 8192)")
+    parser.add_argument("--rows", type=int, default=8, help="of a training step (default: 8)")
+    parser.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="(default: 0.002)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run and the results")
+    args = parser.parse_args()
+    device, config = torch.device(args.device), run_config(args)
+    training = Chains(args.context, args.rows, args.vocabulary)
+    trained = train(config, training, args.out / "run", quiet=True)
+    model = load_model(args.out / "run", device).model
+    row = Chains(args.length, 1, args.vocabulary, training.successors, seed=1)[0]
+    done = long_pass(model, row.tokens, row.targets, device)
+    losses = done.pop("losses")
+    result = (
+        {"preset": args.preset, "mixer": "power", "p": 2, "precision": "bf16", "vocabulary": args.vocabulary}
+        | {"trained_steps": trained.steps, "trained_context": args.context, "trained_rows": args.rows}
+        | {"length": args.length, "grad_norm": done["grad_norm"], "seconds": round(done["seconds"], 3)}
+        | {"peak_gib": round(done["peak"] / 2**30, 2) or None, "best_loss": round(math.log(training.successors), 5)}
+        | {"processor": processor(args.device), "commit": commit(), "torch": torch.__version__}
+        | summary(losses)
+        | {"curve": curve(losses)}
+    )
+    (args.out / "long_row.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, args.out / "long_row.png")
+    finite = result["finite"] and math.isfinite(result["grad_norm"])
+    print(f"{args.length:,} tokens, forward and backward: {result['seconds']:.1f} s, peak {result['peak_gib']} GiB, "
+          f"norm of the gradient {result['grad_norm']:.3f}, {'finite' if finite else 'NOT FINITE'}")  # fmt: skip
+    print("loss by tenths of the row: " + " ".join(f"{x:.4f}" for x in result["tenths"]))
+    print(f"the end: {result['rise_at_the_end']:+.5f}, standard error {result['standard_error']:.5f}")
+    return int(not (finite and result["flat_or_falling"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

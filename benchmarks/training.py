@@ -1,0 +1,241 @@
+"""Times training steps: `python -m benchmarks.training --json FILE`; by torchrun on several GPUs, which share rows.
+
+The step is `train_step` of `sympow.training.loop`, the one that the loop takes: the copy of the batch to the device,
+clipping and the optimizer belong to it. Tokens are random. Softmax attention is cuDNN's on a GPU. Before a mixer is
+timed its loss and gradient in bfloat16 are held to those in float32 on a shorter row; before a way to run it is timed
+its first step is held to that of the plain way. What FILE holds already is not measured again, so a run that was
+stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.measure import commit, processor
+from sympow.data import DataConfig
+from sympow.models import LanguageModel, MixerConfig, preset
+from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
+from sympow.training.loop import autocast, train_step
+from sympow.training.optimizer import make_optimizer
+from sympow.training.ranks import Part, Ranks, join, launched, prepare
+from sympow.training.throughput import peak_flops, token_flops
+
+MIXERS = {
+    "softmax": MixerConfig("softmax"),
+    "power": MixerConfig("power"),
+    "power-fixed": MixerConfig("power", {"rotation": "fixed"}),
+}
+MODES = {
+    "eager": ExecutionConfig(),
+    "checkpoint": ExecutionConfig(checkpoint_activations=True),
+    "compile": ExecutionConfig(compile=True),
+    "compile+checkpoint": ExecutionConfig(compile=True, checkpoint_activations=True),
+}
+WARM_UP = 2  # steps before those that are timed: the first compiles, the second still allocates
+CHECKED = 2048  # tokens of the row that is computed in float32 as well
+ALLOWED = 4 * torch.finfo(torch.bfloat16).eps  # a few roundings of the dtype, of a loss and of the norm of a gradient
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: a preset of the model with a vocabulary, and steps of `rows` rows of `context` tokens, of which
+    `micro_batch` pass at once."""
+
+    preset: str
+    vocabulary: int
+    context: int
+    rows: int
+    micro_batch: int
+
+    def config(self, mixer: str, mode: str, device: str, size: int) -> RunConfig:
+        """Of a run on `size` ranks, which share every row."""
+        execution = MODES[mode]
+        return RunConfig(
+            name="benchmark",
+            model=preset(self.preset, self.vocabulary, MIXERS[mixer]),
+            data=DataConfig(tokenizer="bytes", pack=False),
+            training=TrainingConfig(
+                context=self.context, batch_size=self.rows, micro_batch_size=self.micro_batch, precision="bf16",
+                device=device,
+            ),
+            execution=ExecutionConfig(size, execution.checkpoint_activations, execution.compile),
+        )  # fmt: skip
+
+    def passes(self, step: int, ranks: Ranks) -> list[Part]:
+        """This rank's part of the step's rows: random tokens."""
+        gen = torch.Generator().manual_seed(step)
+        text = torch.randint(self.vocabulary, (self.rows, self.context + 1), generator=gen)
+        rows = [Part(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in text.split(self.micro_batch)]
+        return [ranks.part(each) for each in rows]
+
+
+SHAPE = tuple(field.name for field in fields(Shape))
+
+
+def attention(mixer: str, device: torch.device) -> AbstractContextManager:
+    """cuDNN's kernels for softmax attention on a GPU, and no others."""
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if mixer == "softmax" and device.type == "cuda" else nullcontext()
+
+
+def check_precision(shape: Shape, mixer: str, device: torch.device) -> float:
+    """The error of loss and gradient norm in bfloat16 against float32, on the start of the first row: relative."""
+    model = LanguageModel(preset(shape.preset, shape.vocabulary, MIXERS[mixer]), seed=0).to(device)
+    rows = shape.passes(0, Ranks())[0]
+    tokens, targets = (x[:1, :CHECKED].contiguous().to(device) for x in (rows.tokens, rows.targets))
+    numbers = []
+    for precision in ("float32", "bf16"):
+        # In float32 any of torch's kernels: cuDNN's know half precision alone.
+        with attention(mixer, device) if precision == "bf16" else nullcontext(), autocast(precision, device):
+            loss = model.loss_sum(tokens, targets)
+        loss.backward()
+        numbers.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()))
+        model.zero_grad()
+    return difference(numbers[1], numbers[0])
+
+
+def difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest, relative; NaN where a number is none."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(numbers, expected, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.nan
+
+
+def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
+    """`count` steps: loss and gradient norm of the first, seconds of each, peak memory from the third on in bytes, and
+    FLOPs a token."""
+    config = shape.config(mixer, mode, device.type, world_size())
+    ranks = join(config, device)
+    torch.compiler.reset()
+    model = LanguageModel(config.model, seed=0).to(device)
+    flops = token_flops(model, shape.context)
+    prepare(model, config, ranks)
+    optimizer = make_optimizer(model, config.training)
+    seconds, numbers = [], []
+    with attention(mixer, device):
+        for step in range(count):
+            passes = shape.passes(step, ranks)
+            if device.type == "cuda" and step <= WARM_UP:
+                torch.cuda.reset_peak_memory_stats()
+            ranks.wait()
+            start = time.perf_counter()
+            loss, norm, _ = train_step(model, optimizer, passes, 1e-4, config.training, device, ranks)
+            seconds.append(time.perf_counter() - start)
+            numbers.append((loss, norm))
+    if not all(math.isfinite(x) for pair in numbers for x in pair):
+        raise RuntimeError(f"{mixer}, {mode}: losses and gradient norms of {numbers}; not timed")
+    peak = ranks.max(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
+    return {"loss": numbers[0][0], "grad_norm": numbers[0][1], "seconds": seconds, "peak": peak, "flops": flops}
+
+
+def measure(shape: Shape, mixer: str, mode: str, device: torch.device, count: int, known: Sequence[dict]) -> dict:
+    """The row of a mixer and a way to run it, of `count` steps timed. Of the plain way a row among the `known`, on
+    whatever ranks, tells what the first step is to come to."""
+    alike = {**asdict(shape), "mixer": mixer, "mode": "eager"}
+    plain = next((row for row in known if row.items() >= alike.items() and "ms" in row), {})
+    error = plain["precision_error"] if plain else check_precision(shape, mixer, device)
+    if not error <= ALLOWED:
+        raise RuntimeError(f"{mixer}: bfloat16 is {error:.1e} from float32 where {ALLOWED:.1e} is allowed; not timed")
+    if mode != "eager" and not plain:
+        plain = take_steps(shape, mixer, "eager", device, 1)
+    taken = take_steps(shape, mixer, mode, device, WARM_UP + count)
+    wrong = difference(*((x["loss"], x["grad_norm"]) for x in (taken, plain or taken)))
+    if not wrong <= ALLOWED:
+        raise RuntimeError(f"{mixer}, {mode}: the first step is {wrong:.1e} from the plain one; not timed")
+    second, most = statistics.median(taken["seconds"][WARM_UP:]), peak_flops(device, "bf16")
+    speed, ranks = shape.rows * shape.context / second, world_size()
+    return (
+        {**asdict(shape), "mixer": mixer, "mode": mode, "ranks": ranks, "precision": "bf16"}
+        | {"ms": round(second * 1e3, 3), "tokens_per_second": round(speed)}
+        | {"mfu": round(speed * taken["flops"] / most / ranks, 4) if taken["flops"] and most else None}
+        | {"peak_gib": round(taken["peak"] / 2**30, 2) or None, "first_step_s": round(taken["seconds"][0], 2)}
+        | {"flops_per_token": taken["flops"], "loss": taken["loss"], "grad_norm": taken["grad_norm"]}
+        | {"precision_error": float(f"{error:.2e}"), "mode_error": float(f"{wrong:.2e}")}
+        | {"processor": processor(device.type), "commit": commit(), "torch": torch.__version__}
+    )
+
+
+def world_size() -> int:
+    """Ranks of the default group, or one."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """Rows with their speed over that of softmax attention run the same way (`ratio`), and over that of one rank
+    (`speedup`), where these were measured."""
+
+    def speed(row: dict, **changed: object) -> float | None:
+        wanted = {name: row[name] for name in (*SHAPE, "mixer", "mode", "ranks")} | changed
+        return next((r["tokens_per_second"] for r in rows if "ms" in r and r.items() >= wanted.items()), None)
+
+    for row in rows:
+        if "ms" in row:
+            for name, other in (("ratio", speed(row, mixer="softmax")), ("speedup", speed(row, ranks=1))):
+                row[name] = round(row["tokens_per_second"] / other, 3) if other else None
+    return rows
+
+
+def line(row: dict) -> str:
+    """A row as it is printed."""
+    what = f"{row['mixer']:>11} {row['mode']:>18} {row['context']:>9,} x {row['rows']:<3} {row['ranks']:>2} ranks"
+    if "error" in row:
+        return f"{what}  {row['error']}"
+    numbers = f"{row['ms']:>10,.1f} ms {row['tokens_per_second']:>11,} tokens/s"
+    mfu = "" if row["mfu"] is None else f" MFU {row['mfu']:.1%}"
+    peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.1f} GiB"
+    names = {"ratio": "softmax", "speedup": "one rank"}
+    ratios = "".join(f" {row[name]:.2f}x {of}" for name, of in names.items() if row[name])
+    return f"{what} {numbers}{mfu}{peak}{ratios}; first step {row['first_step_s']:.1f} s, err {row['mode_error']:.0e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--preset", default="small", help="shape of the model (default: small)")
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="(default: 50257)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[65536, 8192], help="(default: 65536 8192)")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step, one row at least (default: 65536)")
+    parser.add_argument("--micro-batch", type=int, help="rows that pass at once (default: all of a step)")
+    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=["softmax", "power"], help="(default: both)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compile"], help="(default: two)")
+    parser.add_argument("--steps", type=int, default=5, help="timed, after two others (default: 5)")
+    parser.add_argument("--json", type=Path, required=True, help="file of the rows; those it holds are kept")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    with launched(device):
+        main_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        rows = json.loads(args.json.read_text()) if args.json.exists() else []
+        for context, mixer, mode in itertools.product(args.contexts, args.mixers, args.modes):
+            count = max(1, args.tokens // context)
+            shape = Shape(args.preset, args.vocabulary, context, count, min(count, args.micro_batch or count))
+            name = {**asdict(shape), "mixer": mixer, "mode": mode, "ranks": world_size()}
+            if any(row.items() >= name.items() and "ms" in row for row in rows):
+                continue
+            try:
+                row = measure(shape, mixer, mode, device, args.steps, rows)
+            except Exception as error:  # one that does not fit must not stop the others
+                if world_size() > 1:  # but ranks that wait for each other cannot go on
+                    raise
+                row = name | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            rows = with_ratios([*(r for r in rows if not r.items() >= name.items()), row])
+            if main_rank:
+                print(line(row), flush=True)
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

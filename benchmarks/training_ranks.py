@@ -1,0 +1,118 @@
+"""Holds training on several ranks to training on one: the same run on one rank, on several that share every row, and
+continued on one from the middle of that.
+
+    python -m benchmarks.training_ranks --out DIR
+    torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
+    python -m benchmarks.training_ranks --out DIR
+
+Each call trains what it can and what is not yet there, in DIR, so that each may be repeated; the last one writes
+DIR/ranks.json and ends with 1 where losses differ by more than is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.chains import Chains
+from benchmarks.measure import commit, processor
+from benchmarks.training import world_size
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, preset
+from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, read_metrics, train
+from sympow.training.checkpoint import checkpoint_path, latest_step
+from sympow.training.ranks import launched
+
+ALLOWED = 1e-3  # of the loss, relative, at every step
+
+
+def run_config(args: argparse.Namespace) -> RunConfig:
+    """Of the run on one rank. Half way and in the end it leaves a checkpoint."""
+    return RunConfig(
+        name="ranks",
+        model=preset(args.preset, args.vocabulary, MixerConfig("power")),
+        data=DataConfig(tokenizer="bytes", pack=False),
+        training=TrainingConfig(
+            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.steps // 10,
+            learning_rate=args.learning_rate, precision="bf16", log_every=1, checkpoint_every=args.steps // 2,
+            keep_checkpoints=2, device=args.device,
+        ),
+    )  # fmt: skip
+
+
+def train_missing(config: RunConfig, out: Path, batches: Chains) -> None:
+    """On several ranks the run "several"; on one rank "one" and, once there is "several", "continued"."""
+    steps = config.training.steps
+    if world_size() > 1:
+        execution = ExecutionConfig(context_parallel=world_size())
+        train(dataclasses.replace(config, execution=execution), batches, out / "several", quiet=True)
+        return
+    train(config, batches, out / "one", quiet=True)
+    if latest_step(out / "several") < steps:
+        return
+    if not (out / "continued").exists():
+        shutil.copytree(out / "several", out / "continued")
+        shutil.rmtree(checkpoint_path(out / "continued", steps, sharded=True))
+    train(config, batches, out / "continued", quiet=True)
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(run)}
+
+
+def compare(out: Path, steps: int) -> list[dict]:
+    """Of "several" against "one" and "continued" against "several": the largest relative difference of losses, over the
+    steps that the first one took itself."""
+    rows = []
+    for run, reference, first in (("several", "one", 1), ("continued", "several", steps // 2 + 1)):
+        a, b = losses(out / run), losses(out / reference)
+        errors = {step: abs(a[step] - b[step]) / b[step] for step in range(first, steps + 1)}
+        worst = max(errors, key=errors.__getitem__)
+        rows.append(
+            {"run": run, "against": reference, "first_step": first, "steps": steps, "worst_step": worst}
+            | {"difference": float(f"{errors[worst]:.2e}"), "allowed": ALLOWED}
+            | {"first_loss": b[1], "last_loss": b[steps], "last_difference": float(f"{errors[steps]:.2e}")}
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")
+    parser.add_argument("--vocabulary", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--context", type=int, default=8192, help="(default: 8192)")
+    parser.add_argument("--rows", type=int, default=4, help="of a step (default: 4)")
+    parser.add_argument("--steps", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(default: 0.001)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    args = parser.parse_args()
+    config, batches = run_config(args), Chains(args.context, args.rows, args.vocabulary)
+    with launched(torch.device(args.device)):
+        train_missing(config, args.out, batches)
+        if world_size() > 1:
+            return 0
+    if latest_step(args.out / "continued") < args.steps:
+        print(f"{args.out} has no run on several ranks yet: start this with torchrun, then once more on one")
+        return 0
+    rows = compare(args.out, args.steps)
+    for row in rows:
+        print(
+            f"{row['run']} against {row['against']}, steps {row['first_step']} to {row['steps']}: losses from "
+            f"{row['first_loss']:.4f} to {row['last_loss']:.4f} differ by at most {row['difference']:.1e} "
+            f"(step {row['worst_step']}); {row['allowed']:.0e} is allowed"
+        )
+    about = {"processor": processor(args.device), "commit": commit(), "torch": torch.__version__}
+    settings = {"model": config.model.to_dict(), "training": config.training.to_dict()}
+    (args.out / "ranks.json").write_text(json.dumps({"rows": rows, **settings, **about}, indent=1) + "\n")
+    return int(any(row["difference"] > row["allowed"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

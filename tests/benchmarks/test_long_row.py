@@ -1,0 +1,35 @@
+"""The benchmark of a long row, at a length that is none."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import long_row
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    words = ["--device", "cpu", "--preset", "nano", "--vocabulary", "8", "--length", "101", "--context", "16"]
+    words += ["--rows", "2", "--steps", "3", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long_row", *words])
+    code = long_row.main()
+    result = json.loads((tmp_path / "long_row.json").read_text())
+    assert code == int(not result["flat_or_falling"]) and result["finite"] and result["trained_steps"] == 3
+    spans = result["curve"]
+    assert [span["start"] for span in spans[1:]] == [span["stop"] for span in spans[:-1]]
+    assert (spans[0]["start"], spans[-1]["stop"], result["length"]) == (0, 101, 101)
+    assert (tmp_path / "long_row.png").stat().st_size > 1000
+    assert "101 tokens, forward and backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("last", "flat"), [(0.9, True), (1.0, True), (1.1, False)])
+def test_what_rises_at_the_end_is_told(last, flat):
+    noise = torch.randn(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10
+    losses = 1 + noise
+    losses[-1000:] = last + noise[-1000:]
+    told = long_row.summary(losses)
+    assert told["flat_or_falling"] == flat and told["finite"]
+    assert told["rise_at_the_end"] == pytest.approx(last - 1, abs=0.02)
+    losses[3] = torch.nan
+    assert not long_row.summary(losses)["finite"]

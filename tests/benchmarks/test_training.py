@@ -1,0 +1,84 @@
+"""The benchmarks of training on a very small model on the CPU: what is checked before it is timed, and the rows."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import training
+from benchmarks.chains import Chains
+
+SHAPE = training.Shape("nano", vocabulary=29, context=16, rows=4, micro_batch=2)
+CPU = torch.device("cpu")
+
+
+def command(monkeypatch, file, *words: str) -> list[dict]:
+    options = ["--device", "cpu", "--preset", "nano", "--vocabulary", "29", "--tokens", "32", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["training", *options, *words, "--json", str(file)])
+    training.main()
+    return json.loads(file.read_text())
+
+
+def test_rows(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "rows.json"
+    words = ["--contexts", "32", "16", "--mixers", "softmax", "power", "--modes", "eager", "checkpoint"]
+    rows = command(monkeypatch, file, *words)
+    assert [(row["context"], row["rows"], row["mixer"], row["mode"]) for row in rows] == [
+        (context, 32 // context, mixer, mode)
+        for context in (32, 16)
+        for mixer in ("softmax", "power")
+        for mode in ("eager", "checkpoint")
+    ]
+    for row in rows:
+        assert row["ms"] > 0 and row["tokens_per_second"] == pytest.approx(32e3 / row["ms"], rel=0.01)
+        assert row["flops_per_token"] > 0 and row["mfu"] is None and row["peak_gib"] is None
+        assert row["precision_error"] < training.ALLOWED and row["mode_error"] < 1e-5
+    assert rows[0]["ratio"] == 1 and rows[2]["ratio"] == pytest.approx(rows[0]["ms"] / rows[2]["ms"], rel=0.01)
+    assert len(capsys.readouterr().out.splitlines()) == 8
+
+    known = rows[:7]
+    file.write_text(json.dumps(known))
+    assert command(monkeypatch, file, *words)[:7] == known  # a run that was stopped goes on
+    assert "checkpoint" in capsys.readouterr().out
+
+
+def test_the_step_is_that_of_training_and_its_passes_add_up():
+    whole = dataclasses.replace(SHAPE, micro_batch=4)
+    one, two = (training.take_steps(shape, "power", "eager", CPU, 1) for shape in (whole, SHAPE))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4) and len(one["seconds"]) == 1
+    assert one["flops"] > 6 * 29 * 64
+
+
+def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, capsys):
+    """One that does not come to the plain one, or to float32; and the others go on."""
+    exact = training.take_steps
+
+    def wrong(shape, mixer, mode, device, count):
+        taken = exact(shape, mixer, mode, device, count)
+        return taken | {"loss": taken["loss"] * (1.1 if mode == "checkpoint" else 1)}
+
+    monkeypatch.setattr(training, "take_steps", wrong)
+    words = ["--contexts", "16", "--mixers", "power", "--modes", "checkpoint", "eager"]
+    bad, good = command(monkeypatch, tmp_path / "rows.json", *words)
+    assert bad["error"].startswith("RuntimeError: power, checkpoint: the first step is 1.0e-01 from the plain one")
+    assert "ms" not in bad and good["ms"] > 0 and "not timed" in capsys.readouterr().out
+    monkeypatch.setattr(training, "check_precision", lambda *_: float("nan"))
+    with pytest.raises(RuntimeError, match="bfloat16 is nan from float32"):
+        training.measure(SHAPE, "power", "eager", CPU, 1, [])
+
+
+def test_chains():
+    """A row's transitions are its own, and each token has at most so many successors."""
+    chains = Chains(context=300, rows=2, vocabulary=7, successors=2)
+    batch = chains[3]
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1]) and batch.tokens.shape == (2, 300)
+    rows = zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+    tables = [set(zip(*row, strict=True)) for row in rows]
+    assert all(len({b for a, b in table if a == token}) <= 2 for table in tables for token in range(7))
+    assert tables[0] != tables[1] and torch.equal(chains[3].tokens, batch.tokens)
+    assert not torch.equal(chains[4].tokens, batch.tokens)
+    chains.check_state(chains.state())
+    with pytest.raises(ValueError, match="the run was made on other chains"):
+        Chains(context=300, rows=2).check_state(chains.state())

@@ -1,0 +1,39 @@
+"""The benchmark that holds several ranks to one: three calls, of which each trains what is missing."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import training_ranks
+from sympow.training import latest
+from tests.ranks import run_ranks
+
+WORDS = ["--device", "cpu", "--preset", "nano", "--vocabulary", "8", "--context", "16", "--rows", "2", "--steps", "4"]
+
+
+def call(out) -> int:
+    sys.argv = ["training_ranks", *WORDS, "--out", str(out)]
+    return training_ranks.main()
+
+
+def test_three_calls(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [])  # and back
+    assert call(tmp_path) == 0 and "start this with torchrun" in capsys.readouterr().out
+    assert run_ranks(call, 2, tmp_path) == [0, 0]
+    assert not (tmp_path / "continued").exists()
+    assert call(tmp_path) == 0
+    rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
+    assert [(row["run"], row["against"], row["first_step"]) for row in rows] == [
+        ("several", "one", 1),
+        ("continued", "several", 3),
+    ]
+    assert all(row["difference"] < row["allowed"] for row in rows) and rows[0]["difference"] > 0
+    assert latest(tmp_path / "several").is_dir() and latest(tmp_path / "continued").is_file()
+
+    losses = training_ranks.losses
+    monkeypatch.setattr(
+        training_ranks, "losses", lambda run: {k: v * (1 + (run.name == "one") / 100) for k, v in losses(run).items()}
+    )
+    assert call(tmp_path) == 1
+    assert json.loads((tmp_path / "ranks.json").read_text())["rows"][0]["difference"] == pytest.approx(0.01, rel=0.1)

@@ -1,0 +1,40 @@
+"""Blocks under torch.compile: a graph each, the same numbers, and no compiling from step to step."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from tests.ops.contract import DEVICE
+
+triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+
+
+@pytest.mark.parametrize(("rotation", "recompute"), [("data", False), ("fixed", True)])
+def test_a_block_is_one_graph(monkeypatch, rotation, recompute):
+    if DEVICE == "cpu":  # in Triton's interpreter, of which the compiler cannot see whether it is on
+        monkeypatch.setattr(triton, "unsupported_tensors", lambda device, dtype: None)
+    mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": 16})
+    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=1, mixers=(mixer,)), seed=0).to(DEVICE)
+    if recompute:
+        model.checkpoint_activations()
+    text = torch.randint(11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tokens, targets = text[:, :-1], text[:, 1:]
+
+    def step() -> list[torch.Tensor]:
+        loss = model.loss_sum(tokens, targets)
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = step()
+    torch.compiler.reset()
+    counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(step(), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval().loss_sum(tokens, targets), expected[0])
+    torch.testing.assert_close(model.train() and step(), expected)
+    assert counters["stats"]["unique_graphs"] == 2  # with gradients and without; both blocks share them
+    assert not counters["graph_break"]
+    torch.compiler.reset()
