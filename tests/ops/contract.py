@@ -12,6 +12,9 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   rounds the whole, p roundings to nearest; for other results, if p > 2, the p - 2 such roundings that phi(q) and phi(k)
   have more than for p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
   products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number.
+  With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
+  another one, and their roundings, p each, grow by the condition of the sums. Such rows' outputs and the gradients
+  that go into them are taken smaller by it, so that they do not drown the others; what is left are p roundings.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
   Errors are norms of differences from float64.
@@ -20,7 +23,7 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -29,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sympow.ops import PowerState, power_attention, reference
+from sympow.ops.feature_map import spow
 
 FLOAT64_TOLERANCE = 1e-10
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,7 +125,8 @@ def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int
         cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32, device=DEVICE),
         impl=impl,
     )
-    return with_gradients({"out": out} | ({"s": after.s, "z": after.z} if after else {}), inputs)
+    results = {"out": out} | ({"s": after.s, "z": after.z} if after else {})
+    return with_gradients(results, inputs, row_weights_of(case, inputs))
 
 
 def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) -> dict[str, Tensor]:
@@ -144,11 +149,16 @@ def by_document(case: Case, inputs: dict[str, Tensor | None], form: Callable) ->
     return results
 
 
-def with_gradients(results: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Adds the gradient of every input for fixed random gradients of the results, small enough for float16's range."""
+def with_gradients(
+    results: dict[str, Tensor], inputs: dict[str, Tensor | None], row_weights: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Adds the gradient of every input for fixed random gradients of the results, small enough for float16's range;
+    those of out are multiplied by `row_weights`."""
     gen = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x) / 16 for x in results.values()]
-    loss = sum((x * w).sum() for x, w in zip(results.values(), weights, strict=True))
+    weights = {name: torch.randn(x.shape, generator=gen, dtype=torch.float64) / 16 for name, x in results.items()}
+    if row_weights is not None:
+        weights["out"] = weights["out"].to(row_weights) * row_weights
+    loss = sum((x * weights[name].to(x)).sum() for name, x in results.items())
     leaves = {name: x for name, x in inputs.items() if x is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     results = {name: x.detach() for name, x in results.items()}
@@ -180,7 +190,8 @@ def assert_within_budget(
         form = partial(reference.quadratic, **options)
         if chunk_size:
             form = partial(reference.chunked, chunk_size=chunk_size, **options)
-        peer = with_gradients(by_document(case, low, form), low)
+        row_weights = row_weights_of(case, high)
+    peer = with_gradients(by_document(case, low, form), low, row_weights)
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
     for name, got in actual.items():
         want = oracle[name]
@@ -192,9 +203,34 @@ def assert_within_budget(
         if name == "dlog_g":
             terms = [(high[x].norm(dim=-1) * oracle["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk"]
             rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * sum(terms)
-        budget = 2 * (peer[name].double() - want).norm().item() + rounding
-        error = (got.double() - want).norm().item()
+        rows = 1.0
+        if row_weights is not None:
+            rows = row_weights if name == "out" else 1.0
+            rounding += case.p / 2 * eps * norm
+        budget = 2 * ((peer[name].double() - want) * rows).norm().item() + rounding
+        error = ((got.double() - want) * rows).norm().item()
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+@torch.no_grad()
+def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | None:
+    """[B, T, H, 1], at most 1: one over the condition of each row's normalizer, the norm of its terms phi(q)_d z_d over
+    their sum. None where the condition does not matter: p <= 2, or no normalizer."""
+    if not case.divides or case.p <= 2:
+        return None
+
+    def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:
+        state = state or PowerState.zeros(k.shape[0], case.G, case.K, case.V, case.p, dtype=k.dtype, device=DEVICE)
+        z, outs = state.z, []
+        for i in range(k.shape[1]):
+            gamma = 1.0 if log_g is None else log_g[:, i, :, None].exp()
+            z = gamma * z + spow(k[:, i], case.p)
+            terms = spow(q[:, i].unflatten(1, (case.G, -1)), case.p) * z[:, :, None]
+            outs.append((terms.sum(-1) / terms.norm(dim=-1)).clamp(max=1.0).flatten(1))
+        return torch.stack(outs, 1)[..., None], state
+
+    high = {name: None if x is None else x.double() for name, x in inputs.items()}
+    return by_document(replace(case, return_state=False), high, form)["out"]
 
 
 def _log_decay(case: Case, inputs: dict[str, Tensor | None]) -> float:

@@ -15,6 +15,7 @@ from tests.ops.contract import (
     assert_equal_float64,
     assert_within_budget,
     make_inputs,
+    row_weights_of,
     run,
     with_gradients,
 )
@@ -52,7 +53,7 @@ def part(case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> d
         *tokens, p=case.p, normalize=case.divides, chunk_size=chunk_size, impl=impl, context_group=dist.group.WORLD
     ).out
     before, after = (out.new_zeros(case.B, n, case.H, case.V) for n in (start, case.T - stop))
-    return with_gradients({"out": torch.cat([before, out, after], 1)}, inputs)
+    return with_gradients({"out": torch.cat([before, out, after], 1)}, inputs, row_weights_of(case, inputs))
 
 
 def all_parts() -> dict:
