@@ -186,12 +186,12 @@ def assert_within_budget(
     oracle = run(case, high, "reference")
     low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in inputs.items()}
     options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": 1e-6}
+    row_weights = row_weights_of(case, high)
     with torch.autocast(DEVICE, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         form = partial(reference.quadratic, **options)
         if chunk_size:
             form = partial(reference.chunked, chunk_size=chunk_size, **options)
-        row_weights = row_weights_of(case, high)
-    peer = with_gradients(by_document(case, low, form), low, row_weights)
+        peer = with_gradients(by_document(case, low, form), low, row_weights)
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
     for name, got in actual.items():
         want = oracle[name]
