@@ -48,7 +48,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False
         single = [(IMPL[device], chunk) for chunk in (*(x for x in chunks if x < case.T), case.T)]
         rows, calls = [], []
         for impl, chunk in [*single, ("auto", None)]:
-            taken = chunk_size(case, inputs, device) if chunk is None else chunk
+            taken = chunk_size(case, inputs, device, mode) if chunk is None else chunk
             row = about | {"impl": impl, "chunk": taken, "mode": mode, "graph": graph}
             row |= dict.fromkeys(("ms", "ratio", "err", "passes", "failure"))
             call = partial(power_call, case, inputs, impl, mode, chunk)
@@ -162,13 +162,13 @@ def plot(rows: Sequence[dict], path: Path) -> None:
             below = [a + b for a, b in zip(below, heights, strict=True)]
         axis.set_title(f"p = {shape[0]}, K = {shape[1]}, B = {bars[0]['B']}: {mode}", fontsize=9)
         axis.tick_params(labelsize=7)
+        axis.set_xlabel("chunk, tokens", fontsize=8)
         axis.grid(axis="y", alpha=0.3)
-    axes[0, 0].legend(fontsize=7)
-    figure.supxlabel("chunk, tokens", fontsize=9)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, ncols=len(PASSES) + 1, loc="lower center")
     figure.supylabel("ms", fontsize=9)
     row = some[0]
     figure.suptitle(f"{row['processor']}, T {row['T']:,}, H {row['H']}, K = V, gated, {row['dtype']}", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=130)
 
 

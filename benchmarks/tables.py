@@ -1,4 +1,4 @@
-"""Writes the tables of the README from committed results: `python -m benchmarks.tables`, `--check` to only compare.
+"""Writes the tables of README and docs from committed results: `python -m benchmarks.tables`, `--check` to compare alone.
 
 A table stands between the lines `<!-- table: NAME.json -->` and `<!-- end -->`, NAME.json a file of benchmarks/results.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "kernels.md"]
 
 
 def ops_table(rows: list[dict]) -> str:
@@ -99,6 +100,7 @@ TABLES = {
     "ops_h200.json": gpu_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
+    "chunks_h200.json": chunks_table,
 }
 
 
@@ -118,15 +120,16 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = with_tables(old)
-    if args.check:
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    late = 0
+    for page in PAGES:
+        old = page.read_text()
+        new = with_tables(old)
+        late += new != old
+        if not args.check:
+            page.write_text(new)
+    return int(args.check and late > 0)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def attention(
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
     if chunk_size is None:
-        chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time)
+        gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
+        chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time, gradient)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
         refusal = _without_states(p, key_dim)

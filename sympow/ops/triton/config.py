@@ -117,12 +117,20 @@ _CHUNKS = {
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
 _QUADRATIC = {(2, 32): 2048, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288}
+# The same where gradients will be taken, if it is another.
+_QUADRATIC_IN_TRAINING = {(2, 32): 1536}
 
 
-def chunk_size(key_dim: int, p: int, time: int) -> int:
-    """The chunk size for a padded key dim; `time` where the quadratic form is faster or the only one."""
+def chunk_size(key_dim: int, p: int, time: int, gradient: bool) -> int:
+    """The chunk size for a padded key dim, with the backward or without; `time` where the quadratic form is faster or
+    the only one."""
     chunk = _CHUNKS.get(p, {}).get(key_dim)
-    return time if chunk is None or time <= _QUADRATIC.get((p, key_dim), 4 * chunk) else chunk
+    if chunk is None:
+        return time
+    longest = _QUADRATIC.get((p, key_dim), 4 * chunk)
+    if gradient:
+        longest = _QUADRATIC_IN_TRAINING.get((p, key_dim), longest)
+    return time if time <= longest else chunk
 
 
 def processors(device: torch.device) -> int:
