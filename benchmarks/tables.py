@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs from committed results: `python -m benchmarks.tables`, `--check` to compare alone.
+"""Writes the tables of README and docs from committed results: `python -m benchmarks.tables`; `--check` only compares.
 
 A table stands between the lines `<!-- table: NAME.json -->` and `<!-- end -->`, NAME.json a file of benchmarks/results.
 """
