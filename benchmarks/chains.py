@@ -1,8 +1,9 @@
 """Rows that a model can learn to predict from their own past, at any length: Markov chains, each row another one.
 
-In a row every token has a few successors of its own, drawn with the row; each follows with the same chance. A model
-that has seen nothing of the row loses the logarithm of the vocabulary, one that has read the row's transitions that of
-the successors: the curve of the loss over positions falls, and stays low as long as the model's memory holds.
+A row has an alphabet of its own, of which every token has a few successors, drawn with the row; each follows with the
+same chance. A model that has seen nothing of the row loses the logarithm of the vocabulary, one that knows its alphabet
+that of the alphabet's size, one that has read its transitions that of the successors: the curve of the loss over
+positions falls, and stays low as long as the model's memory holds.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class Chains:
     context: int
     rows: int
     vocabulary: int = 64
+    alphabet: int = 16
     successors: int = 2
     seed: int = 0
 
     def __getitem__(self, index: int) -> Part:
         rng = np.random.default_rng((self.seed, index))
-        table = rng.integers(self.vocabulary, size=(self.rows, self.vocabulary, self.successors))
+        letters = rng.permuted(np.tile(np.arange(self.vocabulary), (self.rows, 1)), axis=1)[:, : self.alphabet]
+        drawn = rng.integers(letters.shape[1], size=(self.rows, self.vocabulary * self.successors))
+        table = np.take_along_axis(letters, drawn, 1).reshape(self.rows, self.vocabulary, self.successors)
         picks = rng.integers(self.successors, size=(self.context + 1, self.rows))
         tokens = np.empty((self.context + 1, self.rows), dtype=np.int64)
         row, current = np.arange(self.rows), np.zeros(self.rows, dtype=np.int64)

@@ -115,8 +115,11 @@ def main() -> int:
     device, config = torch.device(args.device), run_config(args)
     training = Chains(args.context, args.rows, args.vocabulary)
     trained = train(config, training, args.out / "run", quiet=True)
+    if trained.stopped_by:
+        print(f"stopped by {trained.stopped_by} at step {trained.step}: the same command goes on")
+        return 1
     model = load_model(args.out / "run", device).model
-    row = Chains(args.length, 1, args.vocabulary, training.successors, seed=1)[0]
+    row = Chains(args.length, 1, args.vocabulary, seed=1)[0]
     done = long_pass(model, row.tokens, row.targets, device)
     losses = done.pop("losses")
     result = (

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import long_row
+from sympow.training.loop import TrainingResult
 
 
 def test_command(tmp_path, monkeypatch, capsys):
@@ -21,6 +22,13 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert (spans[0]["start"], spans[-1]["stop"], result["length"]) == (0, 101, 101)
     assert (tmp_path / "long_row.png").stat().st_size > 1000
     assert "101 tokens, forward and backward" in capsys.readouterr().out
+
+
+def test_a_training_that_was_stopped_is_not_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(long_row, "train", lambda *_, **__: TrainingResult(3, 9, 1.0, "SIGTERM"))
+    monkeypatch.setattr(sys, "argv", ["long_row", "--device", "cpu", "--out", str(tmp_path)])
+    assert long_row.main() == 1
+    assert capsys.readouterr().out == "stopped by SIGTERM at step 3: the same command goes on\n"
 
 
 @pytest.mark.parametrize(("last", "flat"), [(0.9, True), (1.0, True), (1.1, False)])

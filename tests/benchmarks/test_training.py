@@ -70,13 +70,14 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, capsys):
 
 
 def test_chains():
-    """A row's transitions are its own, and each token has at most so many successors."""
-    chains = Chains(context=300, rows=2, vocabulary=7, successors=2)
+    """A row's alphabet and transitions are its own, and each token has at most so many successors."""
+    chains = Chains(context=300, rows=2, vocabulary=7, alphabet=5, successors=2)
     batch = chains[3]
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1]) and batch.tokens.shape == (2, 300)
     rows = zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
     tables = [set(zip(*row, strict=True)) for row in rows]
     assert all(len({b for a, b in table if a == token}) <= 2 for table in tables for token in range(7))
+    assert all(len({b for _, b in table}) <= 5 for table in tables)
     assert tables[0] != tables[1] and torch.equal(chains[3].tokens, batch.tokens)
     assert not torch.equal(chains[4].tokens, batch.tokens)
     chains.check_state(chains.state())
