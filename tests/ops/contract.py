@@ -13,8 +13,9 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   have more than for p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
   products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number.
   With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
-  another one, and their roundings, p each, grow by the condition of the sums. Such rows' outputs and the gradients
-  that go into them are taken smaller by it, so that they do not drown the others; what is left are p roundings.
+  another one: their roundings, p each, grow by the condition of the sums, and so does the gradient through that row.
+  Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
+  drown the others; what is left are p roundings.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
   Errors are norms of differences from float64.
@@ -214,8 +215,8 @@ def assert_within_budget(
 
 @torch.no_grad()
 def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | None:
-    """[B, T, H, 1], at most 1: one over the condition of each row's normalizer, the norm of its terms phi(q)_d z_d over
-    their sum. None where the condition does not matter: p <= 2, or no normalizer."""
+    """[B, T, H, 1], at most 1: one over the square of the condition of each row's normalizer, the norm of its terms
+    phi(q)_d z_d over their sum. None where the condition does not matter: p <= 2, or no normalizer."""
     if not case.divides or case.p <= 2:
         return None
 
@@ -226,7 +227,7 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
             gamma = 1.0 if log_g is None else log_g[:, i, :, None].exp()
             z = gamma * z + spow(k[:, i], case.p)
             terms = spow(q[:, i].unflatten(1, (case.G, -1)), case.p) * z[:, :, None]
-            outs.append((terms.sum(-1) / terms.norm(dim=-1)).clamp(max=1.0).flatten(1))
+            outs.append((terms.sum(-1) / terms.norm(dim=-1)).clamp(max=1.0).square().flatten(1))
         return torch.stack(outs, 1)[..., None], state
 
     high = {name: None if x is None else x.double() for name, x in inputs.items()}
