@@ -28,10 +28,7 @@ class LongConvolution(Mixer):
         self.out = nn.Linear(d_model, 2 * d_model)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         self.filter.reset_parameters(generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
