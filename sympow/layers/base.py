@@ -147,8 +147,8 @@ class Mixer(nn.Module, ABC):
     ) -> None:
         """As GPT-2 does: weights N(0, std), biases 0, norms 1, the output projection `out` N(0, out_std).
 
-        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device. Mixers
-        with an initialisation of their own add it.
+        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device. Then
+        `reset_own_parameters`.
         """
         out = getattr(self, "out", None)
         for module in self.modules():
@@ -157,6 +157,14 @@ class Mixer(nn.Module, ABC):
                 init_linear(module, own, generator)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
+        self.reset_own_parameters(generator)
+
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters whose initialisation is the mixer's own. By default there are none.
+
+        Mixers override it rather than `reset_parameters`, unless nothing of that one holds for them.
+        """
+        return
 
     def extras(self, tokens: Tensor | None) -> dict[str, Tensor | None]:
         """What `forward` and `step` need besides x, as keywords: {"tokens": tokens} or nothing, see `reads_tokens`."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, per_document, state_options
-from sympow.layers.cache import InputCache, capacity
-from sympow.layers.filters import convolution_step, make_filter
-from sympow.ops.convolution import causal_convolution
+from sympow.layers.base import Mixer, per_document
+from sympow.layers.cache import InputCache
+from sympow.layers.filters import make_filter
 
 
 class BaseConv(Mixer):
@@ -30,33 +29,26 @@ class BaseConv(Mixer):
         self.bias = nn.Parameter(torch.empty(d_model))
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         self.filter.reset_parameters(generator)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         self.check_input(x, self.projection.weight)
-        return self._gated(x, per_document(self._convolve, cu_seqlens, x))
+        return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> InputCache:
-        options = state_options(self.projection.weight, device, dtype)
-        return InputCache.empty(batch_size, self.d_model, self.filter.max_length, options)
+        return self.filter.init_state(batch_size, device, dtype)
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         self.check_input(x, self.projection.weight)
-        y, state = convolution_step(x, state, self.filter)
+        y, state = self.filter.step(x, state)
         return self._gated(x, y), state
 
     def state_size(self, context: int) -> int:
-        return self.d_model * capacity(context, self.filter.max_length)
-
-    def _convolve(self, x: Tensor) -> Tensor:
-        return causal_convolution(x, self.filter(x.shape[1]))
+        return self.filter.state_size(context)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:
         return self.projection(x) * (convolved + self.bias)

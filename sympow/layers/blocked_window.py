@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, per_document
+from sympow.layers.base import MixerState, per_document
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.softmax import attend, attend_to_past, empty_cache
+from sympow.layers.window import WindowMixer
 
 
 @dataclass
@@ -22,29 +22,11 @@ class BlockedWindowState(MixerState):
     position: int
 
 
-class BlockedWindowAttention(AttentionMixer):
+class BlockedWindowAttention(WindowMixer):
     """Softmax attention within blocks of `window` tokens, rotary (Child et al., "Sparse Transformers", 2019, 4).
 
-    Args:
-        window: tokens of a block; at least 1. The first block starts with the sequence, or with its document.
-        rotation: "fixed" or "none".
-        **heads: options of `AttentionMixer`.
+    The first block starts with the sequence, or with its document. Options as in `WindowMixer`.
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        *,
-        window: int,
-        rotation: str = "fixed",
-        **heads: Unpack[HeadOptions],
-    ):
-        super().__init__(d_model, n_heads, rotation=rotation, **heads)
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be an integer of at least 1; got {window!r}")
-        self.window = window
-        self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from math import log, pi, sqrt
@@ -10,23 +11,60 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal, draw_uniform, linear_float32
-from sympow.layers.cache import InputCache
+from sympow.layers.base import draw_normal, draw_uniform, linear_float32, state_options
+from sympow.layers.cache import InputCache, capacity
 from sympow.ops.convolution import causal_convolution
 
 _BANDS = 16  # frequencies of the positional features, besides time itself
 _FAST, _SLOW, _TARGET = 0.3, 1.5, 1e-2  # a channel's taps fall to _TARGET within _FAST to _SLOW of the filter
 
 
-class ExplicitFilter(nn.Module):
+class LongFilter(nn.Module, ABC):
+    """A filter of `max_length` taps for every channel, and the causal convolution with it.
+
+    There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+    """
+
+    def __init__(self, channels: int, max_length: int):
+        super().__init__()
+        if not isinstance(max_length, int) or max_length < 1:
+            raise ValueError(f"max_length must be an integer of at least 1; got {max_length!r}")
+        self.channels, self.max_length = channels, max_length
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the filter's weights, on the CPU."""
+
+    @abstractmethod
+    def forward(self, length: int) -> Tensor:
+        """The first min(length, max_length) taps, [taps, C]."""
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        return causal_convolution(x, self(x.shape[1]))
+
+    def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> InputCache:
+        """No inputs yet."""
+        options = state_options(next(self.parameters()), device, dtype)
+        return InputCache.empty(batch_size, self.channels, self.max_length, options)
+
+    def step(self, x: Tensor, cache: InputCache) -> tuple[Tensor, InputCache]:
+        """Continues the convolution by x [B, T', C]: (y [B, T', C], the cache with x)."""
+        seen = torch.cat([cache.ordered().to(x.dtype), x], dim=1)
+        return last_outputs(seen, self(seen.shape[1]), x.shape[1]), cache.extend(x)
+
+    def state_size(self, context: int) -> int:
+        return self.channels * capacity(context, self.max_length)
+
+
+class ExplicitFilter(LongFilter):
     """A weight for every tap and channel, [max_length, C], drawn as torch's convolutions are: within 1 / sqrt(taps).
 
     Published code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
     """
 
     def __init__(self, channels: int, max_length: int):
-        super().__init__()
-        self.channels, self.max_length = channels, checked_length(max_length)
+        super().__init__(channels, max_length)
         self.weight = nn.Parameter(torch.empty(max_length, channels))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -34,11 +72,10 @@ class ExplicitFilter(nn.Module):
         draw_uniform(self.weight, -bound, bound, generator)
 
     def forward(self, length: int) -> Tensor:
-        """The first min(length, max_length) taps, [taps, C]."""
         return self.weight[:length]
 
 
-class ImplicitFilter(nn.Module):
+class ImplicitFilter(LongFilter):
     """A filter that a small network computes from the position of a tap (Poli et al., "Hyena Hierarchy", 2023, 3.3).
 
     h_t = MLP(features of t) exp(-decay_c t / max_length), with sines of trained frequency between the layers, the
@@ -53,10 +90,9 @@ class ImplicitFilter(nn.Module):
     """
 
     def __init__(self, channels: int, max_length: int, order: int):
-        super().__init__()
+        super().__init__(channels, max_length)
         if not isinstance(order, int) or order < 1:
             raise ValueError(f"order must be an integer of at least 1; got {order!r}")
-        self.channels, self.max_length = channels, checked_length(max_length)
         widths = [2 * _BANDS + 1, order, order, order]
         layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.layers = cast(Sequence[nn.Linear], layers)
@@ -73,7 +109,7 @@ class ImplicitFilter(nn.Module):
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, length: int) -> Tensor:
-        """The first min(length, max_length) taps, [taps, C], in float32 at least: positions need it."""
+        """As `LongFilter.forward`, in float32 at least: positions need it."""
         dtype = torch.promote_types(self.skip.dtype, torch.float32)
         like: dict[str, Any] = {"device": self.skip.device, "dtype": dtype}
         position = torch.arange(min(length, self.max_length), **like)[:, None]
@@ -92,7 +128,7 @@ class ImplicitFilter(nn.Module):
 FILTERS = ("implicit", "explicit")
 
 
-def make_filter(kind: str, channels: int, max_length: int, order: int) -> ExplicitFilter | ImplicitFilter:
+def make_filter(kind: str, channels: int, max_length: int, order: int) -> LongFilter:
     """One of `FILTERS`; `order` is of the implicit one."""
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
@@ -105,18 +141,3 @@ def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:
         return causal_convolution(seen, h)[:, -new:]
     h = h[: seen.shape[1]].flip(0).to(seen.dtype)
     return (seen[:, seen.shape[1] - h.shape[0] :] * h).sum(1, keepdim=True)
-
-
-def convolution_step(
-    x: Tensor, cache: InputCache, long_filter: ExplicitFilter | ImplicitFilter
-) -> tuple[Tensor, InputCache]:
-    """Continues the convolution by x [B, T', C]: (y [B, T', C], the cache with x)."""
-    seen = torch.cat([cache.ordered().to(x.dtype), x], dim=1)
-    return last_outputs(seen, long_filter(seen.shape[1]), x.shape[1]), cache.extend(x)
-
-
-def checked_length(max_length: int) -> int:
-    """`max_length`, or a ValueError if it is no length."""
-    if not isinstance(max_length, int) or max_length < 1:
-        raise ValueError(f"max_length must be an integer of at least 1; got {max_length!r}")
-    return max_length

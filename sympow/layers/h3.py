@@ -43,10 +43,7 @@ class H3(Mixer):
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         self.shift.reset_parameters(generator)
         draw_normal(self.shift.weight.data[:, -1], 1.0, generator)
         self.diagonal.reset_parameters(generator)

@@ -49,10 +49,7 @@ class Hyena(Mixer):
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         self.short.reset_parameters(generator)
         self.filter.reset_parameters(generator)
 

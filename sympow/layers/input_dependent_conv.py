@@ -27,10 +27,7 @@ class _InputDependentConv(Mixer):
         self.bias = nn.Parameter(torch.empty(d_model))
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         nn.init.zeros_(self.bias)
 
     def init_state(

@@ -40,10 +40,7 @@ class LiquidS4(Mixer):
         self.out = nn.Linear(d_model, 2 * d_model)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         self.ssm.reset_parameters(generator)
         draw_normal(self.skip, 1.0, generator)
 

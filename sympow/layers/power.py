@@ -86,10 +86,7 @@ class PowerAttention(AttentionMixer):
         self.out_norm = None if self.normalize else nn.RMSNorm(self.value_dim, eps=1e-6)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
             if self.gate is not None:
                 first, last = self.gate_bias

@@ -50,10 +50,7 @@ class RetNet(AttentionMixer):
         self.out_norm = nn.GroupNorm(n_heads, inner, eps=1e-6)
         self.reset_parameters()
 
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         for weight in (*self.qkv.weight.data.split(self._split), self.gate.weight):
             bound = 2**-2.5 * sqrt(6 / sum(weight.shape))
             draw_uniform(weight, -bound, bound, generator)

@@ -16,11 +16,11 @@ from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 
-class WindowAttention(AttentionMixer):
-    """Softmax attention over the last `window` tokens, rotary. In half precision on a GPU by a compiled flex_attention.
+class WindowMixer(AttentionMixer):
+    """Softmax attention to `window` tokens at most; subclasses say to which.
 
     Args:
-        window: tokens seen, the token itself included; at least 1.
+        window: in tokens; at least 1.
         rotation: "fixed" or "none".
         **heads: options of `AttentionMixer`.
     """
@@ -39,6 +39,13 @@ class WindowAttention(AttentionMixer):
             raise ValueError(f"window must be an integer of at least 1; got {window!r}")
         self.window = window
         self.reset_parameters()
+
+
+class WindowAttention(WindowMixer):
+    """Softmax attention over the last `window` tokens, rotary. In half precision on a GPU by a compiled flex_attention.
+
+    The window includes the token itself. Options as in `WindowMixer`.
+    """
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -45,41 +46,20 @@ class Generation:
     tokens_per_second: float
 
 
-def generate(
-    model: LanguageModel,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    prefill_chunk: int = 1024,
-) -> Generation:
-    """Continues every row of a prompt.
+class StreamOptions(TypedDict, total=False):
+    """The keywords of `stream`, which documents them."""
 
-    Args:
-        prompt: int64 [B, T], T >= 1.
-        max_new_tokens: tokens to draw, at least 1.
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        top_p: then from the fewest of them that hold this probability, in (0, 1].
-        seed: of the draws: the same arguments give the same tokens.
-        prefill_chunk: tokens of the prompt read at a time.
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    prefill_chunk: int
 
-    Raises ValueError for arguments out of range and for tokens outside the vocabulary.
-    """
+
+def generate(model: LanguageModel, prompt: Tensor, max_new_tokens: int, **options: Unpack[StreamOptions]) -> Generation:
+    """Continues every row of a prompt: arguments and errors are those of `stream`."""
     started = perf_counter()
-    drawn = stream(
-        model,
-        prompt,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        prefill_chunk=prefill_chunk,
-    )
+    drawn = stream(model, prompt, max_new_tokens, **options)
     last = next(drawn)
     tokens = [last.token.cpu()]  # waits for the device
     decoding = perf_counter()
@@ -108,7 +88,19 @@ def stream(
     seed: int = 0,
     prefill_chunk: int = 1024,
 ) -> Iterator[Drawn]:
-    """The tokens of `generate` as they are drawn. Arguments are checked at once, not at the first token."""
+    """Continues every row of a prompt: the tokens as they are drawn.
+
+    Args:
+        prompt: int64 [B, T], T >= 1.
+        max_new_tokens: tokens to draw, at least 1.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: draw from the k likeliest tokens only.
+        top_p: then from the fewest of them that hold this probability, in (0, 1].
+        seed: of the draws: the same arguments give the same tokens.
+        prefill_chunk: tokens of the prompt read at a time.
+
+    Raises ValueError for arguments out of range, at once, and with the first token for tokens outside the vocabulary.
+    """
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
@@ -121,7 +113,10 @@ def stream(
         raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be an integer from 0 to 2**63 - 1; got {seed!r}")
-    return _steps(model, prompt, max_new_tokens, temperature, top_k, top_p, seed, prefill_chunk)
+    prompt = prompt.to(model.embedding.weight.device)
+    generator = torch.Generator(device=prompt.device).manual_seed(seed)
+    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    return _steps(model, prompt.split(prefill_chunk, dim=1), max_new_tokens, draw)
 
 
 def sample(
@@ -132,7 +127,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `generate`."""
+    """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `stream`."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True)
@@ -148,22 +143,14 @@ def sample(
 
 @torch.no_grad()
 def _steps(
-    model: LanguageModel,
-    prompt: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    prefill_chunk: int,
+    model: LanguageModel, prompt: Sequence[Tensor], max_new_tokens: int, draw: Callable[[Tensor], Tensor]
 ) -> Iterator[Drawn]:
-    prompt = prompt.to(model.embedding.weight.device)
-    generator = torch.Generator(device=prompt.device).manual_seed(seed)
-    state = model.init_state(prompt.shape[0])
-    for chunk in prompt.split(prefill_chunk, dim=1):
+    """`prompt` in the chunks in which it is read; `draw` takes logits [B, vocab] to tokens [B]."""
+    state = model.init_state(prompt[0].shape[0])
+    for chunk in prompt:
         logits, state = model.step(chunk, state)
     for remaining in range(max_new_tokens - 1, -1, -1):
-        token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        token = draw(logits)
         yield Drawn(token, state)
         if remaining:
             logits, state = model.step(token[:, None], state)

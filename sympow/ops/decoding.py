@@ -6,13 +6,14 @@ attended to score by score; when the tail is full, its tokens are folded into th
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
 L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
-step never waits for it and can be captured in a CUDA graph. Here is the state; steps are in `eager.py`, in plain torch,
-and `triton/decode.py`.
+step never waits for it and can be captured in a CUDA graph. Here are the state and the step in plain torch; that of the
+kernels is in `triton/decode.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ def default_capacity(dim: int) -> int:
 def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
     """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
     return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
+
+
+class StepOptions(TypedDict):
+    """What a step takes besides inputs and state, as `power_attention_step` has checked it."""
+
+    p: int
+    scale: float
+    normalize: bool
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,49 @@ class DecodingState:
 
     def _replaced(self, tensors: dict[str, Tensor]) -> DecodingState:
         return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
+
+
+def step_with_tail(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: DecodingState,
+    *,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """One token after another on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients."""
+    s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
+    slots = torch.arange(state.capacity, device=q.device)
+    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, R, K]
+    outs = []
+    for i in range(k.shape[1]):
+        full = state.count == state.capacity
+        # What a GPU counts is not known here, and to ask would be to wait.
+        if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
+            after = state.folded()
+            s.copy_(torch.where(full[..., None, None], after.s, s))
+            z.copy_(torch.where(full[..., None], after.z, z))
+        slot = state.count % state.capacity  # [B, G]
+        state.count.copy_(slot + 1)
+        own = slots == slot[..., None]
+        tail_k.copy_(torch.where(own[..., None], k[:, i, :, None].to(tail_k.dtype), tail_k))
+        tail_v.copy_(torch.where(own[..., None], v[:, i, :, None].to(tail_v.dtype), tail_v))
+        tail_g.copy_(torch.where(own, 0 if log_g is None else log_g[:, i, :, None].to(s.dtype), tail_g))
+
+        held = slots <= slot[..., None]
+        left, kept = decays(tail_g.masked_fill(~held, 0))
+        score = q[:, i] @ tail_k.to(s.dtype).transpose(2, 3)  # [B, G, R, C]
+        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0)
+        phi = spow(q[:, i], p) * left[..., None, None]  # [B, G, R, D]
+        out = weight @ tail_v.to(s.dtype) + phi @ s
+        if normalize:
+            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
+        outs.append(out.flatten(1, 2))
+    return torch.stack(outs, 1).to(v.dtype)
 
 
 def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
-from sympow.ops.decoding import DecodingState, decays
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.monomials import Features, basis
 from sympow.ops.types import PowerState
@@ -91,49 +90,6 @@ def step(
         if normalize:
             out[:, i] /= phi_q[:, i] @ z[..., None] + eps
     return out.flatten(2, 3).to(v.dtype), PowerState(s, z, p, key_dim)
-
-
-def step_with_tail(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    state: DecodingState,
-    *,
-    p: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
-    """One token after another on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients."""
-    s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
-    slots = torch.arange(state.capacity, device=q.device)
-    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, R, K]
-    outs = []
-    for i in range(k.shape[1]):
-        full = state.count == state.capacity
-        # What a GPU counts is not known here, and to ask would be to wait.
-        if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
-            after = state.folded()
-            s.copy_(torch.where(full[..., None, None], after.s, s))
-            z.copy_(torch.where(full[..., None], after.z, z))
-        slot = state.count % state.capacity  # [B, G]
-        state.count.copy_(slot + 1)
-        own = slots == slot[..., None]
-        tail_k.copy_(torch.where(own[..., None], k[:, i, :, None].to(tail_k.dtype), tail_k))
-        tail_v.copy_(torch.where(own[..., None], v[:, i, :, None].to(tail_v.dtype), tail_v))
-        tail_g.copy_(torch.where(own, 0 if log_g is None else log_g[:, i, :, None].to(s.dtype), tail_g))
-
-        held = slots <= slot[..., None]
-        left, kept = decays(tail_g.masked_fill(~held, 0))
-        score = q[:, i] @ tail_k.to(s.dtype).transpose(2, 3)  # [B, G, R, C]
-        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0)
-        phi = spow(q[:, i], p) * left[..., None, None]  # [B, G, R, D]
-        out = weight @ tail_v.to(s.dtype) + phi @ s
-        if normalize:
-            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
-        outs.append(out.flatten(1, 2))
-    return torch.stack(outs, 1).to(v.dtype)
 
 
 def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool = False) -> int:

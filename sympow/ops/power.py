@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
-from sympow.ops.decoding import DecodingState
+from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState
 
@@ -139,7 +139,7 @@ def power_attention_step(
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     _check_state(state, q.shape[0], k, v, p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
+    options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):
         raise ValueError(f"impl of a step is one of auto, eager, triton, reference; got {impl!r}")
     run = _step_on_tail if isinstance(state, DecodingState) else _step_on_state
@@ -178,9 +178,9 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
         if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
             from sympow.ops import triton
 
-            return triton.step(q, k, v, log_g, state, **options), state
+            return triton.step_with_tail(q, k, v, log_g, state, **options), state
         if impl != "reference":
-            return eager.step_with_tail(q, k, v, log_g, state, **options), state
+            return step_with_tail(q, k, v, log_g, state, **options), state
         out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state.folded(), **options)
         state.s.copy_(new.s)
         state.z.copy_(new.z)

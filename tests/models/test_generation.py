@@ -135,3 +135,9 @@ def test_bad_arguments_are_refused(options, message):
         steps = stream(model(), **arguments)
         if "vocabulary" in message:  # the only thing not known before the model reads
             next(steps)
+
+
+@pytest.mark.parametrize("function", [generate, stream])
+def test_unknown_options_are_refused(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        function(model(), prompt(), 3, temprature=1.0)

@@ -6,13 +6,15 @@ for p other than 2 the normalizer is two more value channels, of ones.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
 
-from sympow.ops.decoding import DecodingState
+from sympow.ops.decoding import DecodingState, StepOptions
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.context import Options, PowerInContext
@@ -97,24 +99,15 @@ def attention(
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    state: DecodingState,
-    *,
-    p: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
+def step_with_tail(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: DecodingState, **options: Unpack[StepOptions]
 ) -> Tensor:
-    """The contract of `power_attention_step` with a DecodingState, which is changed in place: out [B, T, H, V]."""
+    """As `sympow.ops.decoding.step_with_tail`, in one launch a token."""
     if not q.shape[0]:
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
     return power_decode(
         q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
-        p, scale, normalize, eps,
+        **options,
     )  # fmt: skip
 
 
