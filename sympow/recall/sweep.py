@@ -37,6 +37,7 @@ def run_sweep(
     executor: str = "submitit",
     jobs: int = 1,
     device: str = "auto",
+    compiled: bool = True,
     cuda_graphs: bool = True,
     slurm: Mapping[str, Any] | None = None,
     quiet: bool = False,
@@ -52,7 +53,7 @@ def run_sweep(
             nodes share, with locks; "process": processes of this one alone, without submitit. A sweep of one run, or
             with one job of "process", runs in this process.
         jobs: workers.
-        device, cuda_graphs: as for `run`.
+        device, compiled, cuda_graphs: as for `run`.
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
         quiet: no progress on stderr.
 
@@ -72,7 +73,7 @@ def run_sweep(
     missing = [config for config in sweep.runs if not _row_file(folder, config).exists()]
     missing.sort(key=_cost, reverse=True)
     jobs = max(1, min(jobs, len(missing)))
-    options = {"device": device, "cuda_graphs": cuda_graphs, "workers": jobs}
+    options = {"device": device, "compiled": compiled, "cuda_graphs": cuda_graphs, "workers": jobs}
     try:
         if len(missing) > 1 and (jobs > 1 or executor != "process"):
             start = {"process": _processes, "submitit": _local_jobs, "slurm": _slurm_jobs}[executor]
@@ -96,13 +97,20 @@ def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]
 
 
 def work(
-    runs: Sequence[RecallConfig], folder: Path, worker: int, *, device: str, cuda_graphs: bool, workers: int
+    runs: Sequence[RecallConfig],
+    folder: Path,
+    worker: int,
+    *,
+    device: str,
+    compiled: bool,
+    cuda_graphs: bool,
+    workers: int,
 ) -> None:
     """Runs what nobody has run or is running; the whole of a worker process."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     if device in ("auto", "cuda") and torch.cuda.device_count() > 1:
         device = f"cuda:{worker % torch.cuda.device_count()}"
-    _run_unclaimed(runs, folder, lambda _: None, device=device, cuda_graphs=cuda_graphs)
+    _run_unclaimed(runs, folder, lambda _: None, device=device, compiled=compiled, cuda_graphs=cuda_graphs)
 
 
 def _run_unclaimed(
@@ -127,7 +135,7 @@ def _run_unclaimed(
 
 def _work_here(runs: Sequence[RecallConfig], folder: Path, quiet: bool, options: Mapping[str, Any]) -> None:
     with _progress(len(runs), 0, quiet) as advance:
-        own = {name: options[name] for name in ("device", "cuda_graphs")} | {"quiet": quiet or len(runs) > 1}
+        own = {name: options[name] for name in ("device", "compiled", "cuda_graphs")} | {"quiet": quiet or len(runs) > 1}
         _run_unclaimed(runs, folder, lambda _: advance(1), **own)
 
 

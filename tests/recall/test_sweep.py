@@ -196,7 +196,7 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
     rows = run_sweep(
         tiny, tmp_path, executor="slurm", jobs=2, slurm={"timeout_min": 5}, device="cpu", quiet=True
     )
-    worker = {"device": "cpu", "cuda_graphs": True, "workers": 1}
+    worker = {"device": "cpu", "compiled": True, "cuda_graphs": True, "workers": 1}
     assert submitted == [("submitit", "slurm"), {"timeout_min": 5}, worker, worker]
     assert len(rows) == len(seen) == 4
 
