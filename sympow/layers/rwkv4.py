@@ -111,8 +111,8 @@ def decayed_mean(
     Returns:
         y [B, T, d], and numerator, denominator and largest after the last token.
     """
-    # A scan in two levels: token after token in all chunks at once, then chunk after chunk. Sums are kept divided by the
-    # exponential of their largest exponent. The exponents are constants to autograd: the sums do not depend on them.
+    # A scan in two levels: token after token in all chunks at once, then chunk after chunk. Sums are kept divided by
+    # e^(largest exponent). The exponents are constants to autograd: the sums do not depend on them.
     time = k.shape[1]
     length = isqrt(time - 1) + 1
     padding = (0, 0, 0, -time % length)  # behind the end, where nothing is read

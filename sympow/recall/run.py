@@ -179,7 +179,7 @@ class _Trainer:
         self.config, self.model, self.device, self.graphs = config, model, device, graphs
         self.loss: _Loss = _loss
         if compiled:
-            self.loss = _compiled_loss(repr(config.model), config.train, config.batch, config.precision)
+            self.loss = _compiled_loss(shape_key(config))
         self.parts = _load(config.train, config.examples, (config.data_seed, _TRAIN), str(device))
         batches = [len(part.tokens) // config.batch for part in self.parts]
         self.schedule = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
@@ -281,9 +281,14 @@ def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, pr
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-@lru_cache(maxsize=1)  # runs that differ in rate and seed alone share it
-def _compiled_loss(model: str, train: tuple[RecallTask, ...], batch: int, precision: str) -> _Loss:
-    """`_loss` compiled whole, for the shapes that the arguments fix.
+def shape_key(config: RecallConfig) -> str:
+    """Equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    return repr((config.model, config.train, config.batch, config.precision))
+
+
+@lru_cache(maxsize=1)
+def _compiled_loss(key: str) -> _Loss:
+    """`_loss` compiled whole, for the shapes of a key.
 
     What was compiled before is dropped: a function keeps few variants, and a sweep needs many.
     """

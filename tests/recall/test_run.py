@@ -1,6 +1,7 @@
 """A run learns, is a function of its config, and keeps its splits apart."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -168,7 +169,8 @@ def compilations(monkeypatch):
 @pytest.mark.parametrize("architecture", _mixers(), ids=lambda model: model.label)
 def test_compiled_steps_are_the_same_and_compiled_once(small, compilations, architecture):
     """Whole, without a graph break; shared by seeds and rates, and not disturbed by validation between steps."""
-    config = replace(small, architecture=architecture, examples=64)
+    head_dim = architecture.head_dim and 8
+    config = replace(small, architecture=replace(architecture, head_dim=head_dim), width=8, examples=64)
     for changed in (config, replace(config, seed=1, learning_rate=1e-3)):
         plain, compiled = trainer(changed), trainer(changed, compiled=True)
         for number in range(2):
@@ -184,16 +186,18 @@ def test_auxiliary_losses_are_not_lost_in_compiled_steps(small, compilations):
     for compiled in (False, True):
         torch.manual_seed(0)  # of the noise that explores
         made = trainer(config, compiled)
-        made.train(0)
+        with pytest.warns(UserWarning, match="learned cannot be compiled") if compiled else nullcontext():
+            made.train(0)
         weights.append([p.detach() for p in made.model.parameters()])
     torch.testing.assert_close(*weights)
 
 
-def test_models_and_shapes_are_compiled_apart(small, compilations):
+def test_models_and_shapes_are_compiled_apart(small, compilations, monkeypatch):
     """More of them than a function may have variants."""
-    for width in range(1, 12):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    for width in range(1, 5):
         trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).train(0)
-    assert len(compilations) == 11
+    assert len(compilations) == 4
 
 
 def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
