@@ -28,15 +28,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--executor", choices=EXECUTORS, default="process", help="(default: process)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew")
     args = parser.parse_args()
     sweep = load_sweep(args.recipe).override(args.overrides)
     about = {"processor": processor(args.device), "commit": commit()}
     # A folder of its own for every commit: rows of another one are not to be taken for those of this.
     folder = args.out or Path("runs") / f"{sweep.name}-{about['commit']}"
-    graphs = not args.no_cuda_graphs
     rows = run_sweep(
-        sweep, folder, executor=args.executor, jobs=args.jobs, device=args.device, cuda_graphs=graphs
+        sweep,
+        folder,
+        executor=args.executor,
+        jobs=args.jobs,
+        device=args.device,
+        compiled=not args.no_compile,
+        cuda_graphs=not args.no_cuda_graphs,
     )
     write_results(args.csv, [row | about for row in rows])
     print(summary(rows))

@@ -92,6 +92,7 @@ def mqar(options: argparse.Namespace) -> None:
         executor=options.executor,
         jobs=options.jobs,
         device=options.device,
+        compiled=not options.no_compile,
         cuda_graphs=not options.no_cuda_graphs,
         slurm=dict(_slurm_parameter(text) for text in options.slurm),
         quiet=options.quiet,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
+from math import isqrt, log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sympow.layers.base import Mixer, MixerState, draw_orthogonal, linear_float32, per_document, state_options
 
@@ -25,8 +27,8 @@ class RWKV4State(MixerState):
 class RWKV4(Mixer):
     """The time mixing of RWKV-4 (Peng et al., "RWKV", 2023, (11) to (17)), stable for any length and any k.
 
-    A whole sequence is computed in log2(T) passes over all tokens, each keeping the largest exponent seen, so that no
-    exponential overflows.
+    A whole sequence is computed in chunks of sqrt(T) tokens: few passes over all tokens, each keeping the largest
+    exponent seen, so that no exponential overflows.
 
     Args:
         depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
@@ -109,24 +111,50 @@ def decayed_mean(
     Returns:
         y [B, T, d], and numerator, denominator and largest after the last token.
     """
-    # A scan over the state and the tokens: before pass s, row t holds the sums over the last s rows up to t. The
-    # exponents are constants to autograd: the sums they scale do not depend on them.
-    exponent = torch.cat([largest[:, None], k], dim=1).detach()
-    weight = torch.exp(k - exponent[:, 1:])
-    a = torch.cat([numerator[:, None], weight * v], dim=1)
-    b = torch.cat([denominator[:, None], weight], dim=1)
-    reach = 1
-    while reach < a.shape[1]:
-        earlier = exponent[:, :-reach] - reach * rate.detach()
-        top = torch.maximum(earlier, exponent[:, reach:])
-        old = torch.exp(exponent[:, :-reach] - reach * rate - top)
-        new = torch.exp(exponent[:, reach:] - top)
-        a = torch.cat([a[:, :reach], old * a[:, :-reach] + new * a[:, reach:]], dim=1)
-        b = torch.cat([b[:, :reach], old * b[:, :-reach] + new * b[:, reach:]], dim=1)
-        exponent = torch.cat([exponent[:, :reach], top], dim=1)
-        reach *= 2
+    # A scan in two levels: token after token in all chunks at once, then chunk after chunk. Sums are kept divided by
+    # e^(largest exponent). The exponents are constants to autograd: the sums do not depend on them.
+    time = k.shape[1]
+    length = isqrt(time - 1) + 1
+    padding = (0, 0, 0, -time % length)  # behind the end, where nothing is read
+    chunks_k, chunks_v = (F.pad(x, padding).unflatten(1, (-1, length)) for x in (k, v))  # [B, chunks, length, d]
+    nothing = torch.zeros_like(chunks_k[:, :, 0])
+    local = [_Sums(nothing, nothing, torch.full_like(nothing, -torch.inf))]
+    for k_i, v_i in zip(chunks_k.unbind(2), chunks_v.unbind(2), strict=True):
+        weight = torch.exp(k_i - k_i.detach())  # 1, with the gradient of k
+        local.append(_merged(local[-1], _Sums(weight * v_i, weight, k_i.detach()), rate))
+    whole = zip(*(x.unbind(1) for x in local[-1]), strict=True)
+    starts = [_Sums(numerator, denominator, largest)]
+    for chunk in whole:
+        starts.append(_merged(starts[-1], _Sums(*chunk), length * rate))
+    used = 1 + (time - 1) % length  # tokens of the last chunk
+    end = _merged(starts[-2], _Sums(*(x[:, -1] for x in local[used])), used * rate)
+
+    before = _Sums(*(torch.stack(x, dim=2) for x in zip(*local[:-1], strict=True)))
+    start = _Sums(*(torch.stack(x, dim=1)[:, :, None] for x in zip(*starts[:-1], strict=True)))
+    sums = _merged(start, before, torch.arange(length, device=k.device)[:, None] * rate)
+    a, b, exponent = (x.flatten(1, 2)[:, :time] for x in sums)
     own = bonus + k
-    top = torch.maximum(exponent[:, :-1], own).detach()
-    past, present = torch.exp(exponent[:, :-1] - top), torch.exp(own - top)
-    y = (past * a[:, :-1] + present * v) / (past * b[:, :-1] + present)
-    return y, a[:, -1].clone(), b[:, -1].clone(), exponent[:, -1].clone()
+    top = torch.maximum(exponent, own).detach()
+    past, present = torch.exp(exponent - top), torch.exp(own - top)
+    y = (past * a + present * v) / (past * b + present)
+    return y, *end
+
+
+class _Sums(NamedTuple):
+    """Two sums divided by e^exponent, which has no gradient."""
+
+    numerator: Tensor
+    denominator: Tensor
+    exponent: Tensor
+
+
+def _merged(earlier: _Sums, later: _Sums, decay: Tensor) -> _Sums:
+    """The sum of both, the earlier ones times e^-decay."""
+    moved = earlier.exponent - decay
+    top = torch.maximum(moved.detach(), later.exponent)
+    # Where nothing was summed the exponent is -inf on both sides, and the difference is not a number.
+    finite = top.clamp(min=torch.finfo(top.dtype).min)
+    old, new = torch.exp(moved - finite), torch.exp(later.exponent - finite)
+    return _Sums(
+        old * earlier.numerator + new * later.numerator, old * earlier.denominator + new * later.denominator, top
+    )

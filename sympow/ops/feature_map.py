@@ -42,7 +42,7 @@ def spow_indices(key_dim: int, p: int) -> Tensor:
     rest = spow_indices(key_dim, p - 1)
     # The (p-1)-tuples whose indices are all >= a are a suffix of the lexicographic list.
     suffixes = [rest[spow_offset(key_dim, p - 1, a) :] for a in range(key_dim)]
-    heads = torch.repeat_interleave(first, torch.tensor([len(s) for s in suffixes]))
+    heads = torch.cat([torch.full((len(s),), a) for a, s in enumerate(suffixes)])  # lengths a compiler knows
     return torch.cat([heads[:, None], torch.cat(suffixes)], dim=1)
 
 

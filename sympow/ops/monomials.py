@@ -61,7 +61,8 @@ class Basis:
         self.representative[index] = torch.arange(len(index))
         public = multinomials(key_dim, p)
         self.roots = public.sqrt()
-        self.weights = (public / index.bincount())[index]
+        rows = torch.zeros_like(public).index_add_(0, index, torch.ones(len(index), dtype=public.dtype))
+        self.weights = (public / rows)[index]  # bincount's length a compiler would not know
 
 
 @lru_cache(maxsize=64)

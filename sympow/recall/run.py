@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,13 +23,20 @@ from sympow.training.loop import autocast, resolve_device
 from sympow.training.metrics import Terminal
 from sympow.training.optimizer import learning_rate, parameter_groups
 
+_Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
+
 _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # streams of the data seed
 _LOGIT_ELEMENTS = 1 << 25  # formed at once where accuracy is measured
 _EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimizer's state and warm up libraries
 
 
 def run(
-    config: RecallConfig, *, device: str = "auto", cuda_graphs: bool = True, quiet: bool = True
+    config: RecallConfig,
+    *,
+    device: str = "auto",
+    compiled: bool = True,
+    cuda_graphs: bool = True,
+    quiet: bool = True,
 ) -> list[dict[str, Any]]:
     """Trains, validates after every epoch or more often, and tests once, at the end; a row for every task tested on.
 
@@ -38,6 +45,8 @@ def run(
     Args:
         device: "auto" (CUDA where there is one, else the CPU) or a torch device. Data lives there, and nothing waits
             for it within an epoch.
+        compiled: on CUDA, run the forward and backward pass of a training step through torch.compile, once a model
+            and shape in a process. A mixer that cannot be compiled is trained as it is, with a warning.
         cuda_graphs: on CUDA, replay a training step as a graph, which takes launching it out of the time.
         quiet: no progress on stderr.
 
@@ -54,7 +63,7 @@ def run(
         longest = max(task.length for task in config.train)
         positions = longest if config.architecture.positions else 0
         model = RecallModel(config.model, positions=positions, seed=config.seed).to(where)
-        trainer = _Trainer(config, model, where, cuda_graphs and on_cuda)
+        trainer = _Trainer(config, model, where, compiled=compiled and on_cuda, graphs=cuda_graphs and on_cuda)
         validation = _load(config.train, config.validation_examples, (config.data_seed, _VALIDATION), str(where))
         terminal = Terminal(quiet, 0, config.epochs * config.validations)
         stack.callback(terminal.close)
@@ -164,8 +173,13 @@ def _load(tasks: tuple[RecallTask, ...], examples: int, seed: tuple[int, ...], d
 class _Trainer:
     """A model, its optimizer and its data. Everything a step reads or counts is on the device, so no step waits."""
 
-    def __init__(self, config: RecallConfig, model: RecallModel, device: torch.device, graphs: bool):
+    def __init__(
+        self, config: RecallConfig, model: RecallModel, device: torch.device, *, compiled: bool, graphs: bool
+    ):
         self.config, self.model, self.device, self.graphs = config, model, device, graphs
+        self.loss: _Loss = _loss
+        if compiled:
+            self.loss = _compiled_loss(shape_key(config))
         self.parts = _load(config.train, config.examples, (config.data_seed, _TRAIN), str(device))
         batches = [len(part.tokens) // config.batch for part in self.parts]
         self.schedule = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
@@ -235,16 +249,51 @@ class _Trainer:
     def _train_step(self, part: int) -> None:
         cursor = self.cursors[part]
         tokens, places, labels = self.parts[part].rows(self.orders[part].index_select(0, cursor))
-        with autocast(self.config.precision, self.device), auxiliary_losses() as extra:
-            logits = self.model.query_logits(tokens, places)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        (loss + sum(extra)).backward()
+        try:
+            loss = self._backward(tokens, places, labels)
+        except Exception as error:
+            if self.loss is _loss:
+                raise
+            label, why = self.config.architecture.label, str(error).splitlines()[0]
+            warnings.warn(f"{label} cannot be compiled and is trained as it is: {why}", stacklevel=2)
+            self.loss = _loss
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._backward(tokens, places, labels)
         self.rate.copy_(self.rates.index_select(0, self.step).squeeze(0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss_sum += loss.detach()
+        self.loss_sum += loss
         self.step += 1
         cursor += len(cursor)
+
+    def _backward(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        """The loss, whose gradients are then on the parameters."""
+        with auxiliary_losses() as extra:
+            loss = self.loss(self.model, tokens, places, labels, self.config.precision)
+        (loss + sum(extra)).backward()
+        return loss.detach()
+
+
+def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, precision: str) -> Tensor:
+    """The mean loss of the queries."""
+    with autocast(precision, tokens.device):
+        logits = model.query_logits(tokens, places)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def shape_key(config: RecallConfig) -> str:
+    """Equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    return repr((config.model, config.train, config.batch, config.precision))
+
+
+@lru_cache(maxsize=1)
+def _compiled_loss(key: str) -> _Loss:
+    """`_loss` compiled whole, for the shapes of a key.
+
+    What was compiled before is dropped: a function keeps few variants, and a sweep needs many.
+    """
+    torch.compiler.reset()
+    return torch.compile(_loss, dynamic=False, fullgraph=True)
 
 
 class _Measured(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import torch
 
 from sympow.recall.config import RecallConfig, Sweep
 from sympow.recall.results import write_results
-from sympow.recall.run import run
+from sympow.recall.run import run, shape_key
 from sympow.training.checkpoint import atomic_write
 from sympow.training.claim import claim
 from sympow.training.config import unknown
@@ -37,6 +38,7 @@ def run_sweep(
     executor: str = "submitit",
     jobs: int = 1,
     device: str = "auto",
+    compiled: bool = True,
     cuda_graphs: bool = True,
     slurm: Mapping[str, Any] | None = None,
     quiet: bool = False,
@@ -44,15 +46,15 @@ def run_sweep(
     """Runs what is missing of a sweep, and returns all its rows, which are also in `folder`/results.csv.
 
     A finished run leaves its rows in the folder and is never repeated there; an interrupted one starts anew. So a sweep
-    can be killed and given again, also with more runs in it. `jobs` workers take the runs one after another, the
-    longest first; on one machine they share its GPUs.
+    can be killed and given again, also with more runs in it. `jobs` workers take the runs one after another, model by
+    model, the longest first; on one machine they share its GPUs.
 
     Args:
         executor: "submitit": local jobs of submitit; "slurm": the same as an array of Slurm, on a file system that all
             nodes share, with locks; "process": processes of this one alone, without submitit. A sweep of one run, or
             with one job of "process", runs in this process.
         jobs: workers.
-        device, cuda_graphs: as for `run`.
+        device, compiled, cuda_graphs: as for `run`.
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
         quiet: no progress on stderr.
 
@@ -72,7 +74,7 @@ def run_sweep(
     missing = [config for config in sweep.runs if not _row_file(folder, config).exists()]
     missing.sort(key=_cost, reverse=True)
     jobs = max(1, min(jobs, len(missing)))
-    options = {"device": device, "cuda_graphs": cuda_graphs, "workers": jobs}
+    options = {"device": device, "compiled": compiled, "cuda_graphs": cuda_graphs, "workers": jobs}
     try:
         if len(missing) > 1 and (jobs > 1 or executor != "process"):
             start = {"process": _processes, "submitit": _local_jobs, "slurm": _slurm_jobs}[executor]
@@ -96,39 +98,65 @@ def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]
 
 
 def work(
-    runs: Sequence[RecallConfig], folder: Path, worker: int, *, device: str, cuda_graphs: bool, workers: int
+    runs: Sequence[RecallConfig],
+    folder: Path,
+    worker: int,
+    *,
+    device: str,
+    compiled: bool,
+    cuda_graphs: bool,
+    workers: int,
 ) -> None:
     """Runs what nobody has run or is running; the whole of a worker process."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    torch.set_num_threads(threads)
+    if compiled and device != "cpu" and torch.cuda.is_available():
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = threads  # each worker would start a process a core
     if device in ("auto", "cuda") and torch.cuda.device_count() > 1:
         device = f"cuda:{worker % torch.cuda.device_count()}"
-    _run_unclaimed(runs, folder, lambda _: None, device=device, cuda_graphs=cuda_graphs)
+    _run_unclaimed(runs, folder, lambda _: None, device=device, compiled=compiled, cuda_graphs=cuda_graphs)
 
 
 def _run_unclaimed(
     runs: Sequence[RecallConfig], folder: Path, done: Callable[[RecallConfig], object], **options: Any
 ) -> None:
+    """All runs of a model, which is compiled once in a process, before those of another; then what others hold."""
+    groups: dict[str, list[RecallConfig]] = {}
     for config in runs:
-        with claim(folder / _CLAIMS / config.id) as ours:
-            if not ours or _row_file(folder, config).exists() or _error_file(folder, config.id).exists():
-                continue
-            try:
-                rows = run(config, **options)
-            except Exception:  # the others go on; the sweep tells at its end
-                _error_file(folder, config.id).write_text(traceback.format_exc(), encoding="utf-8")
-                continue
-            with atomic_write(_row_file(folder, config)) as file:
-                file.write((json.dumps(rows, indent=1) + "\n").encode())
-        done(config)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # others share the GPU
+        groups.setdefault(shape_key(config), []).append(config)
+    for key, group in groups.items():
+        with claim(folder / _CLAIMS / f"model-{hashlib.sha256(key.encode()).hexdigest()[:16]}") as ours:
+            for config in group if ours else ():
+                _run_if_unclaimed(config, folder, done, options)
+    for config in runs:
+        _run_if_unclaimed(config, folder, done, options)
+
+
+def _run_if_unclaimed(
+    config: RecallConfig, folder: Path, done: Callable[[RecallConfig], object], options: Mapping[str, Any]
+) -> None:
+    with claim(folder / _CLAIMS / config.id) as ours:
+        if not ours or _row_file(folder, config).exists() or _error_file(folder, config.id).exists():
+            return
+        try:
+            rows = run(config, **options)
+        except Exception:  # the others go on; the sweep tells at its end
+            _error_file(folder, config.id).write_text(traceback.format_exc(), encoding="utf-8")
+            return
+        with atomic_write(_row_file(folder, config)) as file:
+            file.write((json.dumps(rows, indent=1) + "\n").encode())
+    done(config)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # others share the GPU
 
 
 def _work_here(runs: Sequence[RecallConfig], folder: Path, quiet: bool, options: Mapping[str, Any]) -> None:
     with _progress(len(runs), 0, quiet) as advance:
-        own = {name: options[name] for name in ("device", "cuda_graphs")} | {"quiet": quiet or len(runs) > 1}
-        _run_unclaimed(runs, folder, lambda _: advance(1), **own)
+        own = {name: option for name, option in options.items() if name != "workers"}
+        _run_unclaimed(runs, folder, lambda _: advance(1), **own, quiet=quiet or len(runs) > 1)
 
 
 Alive = Callable[[], bool]

@@ -1,16 +1,20 @@
 """A run learns, is a function of its config, and keeps its splits apart."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS
 from sympow.models import MixerConfig, RecallModel
 from sympow.recall import Architecture, run
-from sympow.recall.run import _load, _measure, _Trainer, describe_tasks
+from sympow.recall.run import _compiled_loss, _load, _measure, _Trainer, describe_tasks
+from sympow.recipes.mqar import _mixers
 from sympow.training.config import TrainingConfig
 from sympow.training.optimizer import learning_rate
 
@@ -75,9 +79,9 @@ def test_mixtures_are_trained_together_and_tested_apart(small):
     assert rows[0]["test_loss"] != rows[1]["test_loss"]
 
 
-def trainer(config):
-    model = RecallModel(config.model, seed=0)
-    return _Trainer(config, model, torch.device("cpu"), graphs=False)
+def trainer(config, compiled=False):
+    model = RecallModel(config.model, seed=config.seed)
+    return _Trainer(config, model, torch.device("cpu"), compiled=compiled, graphs=False)
 
 
 def test_an_epoch_takes_every_row_once_in_a_new_order(small):
@@ -144,3 +148,70 @@ def test_every_mixer_is_trained_and_measured(small, name):
     (row,) = run(replace(small, architecture=model, width=16, examples=64, epochs=1), device="cpu")
     assert row["steps"] == 2 and math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])
     assert (row["state_bytes"] is None) == (name in ("programmatic_conv", "autocorrelation_conv"))
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Compiles what `run` compiles, but for the last step to machine code, which takes long; the graphs compiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    _compiled_loss.cache_clear()
+    yield graphs
+    _compiled_loss.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("architecture", _mixers(), ids=lambda model: model.label)
+def test_compiled_steps_are_the_same_and_compiled_once(small, compilations, architecture):
+    """Whole, without a graph break; shared by seeds and rates, and not disturbed by validation between steps."""
+    head_dim = architecture.head_dim and 8
+    config = replace(small, architecture=replace(architecture, head_dim=head_dim), width=8, examples=64)
+    for changed in (config, replace(config, seed=1, learning_rate=1e-3)):
+        plain, compiled = trainer(changed), trainer(changed, compiled=True)
+        for number in range(2):
+            assert compiled.train(number) == pytest.approx(plain.train(number), rel=1e-4)
+            _measure(compiled.model, compiled.parts, config)
+    assert len(compilations) == 1
+
+
+def test_auxiliary_losses_are_not_lost_in_compiled_steps(small, compilations):
+    learned = Architecture("learned", (MixerConfig("selection", NEEDED["selection"]),), mlp_ratio=0)
+    config = replace(small, architecture=learned, examples=64, epochs=1)
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)  # of the noise that explores
+        made = trainer(config, compiled)
+        with pytest.warns(UserWarning, match="learned cannot be compiled") if compiled else nullcontext():
+            made.train(0)
+        weights.append([p.detach() for p in made.model.parameters()])
+    torch.testing.assert_close(*weights)
+
+
+def test_models_and_shapes_are_compiled_apart(small, compilations, monkeypatch):
+    """More of them than a function may have variants."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    for width in range(1, 5):
+        trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).train(0)
+    assert len(compilations) == 4
+
+
+def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
+    def refuse(function, **options):
+        def fail(*arguments):
+            raise RuntimeError("graph break\nand more")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    _compiled_loss.cache_clear()
+    config = replace(small, examples=64, epochs=1)
+    made = trainer(config, compiled=True)
+    with pytest.warns(UserWarning, match="^attention cannot be compiled and is trained as it is: graph break$") as told:
+        assert made.train(0) == trainer(config).train(0)
+    assert len(told) == 1
+    _compiled_loss.cache_clear()

@@ -1,5 +1,6 @@
 """A sweep runs what is missing, once, in any executor, and can be stopped anywhere."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -17,6 +18,8 @@ import torch
 
 from sympow.recall import RecallConfig, Sweep, grid, read_results, run_sweep
 from sympow.recall import sweep as module
+from sympow.recall.run import shape_key
+from sympow.training.claim import claim
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,6 +154,21 @@ def test_the_longest_runs_come_first(small, tmp_path, counted):
     assert seen == [runs[1].id, runs[2].id, runs[0].id]
 
 
+def test_a_worker_stays_with_a_model_and_then_helps_others(small, tmp_path, counted):
+    seen, _ = counted
+    runs = grid(small, widths=(32, 64), learning_rates=(1e-3, 1e-2))
+    held, free = ([run for run in runs if run.width == width] for width in (32, 64))
+    worker = {"device": "cpu", "compiled": True, "cuda_graphs": True, "workers": 1}
+    mixed = [held[0], free[0], held[1], free[1]]
+    for name in ("rows", "claims", "errors"):
+        (tmp_path / name).mkdir()
+    key = hashlib.sha256(shape_key(held[0]).encode()).hexdigest()[:16]
+    with claim(tmp_path / "claims" / f"model-{key}"):  # another worker's
+        module.work(mixed, tmp_path, 0, **worker)
+    torch.set_num_threads(1)
+    assert seen == [run.id for run in (*free, *held)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -196,7 +214,7 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
     rows = run_sweep(
         tiny, tmp_path, executor="slurm", jobs=2, slurm={"timeout_min": 5}, device="cpu", quiet=True
     )
-    worker = {"device": "cpu", "cuda_graphs": True, "workers": 1}
+    worker = {"device": "cpu", "compiled": True, "cuda_graphs": True, "workers": 1}
     assert submitted == [("submitit", "slurm"), {"timeout_min": 5}, worker, worker]
     assert len(rows) == len(seen) == 4
 
