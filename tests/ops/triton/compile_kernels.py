@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.triton import attention, config, step
+from sympow.ops.triton import attention, config, step_with_tail
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -67,7 +67,7 @@ def decoding_launches(key_dim: int) -> list[tuple]:
             state = DecodingState.from_state(before, dtype=dtype)
             q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
-            step(q, k, v, torch.empty(batch, 1, 2), state, **options)
+            step_with_tail(q, k, v, torch.empty(batch, 1, 2), state, **options)
     return recorded
 
 
