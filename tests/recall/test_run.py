@@ -192,11 +192,11 @@ def test_auxiliary_losses_are_not_lost_in_compiled_steps(small, compilations):
     torch.testing.assert_close(*weights)
 
 
-def test_models_and_shapes_are_compiled_apart(small, compilations, monkeypatch):
+def test_models_and_shapes_are_compiled_apart(small, compilations):
     """More of them than a function may have variants."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for width in range(1, 5):
-        trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).train(0)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in range(1, 5):
+            trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).train(0)
     assert len(compilations) == 4
 
 
