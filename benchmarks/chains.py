@@ -8,7 +8,9 @@ positions falls, and stays low as long as the model's memory holds.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,3 +49,17 @@ class Chains:
     def check_state(self, state: dict[str, Any]) -> None:
         if state != self.state():
             raise ValueError(f"the run was made on other chains: {state}, not {self.state()}")
+
+
+def options(module: str, doc: str, *, rows: int, steps: int, learning_rate: float) -> argparse.ArgumentParser:
+    """The options of a program that trains on chains, with its own defaults."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")
+    parser.add_argument("--vocabulary", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the training rows (default: 8192)")
+    parser.add_argument("--rows", type=int, default=rows, help=f"of a training step (default: {rows})")
+    parser.add_argument("--steps", type=int, default=steps, help=f"of training (default: {steps})")
+    parser.add_argument("--learning-rate", type=float, default=learning_rate, help=f"(default: {learning_rate})")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the results")
+    return parser

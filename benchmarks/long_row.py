@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.chains import Chains
+from benchmarks.chains import Chains, options
 from benchmarks.measure import commit, processor
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
@@ -101,16 +101,8 @@ def plot(result: dict, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_row", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")
-    parser.add_argument("--vocabulary", type=int, default=64, help="(default: 64)")
+    parser = options("benchmarks.long_row", __doc__, rows=8, steps=300, learning_rate=2e-3)
     parser.add_argument("--length", type=int, default=1_000_000, help="tokens of the row (default: 1000000)")
-    parser.add_argument("--context", type=int, default=8192, help="tokens of the training rows (default: 8192)")
-    parser.add_argument("--rows", type=int, default=8, help="of a training step (default: 8)")
-    parser.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="(default: 0.002)")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run and the results")
     args = parser.parse_args()
     device, config = torch.device(args.device), run_config(args)
     training = Chains(args.context, args.rows, args.vocabulary)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.chains import Chains
+from benchmarks.chains import Chains, options
 from benchmarks.measure import commit, processor
 from benchmarks.training import world_size
 from sympow.data import DataConfig
@@ -83,15 +83,7 @@ def compare(out: Path, steps: int) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_ranks", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")
-    parser.add_argument("--vocabulary", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--context", type=int, default=8192, help="(default: 8192)")
-    parser.add_argument("--rows", type=int, default=4, help="of a step (default: 4)")
-    parser.add_argument("--steps", type=int, default=100, help="(default: 100)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(default: 0.001)")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser = options("benchmarks.training_ranks", __doc__, rows=4, steps=100, learning_rate=1e-3)
     args = parser.parse_args()
     config, batches = run_config(args), Chains(args.context, args.rows, args.vocabulary)
     with launched(torch.device(args.device)):
