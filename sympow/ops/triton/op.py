@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
-from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
+from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
+from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call, Shapes
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -33,13 +34,16 @@ def power_forward(
     final: bool,
     tf32: bool,
     wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out [B, T, H, V], normalizer [H, B T], and of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`.
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out [B, T, H, V], normalizer [H, B T], of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`; and
+    the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
 
     chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
-    to tf32. `wide`: out is float32, whatever the inputs are.
+    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
     """
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    kept = gradient and _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) is not None
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, kept)
     layout = call.layout
     s = z = None
     ends: Sequence[Tensor] = ()
@@ -63,35 +67,48 @@ def power_forward(
             P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
             INIT=s_init is not None, **call.early(after=call.gated),
         )  # fmt: skip
-        return _outputs(call, out, norm, ends if final else None)
+        return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
     forward.output_pass[(layout.blocks(launch.block), call.H)](
         q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, s, z, out,
         norm, *tables[:2], *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
         call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
         STATES=call.chunk > 0, INIT=s_init is not None, PACKED=layout.packed, **launch.options,
     )  # fmt: skip
-    return _outputs(call, out, norm, ends if final else None)
+    return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
 
 
 def _outputs(
-    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if ends is None:
-        return out, norm, norm.new_empty(0), norm.new_empty(0)
-    s, z = _to_public(call.rows, *ends)
-    return out, norm, s, z
+    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None, kept: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    s, z = (norm.new_empty(0), norm.new_empty(0)) if ends is None else _to_public(call.rows, *ends)
+    s_kept, z_kept = (norm.new_empty(0) if x is None else x for x in kept or (None, None))
+    return out, norm, s, z, s_kept, z_kept
+
+
+def _kept_shapes(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, z: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of the states that the forward keeps for the backward, as a state pass costs a fifth of both; None where
+    they are too large, and for p > 2, whose forward has rows of its own (`levels.py`)."""
+    if not chunk or p > 2:
+        return None
+    s, z_shape = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True).kept_shapes(z and p == 2)
+    size = math.prod(s) * k.dtype.itemsize
+    return (s, z_shape) if size <= config.most_kept(q.device) else None
 
 
 @power_forward.register_fake
-def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide):
+def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide, gradient):
     b, t, h, key_dim = q.shape
     out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
     norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
+    kept = _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) if gradient else None
+    states = [k.new_empty(shape) for shape in kept or ((0,), (0,))]
     if not final:
-        return out, norm, norm.new_empty(0), norm.new_empty(0)
+        return out, norm, norm.new_empty(0), norm.new_empty(0), *states
     n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s = norm.new_empty(n, k.shape[2], spow_dim(key_dim, p), v.shape[3])
-    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,))
+    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,)), *states
 
 
 @torch.library.custom_op("sympow::power_backward", mutates_args=())
@@ -110,6 +127,8 @@ def power_backward(
     norm: Tensor,
     s_final: Tensor,
     z_final: Tensor,
+    s_kept: Tensor,
+    z_kept: Tensor,
     p: int,
     scale: float,
     normalize: bool,
@@ -119,7 +138,7 @@ def power_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
     dout = dout.to(v.dtype).contiguous()
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, backward=True)
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
     layout, device = call.layout, q.device
     factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
@@ -127,7 +146,9 @@ def power_backward(
     has_init, has_final = s_init is not None, ds_final is not None
     s = z = ds = dz = None
     init_gradient: Sequence[Tensor] = ()
-    if call.chunk:
+    if s_kept.numel():
+        s, z = s_kept, z_kept
+    elif call.chunk:
         if s_init is not None:
             s_init, z_init = _from_public(call.rows, s_init, z_init)
         s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
@@ -275,12 +296,12 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, _ = inputs
+    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, *_ = inputs
     ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *output)
     ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, eps, chunk, tf32)
 
 
-def _backward(ctx, dout, _, ds_final, dz_final):
+def _backward(ctx, dout, _, ds_final, dz_final, *__):
     q, k, v, log_g, s_init, z_init, cu_seqlens, *output = ctx.saved_tensors
     if not ctx.final:
         ds_final = dz_final = None
@@ -291,7 +312,7 @@ def _backward(ctx, dout, _, ds_final, dz_final):
         *ctx.options,
     )  # fmt: skip
     present = [g if x is not None else None for g, x in ((dlog_g, log_g), (ds_init, s_init), (dz_init, z_init))]
-    return dq, dk, dv, *present, *[None] * 9
+    return dq, dk, dv, *present, *[None] * 10
 
 
 power_forward.register_autograd(_backward, setup_context=_setup)

@@ -47,14 +47,17 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
-    """Of a gated forward and backward; for p > 2, whose gradients have no Hopper kernels, of the forward alone."""
+    """Of a gated forward, of one that keeps its states, and of the backward; for p > 2, whose gradients have no Hopper
+    kernels, of the forward alone."""
     config.on_hopper = lambda device: hopper
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         log_g = torch.empty(1, 2048, 2, requires_grad=True)
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
-        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
+        with torch.no_grad():
+            attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
         if p == 2:
+            out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
             out.backward(torch.empty_like(out))
     return recorded
 
