@@ -1,5 +1,5 @@
-"""The rotation (M15) by one kernel, as PyTorch operators: what a fused projection has put out goes to rotated queries and
-keys and to values, tensors of their own, and in the backward their gradients to that of the projection.
+"""The rotation (M15) by one kernel, as PyTorch operators: a fused projection's output becomes rotated queries and keys,
+and values, tensors of their own; in the backward their gradients become that of the projection.
 
 `sympow.ops.rotary` is the specification. As there, angles are reduced to a turn in float64, the rest is float32.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS, WARPS = 32, 4  # of a program
+TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
 SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
 
 _QUARTERS = tl.constexpr(4 / tau)  # of a turn in a radian
@@ -51,7 +51,7 @@ def _turn(
     flat, flat_st, x, x_st, x_sh, turned, turned_st, cos, sin, moved, first, token, inside,
     HEADS: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Turns HEADS heads from `first` on between flat, from where its first head of their kind lies, and x. With `turned`,
+    """Turns HEADS heads from `first` on of flat, which begins where their kind does, into x, or back. With `turned`,
     what the forward made of them, adds the gradient of the angle to `moved` [TOKENS, pairs]."""
     col = tl.arange(0, 2 * moved.shape[1])
     mask = inside[:, None] & (col < K)[None, :]
@@ -78,11 +78,11 @@ def turn_heads(
     K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """From flat [B, T, H K + G K + G V] to q and k, turned, and v; for BACKWARD from these, the gradients, to that of flat.
+    """From flat [B, T, H K + G K + G V] to q and k, turned, and v; for BACKWARD the gradient of the first from theirs.
     With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T].
 
-    A program has TOKENS tokens, QUERIES query heads and KEYS key/value heads that share positions; SPLITS programs share
-    them. WIDTH and COLUMNS are the powers of two that hold K and V.
+    A program has TOKENS tokens, and QUERIES query and KEYS key/value heads that share positions; SPLITS programs have
+    the same positions. WIDTH and COLUMNS are the powers of two that hold K and V.
     """
     blocks = tl.cdiv(T, TOKENS)
     n = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -95,7 +95,7 @@ def turn_heads(
     positions += n * c_sb + start * c_st + group * c_sg
     pair = tl.arange(0, WIDTH // 2)
     frequency = tl.load(frequencies + pair, mask=pair < K // 2, other=0.0)
-    position = tl.load(positions + token * c_st, mask=inside, other=0.0)
+    position = tl.load(positions + token * c_st, mask=inside, other=0.0).to(tl.float64)
     cos, sin = _cos_sin(position[:, None] * frequency[None, :])
     if BACKWARD:
         sin = -sin
@@ -137,9 +137,12 @@ def turn_heads(
 def rotate_heads(
     qkv: Tensor, positions: Tensor, frequencies: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V] in bfloat16, float16
-    or float32, which may have neither keys nor values: G = 0. positions are float64 [1 or B, T, groups], with groups
-    dividing H and G, frequencies float64 [K/2]."""
+    """q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V]. With G = 0
+    there are queries alone.
+
+    qkv is bfloat16, float16 or float32; positions are float64 [1 or B, T, groups], groups dividing H and G; frequencies
+    are float64 [K/2].
+    """
     q, k, v = _parts(qkv, frequencies, heads, kv_heads)
     _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies)
     return q, k, v
@@ -162,9 +165,9 @@ def rotate_heads_backward(
 ) -> tuple[Tensor, Tensor]:
     """dqkv, and with the turned q and k dpositions, float64 [B, groups, T], else empty."""
     dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
-    grads = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
-    turned = () if turned_q is None else (turned_q.contiguous(), turned_k.contiguous(), dpositions)
-    _launch(dqkv, *grads, positions, frequencies, *turned, backward=True)
+    dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
+    turned_q, turned_k = (None if x is None else x.contiguous() for x in (turned_q, turned_k))
+    _launch(dqkv, dq, dk, dv, positions, frequencies, turned_q, turned_k, dpositions, backward=True)
     return dqkv, dpositions
 
 
@@ -210,15 +213,16 @@ def _launch(
     shared = gcd(heads // groups, kv_heads // groups)
     most = shared if turned_q is not None else SHARING  # one program has all there is of a position's gradient
     splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
-    programs = groups * splits
+    programs = groups * splits  # for a block of tokens
+    width, columns = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    tokens = max(1, TILE // max(width, columns))
     positions = positions.expand(batch, -1, -1)
     strided = (y for x in (q, k, v, positions) for y in (x, *x.stride()[:3]))
     with torch.cuda.device_of(flat):
-        turn_heads[(batch * triton.cdiv(time, TOKENS), programs)](
+        turn_heads[(batch * triton.cdiv(time, tokens), programs)](
             flat, flat.stride(0), flat.stride(1), *strided, frequencies.contiguous(), turned_q, turned_k, dpositions,
             time, heads, kv_heads, K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
-            SPLITS=splits, TOKENS=TOKENS, WIDTH=triton.next_power_of_2(key_dim),
-            COLUMNS=triton.next_power_of_2(value_dim), BACKWARD=backward, num_warps=WARPS,
+            SPLITS=splits, TOKENS=tokens, WIDTH=width, COLUMNS=columns, BACKWARD=backward, num_warps=WARPS,
         )  # fmt: skip
 
 
