@@ -24,9 +24,10 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
 from sympow.ops.triton import attention, config, step_with_tail
+from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32"}
 
 
 @contextmanager
@@ -74,6 +75,19 @@ def decoding_launches(key_dim: int) -> list[tuple]:
     return recorded
 
 
+def rotation_launches(key_dim: int) -> list[tuple]:
+    """Forward and backward, with the gradient of positions and without, of fused projections and of queries alone."""
+    with recording() as recorded:
+        for dtype, groups, kv_heads in ((torch.bfloat16, 1, 4), (torch.bfloat16, 4, 4), (torch.float32, 4, 0)):
+            qkv = torch.empty(1, 2048, (12 + 2 * kv_heads) * key_dim, dtype=dtype)
+            positions = torch.empty(1, 2048, groups, dtype=torch.float64)
+            frequencies = torch.empty(key_dim // 2, dtype=torch.float64)
+            q, k, v = rotate_heads(qkv, positions, frequencies, 12, kv_heads)
+            for turned in ((None, None), (q, k)):
+                rotate_heads_backward(q, k, v, *turned, positions, frequencies)
+    return recorded
+
+
 def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
@@ -109,7 +123,7 @@ def main() -> None:
     for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
-        launches += [(key_dim, *launch) for launch in decoding_launches(key_dim)]
+        launches += [(key_dim, *launch) for launch in (*decoding_launches(key_dim), *rotation_launches(key_dim))]
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
