@@ -16,6 +16,7 @@ from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK = 1024
+GATE_BLOCK = 4096  # of the gate's gradient, which one program a head adds up along a whole sequence
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
@@ -192,7 +193,7 @@ class Call(Shapes):
         per_head = 2 * self.K + 1 if self.p > 2 else self.K + 1
         xt = torch.empty(heads * per_head + 16, stride, device=device, dtype=dtype)  # tiles may read past the last row
         norm, delta = (None, None) if gradient is None else gradient[1:]
-        flags = {"REVERSE": gradient is not None, "PACKED": layout.packed}
+        flags: dict[str, int] = {"REVERSE": gradient is not None, "PACKED": layout.packed}
         states.weigh[(layout.blocks(block), heads)](
             x, x.stride(1), x.stride(2), self.sums, norm, delta, xt, layout.cu_seqlens, layout.table(block),
             layout.length, layout.tokens, stride, heads // self.G, self.out_scale,

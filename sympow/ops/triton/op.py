@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
-from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call, Shapes
+from sympow.ops.triton.call import GATE_BLOCK, WEIGH_BLOCK, Call, Shapes
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -200,7 +200,7 @@ def power_backward(
         dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
         backward.gate_gradient[(layout.sequences, call.G)](
             dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
-            P=p, BLOCK=SUM_BLOCK, FINAL=has_final, PACKED=layout.packed, **call.early(),
+            P=p, BLOCK=GATE_BLOCK, FINAL=has_final, PACKED=layout.packed, num_warps=8, **call.early(),
         )  # fmt: skip
         dlog_g = dlog_g.to(log_g.dtype)
     if not has_init:

@@ -39,7 +39,7 @@ def split(key_dim: int, p: int) -> int:
 
 
 def row_count(key_dim: int, p: int, parts: int) -> int:
-    """`Rows.count` for p <= 2, without the tables, which are not to be made where torch.compile only asks for shapes."""
+    """`Rows.count` for p <= 2, without the tables: they are not to be made where torch.compile only asks for shapes."""
     if p == 1:
         return key_dim
     half = split(key_dim, p)
