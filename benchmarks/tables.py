@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "kernels.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "kernels.md", ROOT / "docs" / "results" / "training.md"]
 
 
 def ops_table(rows: list[dict]) -> str:
@@ -95,12 +95,51 @@ def chunks_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}."])
 
 
+def training_table(rows: list[dict]) -> str:
+    """A row a context, mixer and way to run it."""
+    lines = ["| tokens x rows | GPUs | mixer | run | ms a step | tokens/s | MFU | peak, GiB | over softmax | over one GPU |"]
+    lines.append("|---|---:|---|---|" + "---:|" * 6)
+    for row in rows:
+        ratios = ["" if row[name] in (None, 1) else f"{row[name]:.2f}x" for name in ("ratio", "speedup")]
+        cells = [f"{row['context']:,} x {row['rows']}", str(row["ranks"]), row["mixer"], row["mode"]]
+        cells += [f"{row['ms']:.1f}", f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}"]
+        lines.append(f"| {' | '.join([*cells, *ratios])} |")
+    row, commits = rows[0], ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    shape = f"preset {row['preset']!r}, a vocabulary of {row['vocabulary']:,}, {row['precision']}"
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {commits}."])
+
+
+def ranks_table(result: dict) -> str:
+    """A row a comparison of two runs."""
+    lines = ["| run | against | steps | losses | largest difference | allowed |", "|---|---|---|---|---:|---:|"]
+    for row in result["rows"]:
+        steps = f"{row['first_step']} to {row['steps']}"
+        losses = f"{row['first_loss']:.3f} to {row['last_loss']:.3f}"
+        cells = [row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{result['processor']}; torch {result['torch']}, commit {result['commit']}."])
+
+
+def long_row_table(result: dict) -> str:
+    """Losses by tenths of the row."""
+    tenths = result["tenths"]
+    lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
+    lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
+    run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, peak {result['peak_gib']} GiB"
+    end = f"the last tenth less the one before {result['rise_at_the_end']:+.4f}, standard error {result['standard_error']:.4f}"
+    about = f"{result['processor']}; torch {result['torch']}, commit {result['commit']}"
+    return "\n".join([*lines, "", f"{run}; {end}; {about}."])
+
+
 TABLES = {
     "ops_cpu.json": ops_table,
     "ops_h200.json": gpu_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
     "chunks_h200.json": chunks_table,
+    "training_h200.json": training_table,
+    "training_ranks_h200.json": ranks_table,
+    "long_row_h200.json": long_row_table,
 }
 
 
