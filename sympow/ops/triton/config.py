@@ -17,10 +17,15 @@ class Launch:
     warps: int
     stages: int
     tile: int = 0  # rows of a state a step of its loop takes; in the state pass, of a prefix
+    registers: int = 0  # of a thread at most, if not 0
 
     @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages}
+
+    @property
+    def limit(self) -> dict[str, int]:
+        return {"maxnreg": self.registers} if self.registers else {}
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,35 @@ HOPPER_QUADRATIC = {
     64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
+
+# The gradients of the quadratic form as `hopper_quadratic` takes them; tile: whether operands stay in registers.
+QUADRATIC_QUERY = {
+    32: Launch(64, 64, 4, 3, 1),
+    64: Launch(64, 32, 4, 3, 1),
+    128: Launch(64, 32, 4, 3, 0),
+}
+QUADRATIC_KEY = {
+    32: Launch(64, 64, 4, 3, 1),
+    64: Launch(64, 64, 4, 3, 1),
+    128: Launch(64, 32, 4, 3, 0),
+}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How `hopper_fused` is launched."""
+
+    block: int  # keys a program owns
+    step: int  # queries a step of its loop takes
+    warps: int  # without the four that add up
+    stages: int
+    rows: int  # of a tile that are added at a time
+    read: bool
+    registers: int  # of a thread that adds
+    limit: int | None = None  # registers of a thread on average
+
+
+QUADRATIC_FUSED = {64: Fused(128, 64, 8, 3, 16, False, 32)}
 
 
 # Tokens of a chunk where states pay, by p and K: a larger state is read and written less often. Measured on an H200.

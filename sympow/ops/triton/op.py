@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, forward, hopper_backward, hopper_output
+from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_fused, hopper_output, hopper_quadratic
 from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
+QUADRATIC = ""  # of p = 2 on Hopper, the gradients of the quadratic form: "two" passes, "fused" in one
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
 
 
@@ -133,6 +135,10 @@ def power_backward(
         s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
     dq = torch.empty(q.shape, device=device, dtype=q.dtype)
     prefixes, weights, grad_weights, mirror = call.tables()
+    if call.hopper and not call.chunk and QUADRATIC:
+        dq, dk, dv, dsums_k = _quadratic_gradients(call, dout, factor, delta, dsums_q, normalize)
+        dlog_g = _gate_gradient(call, log_g, dsums_q, dsums_k, None)
+        return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     if call.hopper:
         launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
@@ -173,15 +179,8 @@ def power_backward(
             call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step, STATES=call.chunk > 0,
             FINAL=has_final, Z=reads_z, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    dlog_g = dsums_k.new_empty(0)
-    if log_g is not None:
-        last = dsums_k if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
-        dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
-        backward.gate_gradient[(layout.sequences, call.G)](
-            dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
-            P=p, BLOCK=SUM_BLOCK, FINAL=has_final, PACKED=layout.packed, **call.early(),
-        )  # fmt: skip
-        dlog_g = dlog_g.to(log_g.dtype)
+    last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
+    dlog_g = _gate_gradient(call, log_g, dsums_q, dsums_k, last)
     if not has_init:
         return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     return dq, dk, dv, dlog_g, *_to_public(call.rows, *init_gradient)
@@ -252,11 +251,61 @@ def _row_factors(
     delta = torch.empty_like(factor)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK), layout.length,
-        layout.tokens, call.H, eps, V=call.V, P=call.p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated,
-        NORMALIZE=normalize, PACKED=layout.packed, **call.early(call.gated),
+        out, dout, norm, call.sums, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
+        layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
+        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
+        SCALES=call.hopper and not call.chunk and bool(QUADRATIC), PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
     return factor, delta, dsums_q
+
+
+def _quadratic_gradients(
+    call: Call, dout: Tensor, scales: Tensor, delta: Tensor, dsums_q: Tensor, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the keys' part in the gradient of the gate's sums; without a normalizer fills `dsums_q`."""
+    q, k, v = call.q, call.k, call.v
+    strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
+    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+    dsums_k = torch.empty(call.G if call.gated else 0, call.layout.tokens, device=q.device, dtype=torch.float32)
+    dims = {"K": call.K, "V": call.V, "R": call.H // call.G, "GATED": call.gated, "PACKED": call.layout.packed}
+    if QUADRATIC == "fused" and not call.layout.packed and (normalize or not call.gated):
+        launch, layout = config.QUADRATIC_FUSED[call.K], call.layout
+        padded = triton.cdiv(layout.length, launch.block) * launch.block
+        turns = torch.zeros(layout.sequences, call.H, padded // launch.step, device=q.device, dtype=torch.int32)
+        acc = torch.empty(layout.sequences, call.H, padded, call.K, device=q.device, dtype=torch.float32)
+        hopper_fused.fused_pass[(layout.blocks(launch.block) * call.G,)](
+            *strides, dout, call.sums, scales, delta, turns, acc, dq, dk, dv, dsums_k, layout.length, padded,
+            layout.tokens, call.H, call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, GATED=call.gated,
+            BLOCK=launch.block, QUERIES=launch.step, STAGES=launch.stages, ROWS=launch.rows, READ=launch.read,
+            REGISTERS=launch.registers, num_warps=launch.warps, maxnreg=launch.limit, OVERLAP=False,
+        )  # fmt: skip
+        return dq, dk, dv, dsums_k
+    launch = config.QUADRATIC_QUERY[call.K]
+    hopper_quadratic.query_pass[(call.layout.blocks(launch.block), call.H)](
+        *strides, dout, call.sums, scales, delta, dq, dsums_q, *call.hopper_tables(launch, call.H), call.H, call.G,
+        call.grad_scale, **dims, BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize, HOLD=launch.tile > 0,
+        num_warps=launch.warps, **launch.limit, **call.early(),
+    )  # fmt: skip
+    launch = config.QUADRATIC_KEY[call.K]
+    hopper_quadratic.key_pass[(call.layout.blocks(launch.block), call.G)](
+        *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H, call.G,
+        call.grad_scale, **dims, BLOCK=launch.block, QUERIES=launch.step, HOLD=launch.tile > 0,
+        num_warps=launch.warps, **launch.limit, **call.early(),
+    )  # fmt: skip
+    return dq, dk, dv, dsums_k
+
+
+def _gate_gradient(call: Call, log_g: Tensor | None, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
+    """dlog_g, empty without a gate. `last` [N, G] reaches each sequence's last token through the last state."""
+    if log_g is None:
+        return dsums_k.new_empty(0)
+    dlog_g = torch.empty(log_g.shape, device=log_g.device, dtype=torch.float32)
+    layout, source = call.layout, dsums_k if last is None else last
+    backward.gate_gradient[(layout.sequences, call.G)](
+        dsums_q, dsums_k, source, dlog_g, layout.cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
+        P=call.p, BLOCK=SUM_BLOCK, FINAL=last is not None, PACKED=layout.packed, **call.early(),
+    )  # fmt: skip
+    return dlog_g.to(log_g.dtype)
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:
