@@ -123,7 +123,7 @@ class Call:
         chunk_starts = self.layout.chunk_starts(self.chunk) if self.chunk else None
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
 
-    def hopper_tables(self, launch: config.Launch, heads: int) -> tuple:
+    def hopper_tables(self, launch: config.Launch | config.Quadratic, heads: int) -> tuple:
         """`sequence_tables`, and of how many heads, of all sequences, the longest programs come first: as many as have
         LAST_PROGRAMS for every multiprocessor."""
         blocks = max(1, triton.cdiv(self.layout.length, launch.block))

@@ -17,15 +17,10 @@ class Launch:
     warps: int
     stages: int
     tile: int = 0  # rows of a state a step of its loop takes; in the state pass, of a prefix
-    registers: int = 0  # of a thread at most, if not 0
 
     @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages}
-
-    @property
-    def limit(self) -> dict[str, int]:
-        return {"maxnreg": self.registers} if self.registers else {}
 
 
 @dataclass(frozen=True)
@@ -112,17 +107,25 @@ HOPPER_QUADRATIC = {
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
 
-# The gradients of the quadratic form as `hopper_quadratic` takes them; tile: whether operands stay in registers.
-QUADRATIC_QUERY = {
-    32: Launch(64, 64, 4, 3, 1),
-    64: Launch(64, 32, 4, 3, 1),
-    128: Launch(64, 32, 4, 3, 0),
+
+@dataclass(frozen=True)
+class Quadratic:
+    """How a pass of `hopper_quadratic` is launched."""
+
+    block: int  # tokens a program owns
+    step: int  # tokens a step of its loop takes
+    warps: int
+    hold: bool  # whether what it owns stays in registers
+    registers: int | None = None  # of a thread at most
+
+
+QUADRATIC_OUTPUT = {
+    32: Quadratic(64, 64, 4, True),
+    64: Quadratic(64, 64, 4, False, 128),
+    128: Quadratic(64, 32, 4, False),
 }
-QUADRATIC_KEY = {
-    32: Launch(64, 64, 4, 3, 1),
-    64: Launch(64, 64, 4, 3, 1),
-    128: Launch(64, 32, 4, 3, 0),
-}
+QUADRATIC_QUERY = {32: Quadratic(64, 64, 4, True), 64: Quadratic(64, 32, 4, True), 128: Quadratic(64, 32, 4, False)}
+QUADRATIC_KEY = {32: Quadratic(64, 64, 4, True), 64: Quadratic(64, 64, 4, False), 128: Quadratic(64, 32, 4, False)}
 
 
 @dataclass(frozen=True)

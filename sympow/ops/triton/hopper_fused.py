@@ -49,14 +49,14 @@ def _add_parts(
         for s in range(steps):
             s0 = first + s * QUERIES
             turn = turns + head * (padded // QUERIES) + s0 // QUERIES
-            mbarrier.wait(full.index(n % 2), (n // 2) & 1)
+            mbarrier.wait(full.index(n & 1), (n >> 1) & 1)
             before = (s0 - first) // BLOCK
             _await_turn(turn, before)
-            part_s = parts_s.index(n % 2)
+            part_s = parts_s.index(n & 1)
             for m in gl.static_range(QUERIES // ROWS):
                 part = part_s.slice(m * ROWS, ROWS, 0).load(layout)
                 t = s0 + m * ROWS + r
-                tile = acc + (head.to(gl.int64) * padded + s0 + m * ROWS) * K + (r[:, None] * K + c[None, :])
+                tile = acc + ((first * 0 + head).to(gl.int64) * padded + s0 + m * ROWS) * K + (r[:, None] * K + c[None, :])
                 if first == 0:
                     if before > 0:
                         part += gl.load(tile, cache_modifier=".cg")
@@ -72,7 +72,7 @@ def _add_parts(
                         else:
                             gl.atomic_add(tile, part, sem="relaxed")
             barrier()
-            mbarrier.arrive(empty.index(n % 2), count=1)
+            mbarrier.arrive(empty.index(n & 1), count=1)
             if first > 0:
                 gl.atomic_add(turn, 1, sem="release")
             n += 1
@@ -95,13 +95,13 @@ def _copy_step(
 @gluon.jit
 def _hand_over(part, parts_s, empty, n):
     """Leaves the n-th tile for `_add_parts`, which is told of it after the next barrier (`_announce`)."""
-    mbarrier.wait(empty.index(n % 2), ((n // 2) & 1) ^ 1)
-    parts_s.index(n % 2).store(part)
+    mbarrier.wait(empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    parts_s.index(n & 1).store(part)
 
 
 @gluon.jit
 def _announce(full, n):
-    mbarrier.arrive(full.index(n % 2), count=1, pred=n >= 0)
+    mbarrier.arrive(full.index(n & 1), count=1, pred=n >= 0)
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def _walk(
         async_copy.wait_group(STAGES - 2)
         barrier()
         fence_async_shared()
-        _announce(full, n - 1)
+        _announce(full, n - 2)  # handed over in the turn before
         queries = queries_s.index(stage)
         dy = dy_s.index(stage)
         zeros = gl.zeros([BLOCK, QUERIES], gl.float32, score_mma)
@@ -173,8 +173,8 @@ def _walk(
         slopes_s.store(slope)
         fence_async_shared()
         _copy_step(
-            queries_s, dy_s, scales_s, delta_s, q, q_st, dout, dy_st, scales, delta, s0 + (STAGES - 1) * QUERIES, length,
-            (s + STAGES - 1) % STAGES, QUERIES, K, V, WARPS,
+            queries_s, dy_s, scales_s, delta_s, q, q_st, dout, dy_st, scales, delta, s0 + (STAGES - 1) * QUERIES,
+            length, (s + STAGES - 1) % STAGES, QUERIES, K, V, WARPS,
         )  # fmt: skip
         dvalues, dkeys, weight, left = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, left))
         n += 1
@@ -202,11 +202,11 @@ def _gradients(
     for head in range(heads):
         queries = q + head * q_sh
         dy = dout + head * V
-        at = head.to(gl.int64) * tokens
+        at = (first * 0 + head).to(gl.int64) * tokens
         for early in gl.static_range(STAGES - 1):
             _copy_step(
-                queries_s, dy_s, scales_s, delta_s, queries, q_st, dy, H * V, scales + at, delta + at, first + early * QUERIES,
-                length, early, QUERIES, K, V, WARPS,
+                queries_s, dy_s, scales_s, delta_s, queries, q_st, dy, H * V, scales + at, delta + at,
+                first + early * QUERIES, length, early, QUERIES, K, V, WARPS,
             )  # fmt: skip
         dkeys, dvalues, n = _walk(
             0, gl.minimum(PER, steps), n, queries, q_st, dy, H * V, scales + at, delta + at, sums, first, length,

@@ -1,4 +1,5 @@
-"""The gradients of the quadratic form, p = 2, for Hopper, in Gluon: as `backward.query_pass` and `backward.key_pass`.
+"""The quadratic form, p = 2, and its gradients for Hopper, in Gluon: as `forward.output_pass`, `backward.query_pass`
+and `backward.key_pass`.
 
 `scales` [H, tokens] is log2 of what a query's scores are multiplied with, decay and normalizer in one: a score's own is
 2**(scales_i - L_j). Vectors of a step stand in shared memory beside its tiles. What is past the end of a sequence is
@@ -36,12 +37,12 @@ def copy_vector(buffer, ptr, left, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def store_rows(ptr, stride, x, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Writes x [ROWS, WIDTH] up to row `left`, in bfloat16."""
+    """Writes x [ROWS, WIDTH] up to row `left`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     tile = ptr + (r[:, None] * stride + c[None, :])
-    gl.store(tile, gl.convert_layout(x.to(gl.bfloat16), layout), mask=(r < left)[:, None])
+    gl.store(tile, gl.convert_layout(x.to(ptr.dtype.element_ty), layout), mask=(r < left)[:, None])
 
 
 @gluon.jit
@@ -60,13 +61,129 @@ def _copy_keys(
 
 
 @gluon.jit
+def _output_steps(
+    begin, stop, steps, acc, total, queries, queries_s, keys_s, values_s, sums_s,
+    k, k_st, v, v_st, here, own, ref, row, length,
+    KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
+    NORMALIZE: gl.constexpr, HOLD: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """acc and the normalizer plus the parts of the steps `begin` to `stop` - 1 of keys. OWN: some of them are after
+    some of the queries."""
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    for i in range(begin, stop):
+        async_copy.wait_group(1)
+        fence_async_shared()
+        right = keys_s.index(i % 3).permute([1, 0])
+        scores = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        if HOLD:
+            scores = warpgroup_mma(queries, right, scores, use_acc=False, is_async=True)
+        else:
+            scores = warpgroup_mma(queries_s, right, scores, use_acc=False, is_async=True)
+        if GATED:
+            there = sums_s.index(i % 3).load(gl.SliceLayout(0, score_mma))
+            if not OWN:
+                there = exp2(ref - there)
+        if HOLD:
+            scores, queries = warpgroup_mma_wait(0, deps=(scores, queries))
+        else:
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+        weight = scores * scores
+        if OWN:
+            if GATED:
+                weight *= exp2(own[:, None] - there[None, :])
+            weight = gl.where(row[:, None] >= (i * KEYS + j)[None, :], weight, 0.0)
+        else:
+            if GATED:
+                weight *= there[None, :]
+        if NORMALIZE:
+            total += gl.sum(weight, 1)
+        weight = gl.convert_layout(weight.to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(weight, values_s.index(i % 3), acc, is_async=True)
+        _copy_keys(
+            keys_s, values_s, sums_s, k, k_st, v, v_st, here, i + 2, steps, length, KEYS, K, V, GATED, num_warps
+        )
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, weight))
+    return acc, total, queries
+
+
+@gluon.jit
+def output_pass(
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, out, norm,
+    starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
+    GATED: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, HOLD: gl.constexpr, OVERLAP: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """HOLD: queries stay in registers, as in `query_pass`."""
+    _, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, 0, PACKED, False)
+    if PACKED:
+        if first >= length:
+            return
+    g = h // R
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    k += start * k_st + g * k_sh
+    v += start * v_st + g * v_sh
+    here = sums + g * tokens + start
+    queries_s = places(1, BLOCK, K).index(0)
+    keys_s = places(3, KEYS, K)
+    values_s = places(3, KEYS, V)
+    sums_s = vector_places(3, KEYS)
+    copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
+    await_last(OVERLAP)
+    steps = gl.cdiv(gl.minimum(first + BLOCK, length), KEYS)
+    for early in gl.static_range(2):
+        _copy_keys(
+            keys_s, values_s, sums_s, k, k_st, v, v_st, here, first * 0 + early, steps, length,
+            KEYS, K, V, GATED, num_warps,
+        )  # fmt: skip
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    ref = 0.0
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.maximum(first - 1, 0))
+        ref = gl.where(first > 0, ref, 0.0)
+    acc = gl.zeros([BLOCK, V], gl.float32, mma)
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
+    async_copy.wait_group(1)
+    if HOLD:
+        queries = queries_s.load(gl.DotOperandLayout(0, score_mma, 2))
+    else:
+        queries = queries_s
+    acc, total, queries = _output_steps(
+        0, first // KEYS, steps, acc, total, queries, queries_s, keys_s, values_s, sums_s, k, k_st, v, v_st, here, own,
+        ref, row, length, KEYS, BLOCK, K, V, False, GATED, NORMALIZE, HOLD, mma, num_warps,
+    )  # fmt: skip
+    if GATED:
+        since = exp2(own - ref)
+        acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
+        total *= since
+    acc, total, queries = _output_steps(
+        first // KEYS, steps, steps, acc, total, queries, queries_s, keys_s, values_s, sums_s, k, k_st, v, v_st, here,
+        own, ref, row, length, KEYS, BLOCK, K, V, True, GATED, NORMALIZE, HOLD, mma, num_warps,
+    )  # fmt: skip
+    async_copy.wait_group(0)
+
+    acc *= out_scale
+    if NORMALIZE:
+        total = total * out_scale + eps
+        acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma))[:, None]
+        gl.store(norm + h * tokens + start + row, total, mask=row < length)
+    store_rows(out + ((start + first) * H + h) * V, H * V, acc, length - first, BLOCK, V, num_warps)
+
+
+@gluon.jit
 def _key_steps(
     begin, stop, steps, acc, queries, dy, queries_s, dy_s, keys_s, values_s, sums_s,
     k, k_st, v, v_st, here, own, ref, d, row, length,
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     OWN: gl.constexpr, GATED: gl.constexpr, HOLD: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the parts of the steps `begin` to `stop` - 1 of keys. OWN: some of them are after some of the queries."""
+    """acc plus the parts of the steps `begin` to `stop` - 1 of keys. OWN: some are after some of the queries."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
@@ -114,7 +231,7 @@ def query_pass(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """HOLD: queries and output gradients stay in registers, from which products of few columns are read faster."""
-    n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, 0, PACKED, False)
+    _, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, 0, PACKED, False)
     if PACKED:
         if first >= length:
             return
@@ -195,7 +312,8 @@ def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, Q
 
 @gluon.jit
 def _copy_queries(
-    queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it, total, first, after, within, length, tokens, H,
+    queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it, total, first, after, within, length,
+    tokens, H,
     QUERIES: gl.constexpr, BLOCK: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -263,8 +381,8 @@ def _query_steps(
         grad = gl.convert_layout(((grad - d[None, :]) * slope).to(gl.bfloat16), left_layout)
         dkeys = warpgroup_mma(grad, queries, dkeys, is_async=True)
         _copy_queries(
-            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it + 2, total, first, after, within, length,
-            tokens, H, QUERIES, BLOCK, R, K, V, num_warps,
+            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it + 2, total, first, after, within,
+            length, tokens, H, QUERIES, BLOCK, R, K, V, num_warps,
         )  # fmt: skip
         dvalues, dkeys, weight, grad = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, grad))
     return dkeys, dvalues, keys, values
@@ -280,7 +398,7 @@ def key_pass(
     """HOLD: as in `query_pass`, of keys and values."""
     gl.static_assert(K == V)
     start_next(OVERLAP)
-    n, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, PACKED, True)
+    _, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, PACKED, True)
     if PACKED:
         if first >= length:
             return
@@ -304,8 +422,8 @@ def key_pass(
     total = R * (after + within)
     for early in gl.static_range(2):
         _copy_queries(
-            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, first * 0 + early, total, first, after, within,
-            length, tokens, H, QUERIES, BLOCK, R, K, V, num_warps,
+            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, first * 0 + early, total, first,
+            after, within, length, tokens, H, QUERIES, BLOCK, R, K, V, num_warps,
         )  # fmt: skip
 
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)

@@ -14,6 +14,7 @@ from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
+QUADRATIC_OUTPUT = False
 QUADRATIC = ""  # of p = 2 on Hopper, the gradients of the quadratic form: "two" passes, "fused" in one
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
 
@@ -55,6 +56,16 @@ def power_forward(
         norm = norm[:0]
     launch, tables = call.config.output, call.tables()
     q, k, v = call.q, call.k, call.v
+    if call.hopper and not call.chunk and QUADRATIC_OUTPUT:
+        tuned = config.QUADRATIC_OUTPUT[call.K]
+        hopper_quadratic.output_pass[(layout.blocks(tuned.block), call.H)](
+            q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, out, norm,
+            *call.hopper_tables(tuned, call.H), call.H, call.G, call.out_scale, eps, K=call.K, V=call.V,
+            R=call.H // call.G, GATED=call.gated, PACKED=layout.packed, BLOCK=tuned.block, KEYS=tuned.step,
+            NORMALIZE=normalize, HOLD=tuned.hold, num_warps=tuned.warps, maxnreg=tuned.registers,
+            **call.early(after=call.gated),
+        )  # fmt: skip
+        return _outputs(call, out, norm, None)
     if call.hopper or call.hopper_powers:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
         levels = call.levels if call.chunk and call.leveled else ()
@@ -268,31 +279,37 @@ def _quadratic_gradients(
     dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     dsums_k = torch.empty(call.G if call.gated else 0, call.layout.tokens, device=q.device, dtype=torch.float32)
     dims = {"K": call.K, "V": call.V, "R": call.H // call.G, "GATED": call.gated, "PACKED": call.layout.packed}
-    if QUADRATIC == "fused" and not call.layout.packed and (normalize or not call.gated):
-        launch, layout = config.QUADRATIC_FUSED[call.K], call.layout
-        padded = triton.cdiv(layout.length, launch.block) * launch.block
-        turns = torch.zeros(layout.sequences, call.H, padded // launch.step, device=q.device, dtype=torch.int32)
-        acc = torch.empty(layout.sequences, call.H, padded, call.K, device=q.device, dtype=torch.float32)
-        hopper_fused.fused_pass[(layout.blocks(launch.block) * call.G,)](
-            *strides, dout, call.sums, scales, delta, turns, acc, dq, dk, dv, dsums_k, layout.length, padded,
-            layout.tokens, call.H, call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, GATED=call.gated,
-            BLOCK=launch.block, QUERIES=launch.step, STAGES=launch.stages, ROWS=launch.rows, READ=launch.read,
-            REGISTERS=launch.registers, num_warps=launch.warps, maxnreg=launch.limit, OVERLAP=False,
-        )  # fmt: skip
-        return dq, dk, dv, dsums_k
-    launch = config.QUADRATIC_QUERY[call.K]
-    hopper_quadratic.query_pass[(call.layout.blocks(launch.block), call.H)](
-        *strides, dout, call.sums, scales, delta, dq, dsums_q, *call.hopper_tables(launch, call.H), call.H, call.G,
-        call.grad_scale, **dims, BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize, HOLD=launch.tile > 0,
-        num_warps=launch.warps, **launch.limit, **call.early(),
+    if QUADRATIC == "fused" and call.K in config.QUADRATIC_FUSED and not call.layout.packed:
+        if normalize or not call.gated:
+            _fused_pass(call, strides, (dout, call.sums, scales, delta), (dq, dk, dv, dsums_k))
+            return dq, dk, dv, dsums_k
+    query = config.QUADRATIC_QUERY[call.K]
+    hopper_quadratic.query_pass[(call.layout.blocks(query.block), call.H)](
+        *strides, dout, call.sums, scales, delta, dq, dsums_q, *call.hopper_tables(query, call.H), call.H, call.G,
+        call.grad_scale, **dims, BLOCK=query.block, KEYS=query.step, NORMALIZE=normalize, HOLD=query.hold,
+        num_warps=query.warps, maxnreg=query.registers, **call.early(),
     )  # fmt: skip
-    launch = config.QUADRATIC_KEY[call.K]
-    hopper_quadratic.key_pass[(call.layout.blocks(launch.block), call.G)](
-        *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H, call.G,
-        call.grad_scale, **dims, BLOCK=launch.block, QUERIES=launch.step, HOLD=launch.tile > 0,
-        num_warps=launch.warps, **launch.limit, **call.early(),
+    key = config.QUADRATIC_KEY[call.K]
+    hopper_quadratic.key_pass[(call.layout.blocks(key.block), call.G)](
+        *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(key, call.G), call.H, call.G,
+        call.grad_scale, **dims, BLOCK=key.block, QUERIES=key.step, HOLD=key.hold,
+        num_warps=key.warps, maxnreg=key.registers, **call.early(),
     )  # fmt: skip
     return dq, dk, dv, dsums_k
+
+
+def _fused_pass(call: Call, strides: tuple, given: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Fills `gradients`, of queries, keys, values and, through keys, of the gate's sums."""
+    launch, layout, device = config.QUADRATIC_FUSED[call.K], call.layout, call.q.device
+    padded = triton.cdiv(layout.length, launch.block) * launch.block
+    turns = torch.zeros(layout.sequences, call.H, padded // launch.step, device=device, dtype=torch.int32)
+    acc = torch.empty(layout.sequences, call.H, padded, call.K, device=device, dtype=torch.float32)
+    hopper_fused.fused_pass[(layout.blocks(launch.block) * call.G,)](
+        *strides, *given, turns, acc, *gradients, layout.length, padded, layout.tokens, call.H, call.G,
+        call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, GATED=call.gated, BLOCK=launch.block,
+        QUERIES=launch.step, STAGES=launch.stages, ROWS=launch.rows, READ=launch.read, REGISTERS=launch.registers,
+        num_warps=launch.warps, maxnreg=launch.limit, OVERLAP=False,
+    )  # fmt: skip
 
 
 def _gate_gradient(call: Call, log_g: Tensor | None, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
