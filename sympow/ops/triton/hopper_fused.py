@@ -46,6 +46,7 @@ def _add_parts(
     steps = gl.cdiv(length - first, QUERIES)
     n = first * 0
     for head in range(heads):
+        mine = acc + (first * 0 + head).to(gl.int64) * padded * K
         for s in range(steps):
             s0 = first + s * QUERIES
             turn = turns + head * (padded // QUERIES) + s0 // QUERIES
@@ -56,7 +57,7 @@ def _add_parts(
             for m in gl.static_range(QUERIES // ROWS):
                 part = part_s.slice(m * ROWS, ROWS, 0).load(layout)
                 t = s0 + m * ROWS + r
-                tile = acc + ((first * 0 + head).to(gl.int64) * padded + s0 + m * ROWS) * K + (r[:, None] * K + c[None, :])
+                tile = mine + (s0 + m * ROWS).to(gl.int64) * K + (r[:, None] * K + c[None, :])
                 if first == 0:
                     if before > 0:
                         part += gl.load(tile, cache_modifier=".cg")
