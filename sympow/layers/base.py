@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.ops import rotary_frequencies, rotate_alike
+from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 
 
 class HeadOptions(TypedDict, total=False):
@@ -256,6 +256,16 @@ class AttentionMixer(Mixer):
             v = v.contiguous()  # a view would keep q and k for the backward, which only needs them rotated
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
+    def rotated_heads(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """`heads`, with q and k rotated as `rotate` does."""
+        if self.rotation == "none":
+            return self.heads(x)
+        if self.q_norm is not None:
+            q, k, v = self.heads(x)
+            return *self.rotate(q, k, position), v
+        self.check_input(x, self.qkv.weight)
+        return rotate_heads(self.qkv(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
+
     def first_position(self, x: Tensor) -> int:
         """The position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
         return 0 if self.context_group is None else dist.get_rank(self.context_group) * x.shape[1]
@@ -268,14 +278,17 @@ class AttentionMixer(Mixer):
         """
         if self.rotation == "none":
             return q, k
+        q, k = rotate_alike((q, k), *self._turns(q, position))
+        return q, k
+
+    def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
         if isinstance(position, int):
-            end = position + q.shape[1]
-            position = torch.arange(position, end, dtype=torch.float64, device=q.device)
+            end = position + x.shape[1]
+            position = torch.arange(position, end, dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
-        turn = frequencies(self.head_dim, self.frequencies, self.max_length, device=q.device)
-        q, k = rotate_alike((q, k), position, turn)
-        return q, k
+        return position, frequencies(self.head_dim, self.frequencies, self.max_length, device=x.device)
 
     def merge(self, y: Tensor) -> Tensor:
         """The output projection: y [B, T, H, V] -> [B, T, d]."""

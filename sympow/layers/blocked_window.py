@@ -29,8 +29,8 @@ class BlockedWindowAttention(WindowMixer):
     """
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = self.heads(x)
-        return self.merge(per_document(self._blocked, cu_seqlens, *self.rotate(q, k), v))
+        q, k, v = self.rotated_heads(x)
+        return self.merge(per_document(self._blocked, cu_seqlens, q, k, v))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -38,8 +38,7 @@ class BlockedWindowAttention(WindowMixer):
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
     def step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k, state.position)
+        q, k, v = self.rotated_heads(x, state.position)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         block, position, outs = state.block, state.position, []
         while k.shape[2]:

@@ -59,11 +59,11 @@ class LinearAttention(AttentionMixer):
         self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = self._features(x)
-        rotated_q, rotated_k = self.rotate(q, k, self.first_position(x))
+        q, k, v, features = self._inputs(x, self.first_position(x))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        y = power_attention(rotated_q, rotated_k, v, **self._options() | split).out
-        if self.out_norm is None:
+        y = power_attention(q, k, v, **self._options() | split).out
+        if features is not None:
+            q, k = features
             sums = per_document(_running_sum, cu_seqlens, k)
             if self.context_group is not None:
                 sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
@@ -79,11 +79,11 @@ class LinearAttention(AttentionMixer):
         return LinearAttentionState(memory, 0, feature_sum)
 
     def step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
-        q, k, v = self._features(x)
-        rotated_q, rotated_k = self.rotate(q, k, state.position)
-        y, memory = continue_power(rotated_q, rotated_k, v, None, state.memory, **self._options())
+        q, k, v, features = self._inputs(x, state.position)
+        y, memory = continue_power(q, k, v, None, state.memory, **self._options())
         feature_sum = state.feature_sum
-        if feature_sum is not None:
+        if features is not None and feature_sum is not None:
+            q, k = features
             sums = feature_sum[:, None] + _running_sum(k)
             feature_sum = sums[:, -1].clone()  # a view would hold all sums
             y = _normalized(y, q, sums)
@@ -99,9 +99,13 @@ class LinearAttention(AttentionMixer):
     def split_context(self, group: dist.ProcessGroup) -> None:
         self.context_group = group
 
-    def _features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Rotated q and k, v, and of elu + 1 the features q and k before the rotation."""
+        if self.feature_map == "identity":
+            return *self.rotated_heads(x, position), None
         q, k, v = self.heads(x)
-        return (q, k, v) if self.feature_map == "identity" else (F.elu(q) + 1, F.elu(k) + 1, v)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        return *self.rotate(q, k, position), v, (q, k)
 
     def _options(self) -> dict[str, Any]:
         scale = None if self.feature_map == "identity" else 1.0

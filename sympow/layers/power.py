@@ -132,7 +132,7 @@ class PowerAttention(AttentionMixer):
         self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
-        q, k, v = self.heads(x)
+        self.check_input(x, self.qkv.weight)
         log_g = None if self.gate is None else F.logsigmoid(linear_float32(self.gate, x))
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
@@ -140,11 +140,10 @@ class PowerAttention(AttentionMixer):
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
-            q, k = self.rotate(q, k, positions)
-            return q, k, v, log_g, positions[:, -1].clone()  # a view would hold all positions
+            return *self.rotated_heads(x, positions), log_g, positions[:, -1].clone()  # a view would hold all positions
         if isinstance(position, Tensor):
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
-        return *self.rotate(q, k, position), v, log_g, position + x.shape[1]
+        return *self.rotated_heads(x, position), log_g, position + x.shape[1]
 
     def _options(self) -> dict[str, Any]:
         return {"p": self.p, "normalize": self.normalize, "chunk_size": self.chunk_size, "impl": self.impl}

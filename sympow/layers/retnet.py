@@ -56,8 +56,7 @@ class RetNet(AttentionMixer):
             draw_uniform(weight, -bound, bound, generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k)
+        q, k, v = self.rotated_heads(x)
         y = power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
         return self._output(x, y)
 
@@ -69,8 +68,7 @@ class RetNet(AttentionMixer):
         return PowerAttentionState(memory, 0)
 
     def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k, state.position)
+        q, k, v = self.rotated_heads(x, state.position)
         y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
         return self._output(x, y), PowerAttentionState(memory, state.position + x.shape[1])
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt, log
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sympow.layers.base import Mixer, MixerState, draw_orthogonal, linear_float32, per_document, state_options
+
+_FEW = 8  # sums that a scan takes all at once
 
 
 @dataclass
@@ -27,8 +28,8 @@ class RWKV4State(MixerState):
 class RWKV4(Mixer):
     """The time mixing of RWKV-4 (Peng et al., "RWKV", 2023, (11) to (17)), stable for any length and any k.
 
-    A whole sequence is computed in chunks of sqrt(T) tokens: few passes over all tokens, each keeping the largest
-    exponent seen, so that no exponential overflows.
+    A whole sequence is a scan that merges neighbours, pairs of neighbours and so on; each sum keeps its largest
+    exponent, so that no exponential overflows.
 
     Args:
         depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
@@ -111,33 +112,18 @@ def decayed_mean(
     Returns:
         y [B, T, d], and numerator, denominator and largest after the last token.
     """
-    # A scan in two levels: token after token in all chunks at once, then chunk after chunk. Sums are kept divided by
-    # e^(largest exponent). The exponents are constants to autograd: the sums do not depend on them.
-    time = k.shape[1]
-    length = isqrt(time - 1) + 1
-    padding = (0, 0, 0, -time % length)  # behind the end, where nothing is read
-    chunks_k, chunks_v = (F.pad(x, padding).unflatten(1, (-1, length)) for x in (k, v))  # [B, chunks, length, d]
-    nothing = torch.zeros_like(chunks_k[:, :, 0])
-    local = [_Sums(nothing, nothing, torch.full_like(nothing, -torch.inf))]
-    for k_i, v_i in zip(chunks_k.unbind(2), chunks_v.unbind(2), strict=True):
-        weight = torch.exp(k_i - k_i.detach())  # 1, with the gradient of k
-        local.append(_merged(local[-1], _Sums(weight * v_i, weight, k_i.detach()), rate))
-    whole = zip(*(x.unbind(1) for x in local[-1]), strict=True)
-    starts = [_Sums(numerator, denominator, largest)]
-    for chunk in whole:
-        starts.append(_merged(starts[-1], _Sums(*chunk), length * rate))
-    used = 1 + (time - 1) % length  # tokens of the last chunk
-    end = _merged(starts[-2], _Sums(*(x[:, -1] for x in local[used])), used * rate)
-
-    before = _Sums(*(torch.stack(x, dim=2) for x in zip(*local[:-1], strict=True)))
-    start = _Sums(*(torch.stack(x, dim=1)[:, :, None] for x in zip(*starts[:-1], strict=True)))
-    sums = _merged(start, before, torch.arange(length, device=k.device)[:, None] * rate)
-    a, b, exponent = (x.flatten(1, 2)[:, :time] for x in sums)
+    # Sums are kept divided by e^(largest exponent). The exponents are constants to autograd: the sums do not depend on
+    # them, and the weight of a token, which is 1 so divided, has the gradient of k.
+    exponents = k.detach()
+    weight = torch.exp(k - exponents)
+    start = _Sums(*(x[:, None] for x in (numerator, denominator, largest)))
+    (a, b, exponent), end = _scan(_Sums(weight * v, weight, exponents), start, rate)
     own = bonus + k
     top = torch.maximum(exponent, own).detach()
     past, present = torch.exp(exponent - top), torch.exp(own - top)
     y = (past * a + present * v) / (past * b + present)
-    return y, *end
+    numerator, denominator, largest = (x[:, 0].clone() for x in end)  # views would hold what they are cut from
+    return y, numerator, denominator, largest
 
 
 class _Sums(NamedTuple):
@@ -148,13 +134,45 @@ class _Sums(NamedTuple):
     exponent: Tensor
 
 
+def _scan(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
+    """What was summed before each of the items [B, n, d], and after the last one; `start` and the latter are [B, 1, d].
+
+    Every item multiplies what was before it by e^-decay. Neighbours are merged, and the half as many sums scanned in
+    turn, until they are few: 2 n merges in 2 log n steps of whole tensors.
+    """
+    count = items.exponent.shape[1]
+    if count <= _FEW:
+        return _all_pairs(items, start, decay)
+    if count % 2:
+        rest, last = (_Sums(*x) for x in zip(*(x.split([count - 1, 1], dim=1) for x in items), strict=True))
+        before, end = _scan(rest, start, decay)
+        joined = _Sums(*(torch.cat(x, dim=1) for x in zip(before, end, strict=True)))
+        return joined, _merged(end, last, decay)
+    first, second = (_Sums(*x) for x in zip(*(x.unflatten(1, (-1, 2)).unbind(2) for x in items), strict=True))
+    before, end = _scan(_merged(first, second, decay), start, 2 * decay)
+    between = _merged(before, first, decay)
+    return _Sums(*(torch.stack(x, dim=2).flatten(1, 2) for x in zip(before, between, strict=True))), end
+
+
+def _all_pairs(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
+    """`_scan` of few items, every sum by itself: n n products, but as many steps as one merge."""
+    a, b, exponent = (torch.cat(x, dim=1) for x in zip(start, items, strict=True))
+    index = torch.arange(exponent.shape[1], device=exponent.device)
+    lag = (index[:, None] - index)[..., None]
+    moved = (exponent[:, None] - lag * decay).masked_fill(lag < 0, -torch.inf)  # [B, n + 1, n + 1, d]
+    # Where nothing was summed all exponents are -inf, and differences are not numbers.
+    top = moved.detach().amax(2).clamp(min=torch.finfo(moved.dtype).min)
+    weight = torch.exp(moved - top[:, :, None])
+    sums = ((weight * a[:, None]).sum(2), (weight * b[:, None]).sum(2), top)
+    before, end = zip(*(x.split([len(index) - 1, 1], dim=1) for x in sums), strict=True)
+    return _Sums(*before), _Sums(*end)
+
+
 def _merged(earlier: _Sums, later: _Sums, decay: Tensor) -> _Sums:
-    """The sum of both, the earlier ones times e^-decay."""
+    """The sum of both, the earlier ones times e^-decay. One of the exponents must be finite."""
     moved = earlier.exponent - decay
     top = torch.maximum(moved.detach(), later.exponent)
-    # Where nothing was summed the exponent is -inf on both sides, and the difference is not a number.
-    finite = top.clamp(min=torch.finfo(top.dtype).min)
-    old, new = torch.exp(moved - finite), torch.exp(later.exponent - finite)
+    old, new = torch.exp(moved - top), torch.exp(later.exponent - top)
     return _Sums(
         old * earlier.numerator + new * later.numerator, old * earlier.denominator + new * later.denominator, top
     )

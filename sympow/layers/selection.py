@@ -93,8 +93,8 @@ class SelectiveAttention(AttentionMixer):
         self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        q, k, v = self.heads(x)
-        inputs = [x, *self.rotate(q, k), v, *self._ids(x, tokens)]
+        q, k, v = self.rotated_heads(x)
+        inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
 
     def init_state(
@@ -103,8 +103,7 @@ class SelectiveAttention(AttentionMixer):
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
     def step(self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None) -> tuple[Tensor, SelectionState]:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k, state.cache.length)
+        q, k, v = self.rotated_heads(x, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = self._attend(q, *cache.filled(), selected)

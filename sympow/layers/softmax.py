@@ -31,8 +31,8 @@ class SoftmaxAttention(AttentionMixer):
         self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = self.heads(x)
-        return self.merge(per_document(_causal, cu_seqlens, *self.rotate(q, k), v))
+        q, k, v = self.rotated_heads(x)
+        return self.merge(per_document(_causal, cu_seqlens, q, k, v))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -40,8 +40,7 @@ class SoftmaxAttention(AttentionMixer):
         return empty_cache(self, batch_size, device, dtype)
 
     def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k, state.length)
+        q, k, v = self.rotated_heads(x, state.length)
         state = state.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
         return self.merge(y.transpose(1, 2).to(x.dtype)), state

@@ -48,8 +48,7 @@ class WindowAttention(WindowMixer):
     """
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k)
+        q, k, v = self.rotated_heads(x)
         if cu_seqlens is None and x.shape[1] > self.window and suits_flex(q, v):  # documents have too many lengths
             y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
             return self.merge(y.transpose(1, 2))
@@ -61,8 +60,7 @@ class WindowAttention(WindowMixer):
         return empty_cache(self, batch_size, device, dtype, limit=self.window)
 
     def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        q, k, v = self.heads(x)
-        q, k = self.rotate(q, k, state.length)
+        q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if x.shape[1] == 1:
             state = state.extend(k, v)

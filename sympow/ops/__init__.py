@@ -2,7 +2,7 @@
 
 from sympow.ops.decoding import DecodingState
 from sympow.ops.power import power_attention, power_attention_step, prefers_tail
-from sympow.ops.rotary import rotary_frequencies, rotary_positions, rotate, rotate_alike
+from sympow.ops.rotary import rotary_frequencies, rotary_positions, rotate, rotate_alike, rotate_heads
 from sympow.ops.types import PowerOutput, PowerState
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "rotary_positions",
     "rotate",
     "rotate_alike",
+    "rotate_heads",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,11 +14,10 @@ from torch import Tensor
 from sympow.ops import eager, reference
 from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.kernels import HAS_TRITON, NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-_NO_TRITON = "needs the package triton, which is not installed"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -148,7 +146,7 @@ def power_attention_step(
 
 def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether steps with inputs of this device and dtype are faster on a DecodingState: where it has a kernel."""
-    return device.type == "cuda" and _refusal_of_triton_tensors(device, dtype) is None
+    return has_kernels(device, dtype)
 
 
 def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
@@ -170,7 +168,7 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
             "a step on a DecodingState has no gradients: call it under torch.no_grad(), or power_attention with "
             "initial_state=state.folded()"
         )
-    refusal = _refusal_of_triton_tensors(q.device, q.dtype) if impl == "triton" else None
+    refusal = refusal_of_kernels(q.device, q.dtype) if impl == "triton" else None
     if refusal:
         raise ValueError(f"impl='triton' {refusal}")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -235,19 +233,11 @@ def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
 
 def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     """Why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
-    if not _HAS_TRITON:
-        return _NO_TRITON
+    if not HAS_TRITON:
+        return NO_TRITON
     from sympow.ops import triton
 
     return triton.unsupported(q, p, chunked)
-
-
-def _refusal_of_triton_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not _HAS_TRITON:
-        return _NO_TRITON
-    from sympow.ops import triton
-
-    return triton.unsupported_tensors(device, dtype)
 
 
 def _reference_inputs(

@@ -13,6 +13,8 @@ from math import pi, tau
 import torch
 from torch import Tensor
 
+from sympow.ops.kernels import has_kernels
+
 RULES = ("standard", "conformal")
 
 
@@ -75,19 +77,67 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
     """`rotate` of each of several tensors of one dtype, as queries and keys: sines and cosines are taken once."""
-    shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
-    grouped = positions.reshape(shape)
-    batch, time, heads = grouped.shape if grouped.ndim == 3 else (-1, -1, -1)
+    grouped = _grouped(positions)
     for x in tensors:
         if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
             wanted = f"[B, T, H, {2 * frequencies.shape[-1]}]"
             raise ValueError(f"x is {wanted} for these frequencies; got {list(x.shape)}")
-        if batch not in (1, x.shape[0]) or time != x.shape[1] or heads < 1 or x.shape[2] % heads:
-            raise ValueError(
-                f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(x.shape)}; "
-                f"got {list(positions.shape)}"
-            )
+        _check_positions(positions, grouped, x.shape)
+    if has_kernels(tensors[0].device, tensors[0].dtype):
+        from sympow.ops.triton.rotate import rotate_heads as kernel
+
+        return tuple(kernel(x.flatten(2), grouped, frequencies, x.shape[2], 0)[0] for x in tensors)
     return _Rotate.apply(grouped, frequencies, *tensors)
+
+
+def rotate_heads(
+    qkv: Tensor, positions: Tensor, frequencies: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits what a fused projection puts out into heads, and rotates queries and keys. On a GPU it is one kernel.
+
+    Args:
+        qkv: [B, T, H K + G K + G V], the queries of all heads, then the keys, then the values.
+        positions: as in `rotate`, their last axis dividing G.
+        frequencies: float64 [K/2], radians per unit of position.
+        heads: H.
+        kv_heads: G, which divides H.
+
+    Returns:
+        q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V]. Where gradients are on none is a view of qkv, so
+        that it need not stay for the backward.
+    """
+    key_dim = 2 * frequencies.shape[-1]
+    if min(heads, kv_heads) < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a positive multiple of kv_heads; got {heads=}, {kv_heads=}")
+    values = qkv.shape[-1] - (heads + kv_heads) * key_dim
+    if qkv.ndim != 3 or values < 1 or values % kv_heads:
+        wanted = f"[B, T, ({heads} + {kv_heads}) {key_dim} + {kv_heads} V]"
+        raise ValueError(f"qkv is {wanted} for these heads and frequencies; got {list(qkv.shape)}")
+    if has_kernels(qkv.device, qkv.dtype):
+        from sympow.ops.triton.rotate import rotate_heads as kernel
+
+        grouped = _grouped(positions)
+        _check_positions(positions, grouped, (*qkv.shape[:2], kv_heads, key_dim))
+        return kernel(qkv, grouped, frequencies, heads, kv_heads)
+    q, k, v = qkv.split([heads * key_dim, kv_heads * key_dim, values], dim=-1)
+    q, k = rotate_alike((q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1))), positions, frequencies)
+    if torch.is_grad_enabled():
+        v = v.contiguous()
+    return q, k, v.unflatten(-1, (kv_heads, -1))
+
+
+def _grouped(positions: Tensor) -> Tensor:
+    """[1, T, 1] or [B, T, 1] or [B, T, G]."""
+    shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
+    return positions.reshape(shape)
+
+
+def _check_positions(positions: Tensor, grouped: Tensor, shape: Sequence[int]) -> None:
+    batch, time, groups = grouped.shape if grouped.ndim == 3 else (-1, -1, -1)
+    if batch not in (1, shape[0]) or time != shape[1] or groups < 1 or shape[2] % groups:
+        raise ValueError(
+            f"positions are [T], [B, T] or [B, T, G], G dividing H, for x {list(shape)}; got {list(positions.shape)}"
+        )
 
 
 def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

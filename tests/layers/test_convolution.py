@@ -6,7 +6,8 @@ import torch
 from sympow.layers import MIXERS
 from sympow.layers.filters import ImplicitFilter
 from sympow.layers.hyena import filtered_attention
-from sympow.ops.convolution import causal_convolution
+from sympow.ops import convolution
+from sympow.ops.convolution import _by_matrices, _by_taps, _by_transforms, causal_convolution
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,18 +19,53 @@ def summed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows, dim=1)
 
 
-@pytest.mark.parametrize(("time", "taps"), [(1, 1), (1, 5), (7, 3), (8, 8), (9, 9), (13, 40), (33, 1), (33, 12)])
-def test_fft_convolution_is_the_sum(time, taps):
+WAYS = {"taps": _by_taps, "matrices": _by_matrices, "transforms": _by_transforms}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("time", "taps"), [(1, 1), (7, 3), (8, 8), (13, 13), (33, 1), (33, 12), (70, 70)])
+def test_every_way_is_the_sum_with_its_gradient_and_looks_at_no_later_token(way, time, taps):
     x, h = normal(2, time, 3), normal(taps, 3, seed=1)
-    torch.testing.assert_close(causal_convolution(x, h), summed(x, h), rtol=0, atol=1e-13)
-    x, h = normal(2, time, 3, 4), normal(taps, 3, 1, seed=1)
-    torch.testing.assert_close(causal_convolution(x, h), summed(x, h), rtol=0, atol=1e-13)
-    rows = normal(2, taps, 1, 4, seed=2)  # a filter for every row
+    for signal, filter in ((x, h), (normal(2, time, 3, 4), h[..., None]), (x[..., None], normal(taps, 1, 2, seed=2))):
+        signal, filter = signal.requires_grad_(), filter.requires_grad_()
+        y, exact = WAYS[way](signal, filter[None]), summed(signal, filter)
+        torch.testing.assert_close(y, exact, rtol=0, atol=1e-13)
+        weight = normal(*y.shape, seed=3)
+        got, wanted = (torch.autograd.grad((out * weight).sum(), (signal, filter)) for out in (y, exact))
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        changed = signal.detach().clone()
+        changed[:, time // 2 :] += 1
+        torch.testing.assert_close(WAYS[way](changed, filter[None])[:, : time // 2], y[:, : time // 2])
+    rows = normal(2, taps, 1, seed=2)  # a filter for every row
     each = torch.cat([summed(x[i : i + 1], rows[i]) for i in range(2)])
-    torch.testing.assert_close(causal_convolution(x, rows), each, rtol=0, atol=1e-13)
+    torch.testing.assert_close(WAYS[way](x, rows), each, rtol=0, atol=1e-13)
 
 
-def test_fft_convolution_keeps_the_dtype_and_refuses_shapes():
+def test_matrices_are_taken_for_short_sequences_of_many_signals(monkeypatch):
+    taken = []
+    for name, way in WAYS.items():
+        monkeypatch.setattr(convolution, way.__name__, lambda x, h, n=name, w=way: taken.append(n) or w(x, h))
+    few_taps, many, few, long = (64, 64, 3, 8), (32, 64, 3, 64), (31, 64, 3, 64), (200, 129, 3, 129)
+    for batch, time, channels, taps in (few_taps, many, few, long):
+        x, h = normal(batch, time, channels), normal(taps + 5, channels, seed=1)
+        causal_convolution(x, h[:taps])
+    causal_convolution(normal(1, 20, 3), normal(40, 1))  # cut to 20 taps for 3 signals
+    causal_convolution(normal(1, 20, 10), normal(40, 1))  # and for 10
+    assert taken == ["taps", "matrices", "transforms", "transforms", "transforms", "matrices"]
+
+
+def test_matrices_round_no_more_than_a_sum_does_and_ignore_autocast():
+    x, h = normal(70, 120, 3).float(), normal(120, 3, seed=1).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = causal_convolution(x, h)
+    torch.testing.assert_close(y, _by_matrices(x, h[None]), rtol=0, atol=0)
+    error = (y - summed(x.double(), h.double())).abs()
+    # n products summed in any order: n roundings of at most the sum of magnitudes.
+    assert (error <= 120 * 2**-24 * summed(x.double().abs(), h.double().abs())).all()
+
+
+def test_convolution_keeps_the_dtype_and_refuses_shapes():
     x, h = normal(2, 9, 3), normal(9, 3, seed=1)
     half = causal_convolution(x.bfloat16(), h.float())
     assert half.dtype == torch.bfloat16

@@ -55,7 +55,7 @@ def start(batch: int, d: int, dtype=torch.float64) -> tuple[torch.Tensor, torch.
     return zeros, zeros, torch.full_like(zeros, -torch.inf)
 
 
-@pytest.mark.parametrize("time", [1, 2, 13, 32])
+@pytest.mark.parametrize("time", [1, 2, 8, 13, 32, 107])
 def test_rwkv4_is_a_weighted_mean_with_its_gradient(time):
     inputs = [part.requires_grad_() for part in (3 * normal(2, time, 4), normal(2, time, 4, seed=1), normal(4, seed=2))]
     rate = normal(4, seed=3).exp().requires_grad_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from sympow.ops import rotary_frequencies, rotary_positions, rotate
+from sympow.ops import rotary_frequencies, rotary_positions, rotate, rotate_heads
 from sympow.ops.feature_map import spow
 
 F64 = torch.float64
@@ -79,6 +79,18 @@ def test_heads_of_a_group_turn_together():
         torch.testing.assert_close(grouped[:, :, h : h + 1], alone, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("positions", [torch.arange(5, dtype=F64), rotary_positions(normal(2, 5, 3).abs())])
+def test_heads_of_a_projection(positions):
+    """q and k as `rotate` turns them, v as it is; with gradients no result is a view of what came in."""
+    frequencies, qkv = rotary_frequencies(4), normal(2, 5, 6 * 4 + 3 * 4 + 3 * 7)
+    q, k, v = qkv.split([24, 12, 21], dim=-1)
+    expected = [rotate(x.unflatten(-1, (-1, 4)), positions, frequencies) for x in (q, k)] + [v.unflatten(-1, (3, 7))]
+    for x in (qkv, qkv.clone().requires_grad_()):
+        actual = rotate_heads(x, positions, frequencies, 6, 3)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert not any(a.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for a in actual)
+
+
 def test_gradients():
     frequencies = rotary_frequencies(4)
 
@@ -117,6 +129,11 @@ def test_dtype_is_kept(dtype):
         (lambda: rotate(torch.ones(1, 3, 1, 6), torch.ones(3), rotary_frequencies(8)), r"x is \[B, T, H, 8\]"),
         (lambda: rotate(torch.ones(1, 3, 1, 8), torch.ones(4), rotary_frequencies(8)), r"got \[4\]"),
         (lambda: rotate(torch.ones(1, 3, 3, 8), torch.ones(1, 3, 2), rotary_frequencies(8)), "G dividing H"),
+        (lambda: rotate_heads(torch.ones(1, 3, 9), torch.ones(3), rotary_frequencies(2), 3, 2), "multiple of kv_heads"),
+        (lambda: rotate_heads(torch.ones(1, 3, 8), torch.ones(3), rotary_frequencies(2), 2, 2), r"\(2 \+ 2\) 2 \+ 2 V"),
+        (lambda: rotate_heads(torch.ones(1, 3, 9), torch.ones(3), rotary_frequencies(2), 2, 2), "got .1, 3, 9"),
+        (lambda: rotate_heads(torch.ones(3, 10), torch.ones(3), rotary_frequencies(2), 2, 2), "got .3, 10"),
+        (lambda: rotate_heads(torch.ones(1, 3, 10), torch.ones(4), rotary_frequencies(2), 2, 2), "got .4"),
     ],
 )
 def test_errors(call, message):

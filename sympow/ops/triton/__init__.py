@@ -48,8 +48,8 @@ def attention(
     """
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
+    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
     if chunk_size is None:
-        gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
         chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time, gradient)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
@@ -79,9 +79,9 @@ def attention(
             outs.append(out[..., : last - first])
             continue
         s_part = None if s is None else _pad(s[..., first:last]).contiguous()
-        out, _, s_end, z_end = power_forward(
+        out, _, s_end, z_end, *_ = power_forward(
             q, k, v_part, log_g, s_part, z if p == 2 else None,
-            cu_seqlens, p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones,
+            cu_seqlens, p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones, gradient,
         )  # fmt: skip
         outs.append(out[..., : last - first])
         ends.append(s_end[..., : last - first])

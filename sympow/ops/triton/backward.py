@@ -16,15 +16,14 @@ from sympow.ops.triton.primitives import await_last, first_chunk, locate, lower_
 
 @triton.jit
 def row_factors(
-    out, dout, norm, sums, factor, delta, dsums, starts, blocks, T, tokens, H, out_scale, eps,
-    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    out, dout, norm, factor, delta, dsums, starts, blocks, T, tokens, H, eps,
+    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. Grid: blocks, heads.
 
     With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
-    Taken from dq it would be the rounding of terms that cancel. SCALES: factor is log2 of n with the decay since the
-    sequence's start and `out_scale`, as `hopper_quadratic` reads it.
+    Taken from dq it would be the rounding of terms that cancel.
     """
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
@@ -44,13 +43,9 @@ def row_factors(
         n = 1.0 / tl.load(norm + row, mask=valid, other=1.0)
         if GATED:
             tl.store(dsums + row, P * eps * d * n, mask=valid)
-    tl.store(delta + row, d, mask=valid)
-    await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both have written
-    if SCALES:
-        n = tl.log2(n * out_scale)
-        if GATED:
-            n += tl.load(sums + (h // R) * tokens + start + t, mask=valid, other=0.0)
     tl.store(factor + row, n, mask=valid)
+    tl.store(delta + row, d, mask=valid)
+    await_last(OVERLAP)  # for the next kernel, which reads what both have written
 
 
 @triton.jit

@@ -12,10 +12,11 @@ from triton import knobs
 
 from sympow.ops.triton import config, hopper_powers, hopper_states, states
 from sympow.ops.triton.levels import Levels, levels_of
-from sympow.ops.triton.rows import Rows, rows_of
+from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK = 1024
+GATE_BLOCK = 4096  # of the gate's gradient, which one program a head adds up along a whole sequence
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
@@ -56,33 +57,30 @@ class Tokens:
         return (counts.cumsum(0) - counts).int()
 
 
-class Call:
-    """What the passes of one call share: shapes, layout, the row tables and the launch configuration."""
+class Shapes:
+    """What is known of a call before its kernels run: layout, launch configuration, and the rows of its states.
+
+    gradient_rows: the rows are those that the gradients take, not those that are best for the output alone.
+    """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens, p, scale, chunk, tf32, backward=False
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool
     ):
         b, t, self.H, self.K = q.shape
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
-        self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
-        self.gated = log_g is not None
         sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.layout = Tokens(sequences, t, b * t, cu_seqlens)
         self.columns = max(16, triton.next_power_of_2(self.V))
         self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
-        # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
-        self.score_scale = scale if p > 4 else 1.0
-        self.out_scale = 1.0 if p > 4 else scale**p
-        self.grad_scale = p * (scale if p > 4 else 1.0)
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
         self.parts = 2
         if self.hopper:
             launches = config.HOPPER[self.K]
-            self.parts = launches.gradient_parts if backward else launches.parts
+            self.parts = launches.gradient_parts if gradient_rows else launches.parts
         # p = 3 and 4: the state and the output pass, but not the gradients, which take the plain rows.
         self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
-        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not backward
+        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not gradient_rows
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
@@ -90,8 +88,6 @@ class Call:
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.precision = "tf32" if tf32 else "ieee"
-        self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
     @cached_property
     def rows(self) -> Rows | Levels:
@@ -105,6 +101,44 @@ class Call:
             return self.rows.shape
         lower, upper = self.counts()
         return ((lower, self.K), (upper, self.K - self.half)) if upper else ((lower, self.K),)
+
+    @property
+    def hopper_launches(self) -> config.Config:
+        if self.p > 2:
+            return config.HOPPER_POWERS[self.p, self.K]
+        return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
+
+    @property
+    def half(self) -> int:
+        """Of plain rows."""
+        return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
+
+    def counts(self) -> tuple[int, int]:
+        """Of plain rows, the lower and the upper prefixes."""
+        return (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
+
+    def kept_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of S and Z as `Call.states` returns them, for p <= 2."""
+        chunks, rows = self.layout.blocks(self.chunk), row_count(self.K, self.p, self.parts)
+        return (chunks, self.G, rows, self.V), (chunks if z or self.hopper else 0, self.G, self.K, self.K)
+
+
+class Call(Shapes):
+    """What the passes of one call share: its shapes, its tensors as kernels take them, the sums of its gate."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, scale: float,
+        chunk: int, tf32: bool, gradient_rows: bool = False,
+    ):  # fmt: skip
+        super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
+        self.gated = log_g is not None
+        self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
+        # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
+        self.score_scale = scale if p > 4 else 1.0
+        self.out_scale = 1.0 if p > 4 else scale**p
+        self.grad_scale = p * (scale if p > 4 else 1.0)
+        self.precision = "tf32" if tf32 else "ieee"
+        self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -123,7 +157,7 @@ class Call:
         chunk_starts = self.layout.chunk_starts(self.chunk) if self.chunk else None
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
 
-    def hopper_tables(self, launch: config.Launch | config.Quadratic, heads: int) -> tuple:
+    def hopper_tables(self, launch: config.Launch, heads: int) -> tuple:
         """`sequence_tables`, and of how many heads, of all sequences, the longest programs come first: as many as have
         LAST_PROGRAMS for every multiprocessor."""
         blocks = max(1, triton.cdiv(self.layout.length, launch.block))
@@ -134,12 +168,6 @@ class Call:
         dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns}
         return dims | {"R": self.H // self.G, "CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
 
-    @property
-    def hopper_launches(self) -> config.Config:
-        if self.p > 2:
-            return config.HOPPER_POWERS[self.p, self.K]
-        return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
-
     def hopper_dims(self, launch: config.Launch) -> dict:
         dims = {"K": self.K, "V": self.V, "HALF": self.half, "PARTS": self.parts, "R": self.H // self.G}
         dims |= {"CHUNK": self.chunk}
@@ -149,15 +177,6 @@ class Call:
     def tables(self) -> tuple[Tensor | None, ...]:
         """Of the rows, on the device."""
         return self.rows.on(self.q.device) if self.chunk else (None,) * 4
-
-    @property
-    def half(self) -> int:
-        """Of plain rows."""
-        return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
-
-    def counts(self) -> tuple[int, int]:
-        """Of plain rows, the lower and the upper prefixes."""
-        return (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
 
     def states(
         self, s_init: Tensor | None, z_init: Tensor | None, final: bool, z: bool, gradient: tuple | None = None
@@ -174,7 +193,7 @@ class Call:
         per_head = 2 * self.K + 1 if self.p > 2 else self.K + 1
         xt = torch.empty(heads * per_head + 16, stride, device=device, dtype=dtype)  # tiles may read past the last row
         norm, delta = (None, None) if gradient is None else gradient[1:]
-        flags = {"REVERSE": gradient is not None, "PACKED": layout.packed}
+        flags: dict[str, int] = {"REVERSE": gradient is not None, "PACKED": layout.packed}
         states.weigh[(layout.blocks(block), heads)](
             x, x.stride(1), x.stride(2), self.sums, norm, delta, xt, layout.cu_seqlens, layout.table(block),
             layout.length, layout.tokens, stride, heads // self.G, self.out_scale,
@@ -195,10 +214,10 @@ class Call:
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
             launch = self.hopper_launches.state
-            count = hopper_states.programs(self.K, self.half, self.parts, launch.block, launch.tile, launch.warps)
+            tiles, count = self._state_tiles(launch)
             dims = {name: dims[name] for name in ("K", "V", "HALF", "R", "CHUNK", "GATED")}
             hopper_states.state_pass[count, self.G, layout.sequences](
-                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, PARTS=self.parts, TILES=launch.block,
+                *sources, *inits, s_final, z_final, *sequences, **dims, **flags, PARTS=self.parts, TILES=tiles,
                 WIDTH=launch.tile, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         elif self.hopper_powers:
@@ -221,6 +240,17 @@ class Call:
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
             )  # fmt: skip
         return s, zs, s_final, z_final
+
+    def _state_tiles(self, launch: config.Launch) -> tuple[int, int]:
+        """Tiles of rows that a program of the state pass owns, and programs a head: half the tiles where the programs
+        would be fewer than two a multiprocessor, which fill each other's waits."""
+        counts = {
+            tiles: hopper_states.programs(self.K, self.half, self.parts, tiles, launch.tile, launch.warps)
+            for tiles in (launch.block, 2)
+        }
+        few = counts[launch.block] * self.G * self.layout.sequences < 2 * config.processors(self.q.device)
+        tiles = 2 if few else launch.block
+        return tiles, counts[tiles]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -108,43 +108,6 @@ HOPPER_QUADRATIC = {
 }
 
 
-@dataclass(frozen=True)
-class Quadratic:
-    """How a pass of `hopper_quadratic` is launched."""
-
-    block: int  # tokens a program owns
-    step: int  # tokens a step of its loop takes
-    warps: int
-    hold: bool  # whether what it owns stays in registers
-    registers: int | None = None  # of a thread at most
-
-
-QUADRATIC_OUTPUT = {
-    32: Quadratic(64, 64, 4, True),
-    64: Quadratic(64, 64, 4, False, 128),
-    128: Quadratic(64, 32, 4, False),
-}
-QUADRATIC_QUERY = {32: Quadratic(64, 64, 4, True), 64: Quadratic(64, 32, 4, True), 128: Quadratic(64, 32, 4, False)}
-QUADRATIC_KEY = {32: Quadratic(64, 64, 4, True), 64: Quadratic(64, 64, 4, False), 128: Quadratic(64, 32, 4, False)}
-
-
-@dataclass(frozen=True)
-class Fused:
-    """How `hopper_fused` is launched."""
-
-    block: int  # keys a program owns
-    step: int  # queries a step of its loop takes
-    warps: int  # without the four that add up
-    stages: int
-    rows: int  # of a tile that are added at a time
-    read: bool
-    registers: int  # of a thread that adds
-    limit: int | None = None  # registers of a thread on average
-
-
-QUADRATIC_FUSED = {64: Fused(128, 64, 8, 3, 16, False, 32)}
-
-
 # Tokens of a chunk where states pay, by p and K: a larger state is read and written less often. Measured on an H200.
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
@@ -173,6 +136,12 @@ def chunk_size(key_dim: int, p: int, time: int, gradient: bool) -> int:
 def processors(device: torch.device) -> int:
     """The multiprocessors of a GPU; of no GPU, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def most_kept(device: torch.device) -> int:
+    """Bytes of states that the forward keeps for the backward, at most: a 128th of a GPU's memory, so that a model of
+    32 layers spends no more than a quarter of it on them."""
+    return torch.cuda.get_device_properties(device).total_memory // 128 if device.type == "cuda" else 1 << 30
 
 
 def on_hopper(device: torch.device) -> bool:

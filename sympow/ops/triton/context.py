@@ -37,7 +37,10 @@ class PowerInContext(torch.autograd.Function):
         p, scale, normalize, eps, chunk, tf32, wide = options
         s, z = power_own_state(k, v, log_g, p, scale, chunk, tf32)
         s, z = _exchange(s, z, log_g, group)
-        out, *others = power_forward(q, k, v, log_g, s, z, None, p, scale, normalize, eps, chunk, True, tf32, wide)
+        gradient = any(ctx.needs_input_grad)
+        out, *others = power_forward(
+            q, k, v, log_g, s, z, None, p, scale, normalize, eps, chunk, True, tf32, wide, gradient
+        )
         ctx.save_for_backward(q, k, v, log_g, s, z, out, *others)
         ctx.options, ctx.group = options, group
         return out

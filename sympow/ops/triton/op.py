@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_fused, hopper_output, hopper_quadratic
-from sympow.ops.triton.call import SUM_BLOCK, WEIGH_BLOCK, Call
+from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
+from sympow.ops.triton.call import GATE_BLOCK, WEIGH_BLOCK, Call, Shapes
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
-QUADRATIC_OUTPUT = False
-QUADRATIC = ""  # of p = 2 on Hopper, the gradients of the quadratic form: "two" passes, "fused" in one
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
 
 
@@ -36,13 +34,16 @@ def power_forward(
     final: bool,
     tf32: bool,
     wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out [B, T, H, V], normalizer [H, B T], and of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`.
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out [B, T, H, V], normalizer [H, B T], of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`; and
+    the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
 
     chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
-    to tf32. `wide`: out is float32, whatever the inputs are.
+    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
     """
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32)
+    kept = gradient and _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) is not None
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, kept)
     layout = call.layout
     s = z = None
     ends: Sequence[Tensor] = ()
@@ -56,16 +57,6 @@ def power_forward(
         norm = norm[:0]
     launch, tables = call.config.output, call.tables()
     q, k, v = call.q, call.k, call.v
-    if call.hopper and not call.chunk and QUADRATIC_OUTPUT:
-        tuned = config.QUADRATIC_OUTPUT[call.K]
-        hopper_quadratic.output_pass[(layout.blocks(tuned.block), call.H)](
-            q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, out, norm,
-            *call.hopper_tables(tuned, call.H), call.H, call.G, call.out_scale, eps, K=call.K, V=call.V,
-            R=call.H // call.G, GATED=call.gated, PACKED=layout.packed, BLOCK=tuned.block, KEYS=tuned.step,
-            NORMALIZE=normalize, HOLD=tuned.hold, num_warps=tuned.warps, maxnreg=tuned.registers,
-            **call.early(after=call.gated),
-        )  # fmt: skip
-        return _outputs(call, out, norm, None)
     if call.hopper or call.hopper_powers:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
         levels = call.levels if call.chunk and call.leveled else ()
@@ -76,35 +67,48 @@ def power_forward(
             P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
             INIT=s_init is not None, **call.early(after=call.gated),
         )  # fmt: skip
-        return _outputs(call, out, norm, ends if final else None)
+        return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
     forward.output_pass[(layout.blocks(launch.block), call.H)](
         q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, s, z, out,
         norm, *tables[:2], *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
         call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
         STATES=call.chunk > 0, INIT=s_init is not None, PACKED=layout.packed, **launch.options,
     )  # fmt: skip
-    return _outputs(call, out, norm, ends if final else None)
+    return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
 
 
 def _outputs(
-    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if ends is None:
-        return out, norm, norm.new_empty(0), norm.new_empty(0)
-    s, z = _to_public(call.rows, *ends)
-    return out, norm, s, z
+    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None, kept: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    s, z = (norm.new_empty(0), norm.new_empty(0)) if ends is None else _to_public(call.rows, *ends)
+    s_kept, z_kept = (norm.new_empty(0) if x is None else x for x in kept or (None, None))
+    return out, norm, s, z, s_kept, z_kept
+
+
+def _kept_shapes(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, z: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of the states that the forward keeps for the backward, as a state pass costs a fifth of both; None where
+    they are too large, and for p > 2, whose forward has rows of its own (`levels.py`)."""
+    if not chunk or p > 2:
+        return None
+    s, z_shape = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True).kept_shapes(z and p == 2)
+    size = math.prod(s) * k.dtype.itemsize
+    return (s, z_shape) if size <= config.most_kept(q.device) else None
 
 
 @power_forward.register_fake
-def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide):
+def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide, gradient):
     b, t, h, key_dim = q.shape
     out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
     norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
+    kept = _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) if gradient else None
+    states = [k.new_empty(shape) for shape in kept or ((0,), (0,))]
     if not final:
-        return out, norm, norm.new_empty(0), norm.new_empty(0)
+        return out, norm, norm.new_empty(0), norm.new_empty(0), *states
     n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s = norm.new_empty(n, k.shape[2], spow_dim(key_dim, p), v.shape[3])
-    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,))
+    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,)), *states
 
 
 @torch.library.custom_op("sympow::power_backward", mutates_args=())
@@ -123,6 +127,8 @@ def power_backward(
     norm: Tensor,
     s_final: Tensor,
     z_final: Tensor,
+    s_kept: Tensor,
+    z_kept: Tensor,
     p: int,
     scale: float,
     normalize: bool,
@@ -132,7 +138,7 @@ def power_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
     dout = dout.to(v.dtype).contiguous()
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, backward=True)
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
     layout, device = call.layout, q.device
     factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
@@ -140,16 +146,14 @@ def power_backward(
     has_init, has_final = s_init is not None, ds_final is not None
     s = z = ds = dz = None
     init_gradient: Sequence[Tensor] = ()
-    if call.chunk:
+    if s_kept.numel():
+        s, z = s_kept, z_kept
+    elif call.chunk:
         if s_init is not None:
             s_init, z_init = _from_public(call.rows, s_init, z_init)
         s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
     dq = torch.empty(q.shape, device=device, dtype=q.dtype)
     prefixes, weights, grad_weights, mirror = call.tables()
-    if call.hopper and not call.chunk and QUADRATIC:
-        dq, dk, dv, dsums_k = _quadratic_gradients(call, dout, factor, delta, dsums_q, normalize)
-        dlog_g = _gate_gradient(call, log_g, dsums_q, dsums_k, None)
-        return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     if call.hopper:
         launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
@@ -190,8 +194,15 @@ def power_backward(
             call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step, STATES=call.chunk > 0,
             FINAL=has_final, Z=reads_z, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
-    dlog_g = _gate_gradient(call, log_g, dsums_q, dsums_k, last)
+    dlog_g = dsums_k.new_empty(0)
+    if log_g is not None:
+        last = dsums_k if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
+        dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
+        backward.gate_gradient[(layout.sequences, call.G)](
+            dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
+            P=p, BLOCK=GATE_BLOCK, FINAL=has_final, PACKED=layout.packed, num_warps=8, **call.early(),
+        )  # fmt: skip
+        dlog_g = dlog_g.to(log_g.dtype)
     if not has_init:
         return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     return dq, dk, dv, dlog_g, *_to_public(call.rows, *init_gradient)
@@ -262,67 +273,11 @@ def _row_factors(
     delta = torch.empty_like(factor)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, call.sums, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
-        layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
-        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
-        SCALES=call.hopper and not call.chunk and bool(QUADRATIC), PACKED=layout.packed, **call.early(call.gated),
+        out, dout, norm, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK), layout.length,
+        layout.tokens, call.H, eps, V=call.V, P=call.p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated,
+        NORMALIZE=normalize, PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
     return factor, delta, dsums_q
-
-
-def _quadratic_gradients(
-    call: Call, dout: Tensor, scales: Tensor, delta: Tensor, dsums_q: Tensor, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the keys' part in the gradient of the gate's sums; without a normalizer fills `dsums_q`."""
-    q, k, v = call.q, call.k, call.v
-    strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
-    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
-    dsums_k = torch.empty(call.G if call.gated else 0, call.layout.tokens, device=q.device, dtype=torch.float32)
-    dims = {"K": call.K, "V": call.V, "R": call.H // call.G, "GATED": call.gated, "PACKED": call.layout.packed}
-    if QUADRATIC == "fused" and call.K in config.QUADRATIC_FUSED and not call.layout.packed:
-        if normalize or not call.gated:
-            _fused_pass(call, strides, (dout, call.sums, scales, delta), (dq, dk, dv, dsums_k))
-            return dq, dk, dv, dsums_k
-    query = config.QUADRATIC_QUERY[call.K]
-    hopper_quadratic.query_pass[(call.layout.blocks(query.block), call.H)](
-        *strides, dout, call.sums, scales, delta, dq, dsums_q, *call.hopper_tables(query, call.H), call.H, call.G,
-        call.grad_scale, **dims, BLOCK=query.block, KEYS=query.step, NORMALIZE=normalize, HOLD=query.hold,
-        num_warps=query.warps, maxnreg=query.registers, **call.early(),
-    )  # fmt: skip
-    key = config.QUADRATIC_KEY[call.K]
-    hopper_quadratic.key_pass[(call.layout.blocks(key.block), call.G)](
-        *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(key, call.G), call.H, call.G,
-        call.grad_scale, **dims, BLOCK=key.block, QUERIES=key.step, HOLD=key.hold,
-        num_warps=key.warps, maxnreg=key.registers, **call.early(),
-    )  # fmt: skip
-    return dq, dk, dv, dsums_k
-
-
-def _fused_pass(call: Call, strides: tuple, given: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Fills `gradients`, of queries, keys, values and, through keys, of the gate's sums."""
-    launch, layout, device = config.QUADRATIC_FUSED[call.K], call.layout, call.q.device
-    padded = triton.cdiv(layout.length, launch.block) * launch.block
-    turns = torch.zeros(layout.sequences, call.H, padded // launch.step, device=device, dtype=torch.int32)
-    acc = torch.empty(layout.sequences, call.H, padded, call.K, device=device, dtype=torch.float32)
-    hopper_fused.fused_pass[(layout.blocks(launch.block) * call.G,)](
-        *strides, *given, turns, acc, *gradients, layout.length, padded, layout.tokens, call.H, call.G,
-        call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, GATED=call.gated, BLOCK=launch.block,
-        QUERIES=launch.step, STAGES=launch.stages, ROWS=launch.rows, READ=launch.read, REGISTERS=launch.registers,
-        num_warps=launch.warps, maxnreg=launch.limit, OVERLAP=False,
-    )  # fmt: skip
-
-
-def _gate_gradient(call: Call, log_g: Tensor | None, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
-    """dlog_g, empty without a gate. `last` [N, G] reaches each sequence's last token through the last state."""
-    if log_g is None:
-        return dsums_k.new_empty(0)
-    dlog_g = torch.empty(log_g.shape, device=log_g.device, dtype=torch.float32)
-    layout, source = call.layout, dsums_k if last is None else last
-    backward.gate_gradient[(layout.sequences, call.G)](
-        dsums_q, dsums_k, source, dlog_g, layout.cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
-        P=call.p, BLOCK=SUM_BLOCK, FINAL=last is not None, PACKED=layout.packed, **call.early(),
-    )  # fmt: skip
-    return dlog_g.to(log_g.dtype)
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:
@@ -341,12 +296,12 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, _ = inputs
+    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, *_ = inputs
     ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *output)
     ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, eps, chunk, tf32)
 
 
-def _backward(ctx, dout, _, ds_final, dz_final):
+def _backward(ctx, dout, _, ds_final, dz_final, *__):
     q, k, v, log_g, s_init, z_init, cu_seqlens, *output = ctx.saved_tensors
     if not ctx.final:
         ds_final = dz_final = None
@@ -357,7 +312,7 @@ def _backward(ctx, dout, _, ds_final, dz_final):
         *ctx.options,
     )  # fmt: skip
     present = [g if x is not None else None for g, x in ((dlog_g, log_g), (ds_init, s_init), (dz_init, z_init))]
-    return dq, dk, dv, *present, *[None] * 9
+    return dq, dk, dv, *present, *[None] * 10
 
 
 power_forward.register_autograd(_backward, setup_context=_setup)

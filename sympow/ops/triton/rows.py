@@ -33,6 +33,19 @@ def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
     return torch.searchsorted(public, (tuples.sort(1).values * base).sum(1))
 
 
+def split(key_dim: int, p: int) -> int:
+    """Where the lower half of the key dim ends; below 32 a half is too narrow for a tile."""
+    return key_dim // 2 if key_dim >= 32 and p > 1 else key_dim
+
+
+def row_count(key_dim: int, p: int, parts: int) -> int:
+    """`Rows.count` for p <= 2, without the tables: they are not to be made where torch.compile only asks for shapes."""
+    if p == 1:
+        return key_dim
+    half = split(key_dim, p)
+    return 5 * key_dim**2 // 8 if parts == 4 else half * key_dim + (key_dim - half) ** 2
+
+
 class Basis:
     """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. On the CPU."""
 
@@ -87,7 +100,7 @@ class Rows(Basis):
     def __init__(self, key_dim: int, p: int, parts: int = 2):
         if parts != 2 and (parts != 4 or p != 2 or key_dim < 64):
             raise ValueError(f"parts is 2, or for p = 2 and K >= 64 also 4; got parts={parts}, p={p}, K={key_dim}")
-        self.half = key_dim // 2 if key_dim >= 32 and p > 1 else key_dim  # below 32 a half is too narrow for a tile
+        self.half = split(key_dim, p)
         first = self.half if parts == 2 else key_dim // 4
         prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
         upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)

@@ -24,9 +24,10 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
 from sympow.ops.triton import attention, config, step_with_tail
+from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32"}
 
 
 @contextmanager
@@ -47,14 +48,17 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
-    """Of a gated forward and backward; for p > 2, whose gradients have no Hopper kernels, of the forward alone."""
+    """Of a gated forward, of one that keeps its states, and of the backward; for p > 2, whose gradients have no Hopper
+    kernels, of the forward alone."""
     config.on_hopper = lambda device: hopper
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         log_g = torch.empty(1, 2048, 2, requires_grad=True)
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
-        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
+        with torch.no_grad():
+            attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
         if p == 2:
+            out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
             out.backward(torch.empty_like(out))
     return recorded
 
@@ -68,6 +72,19 @@ def decoding_launches(key_dim: int) -> list[tuple]:
             q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
             step_with_tail(q, k, v, torch.empty(batch, 1, 2), state, **options)
+    return recorded
+
+
+def rotation_launches(key_dim: int) -> list[tuple]:
+    """Forward and backward, with the gradient of positions and without, of fused projections and of queries alone."""
+    with recording() as recorded:
+        for dtype, groups, kv_heads in ((torch.bfloat16, 1, 4), (torch.bfloat16, 4, 4), (torch.float32, 4, 0)):
+            qkv = torch.empty(1, 2048, (12 + 2 * kv_heads) * key_dim, dtype=dtype)
+            positions = torch.empty(1, 2048, groups, dtype=torch.float64)
+            frequencies = torch.empty(key_dim // 2, dtype=torch.float64)
+            q, k, v = rotate_heads(qkv, positions, frequencies, 12, kv_heads)
+            for turned in ((None, None), (q, k)):
+                rotate_heads_backward(q, k, v, *turned, positions, frequencies)
     return recorded
 
 
@@ -106,7 +123,7 @@ def main() -> None:
     for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
-        launches += [(key_dim, *launch) for launch in decoding_launches(key_dim)]
+        launches += [(key_dim, *launch) for launch in (*decoding_launches(key_dim), *rotation_launches(key_dim))]
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []

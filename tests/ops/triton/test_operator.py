@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops import PowerState, power_attention
@@ -117,6 +118,35 @@ def test_refusals(monkeypatch):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         with pytest.raises(ValueError, match="needs a GPU"):
             power_attention(q, q, q, impl="triton")
+
+
+@pytest.mark.parametrize("documents", [None, [0, 12, 12, 40]])
+def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch):
+    """Which of the two depends on their size. The shapes promised to torch.compile are those of the tensors."""
+    tensors = [x.detach()[:, :, :1].requires_grad_() for x in inputs(T=40, K=16, dtype=torch.float32)]
+    cu_seqlens = None if documents is None else torch.tensor(documents, device=DEVICE)
+
+    def forward(*x, gradient=True):
+        return triton.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
+                                    wide=False, gradient=gradient)  # fmt: skip
+
+    def call(*x):
+        return power_attention(*x, cu_seqlens=cu_seqlens, chunk_size=32, impl="triton").out
+
+    def shapes(outputs):
+        return [(x.shape, x.dtype) for x in outputs]
+
+    arguments = [*tensors, None, None, cu_seqlens]
+    with FakeTensorMode() as mode:
+        fakes = [None if x is None else mode.from_tensor(x) for x in arguments]
+        promised, unkept = shapes(forward(*fakes)), shapes(forward(*fakes, gradient=False))
+    assert shapes(forward(*arguments)) == promised
+    assert all(shape.numel() for shape, _ in promised[4:]) and not any(shape.numel() for shape, _ in unkept[4:])
+    kept = results(call, tensors)
+    monkeypatch.setattr(triton.config, "most_kept", lambda device: 0)
+    with mode:
+        assert shapes(forward(*fakes)) == unkept
+    assert_same(results(call, tensors), kept)
 
 
 def test_an_empty_batch():

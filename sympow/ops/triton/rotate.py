@@ -1,0 +1,244 @@
+"""The rotation (M15) by one kernel, as PyTorch operators: a fused projection's output becomes rotated queries and keys,
+and values, tensors of their own; in the backward their gradients become that of the projection.
+
+`sympow.ops.rotary` is the specification. As there, angles are reduced to a turn in float64, the rest is float32.
+"""
+
+from __future__ import annotations
+
+from math import gcd, pi, tau
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
+SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
+
+_QUARTERS = tl.constexpr(4 / tau)  # of a turn in a radian
+_QUARTER = tl.constexpr(pi / 2)
+_ROUND = tl.constexpr(1.5 * 2**52)  # a float64 this large has no fraction: adding it rounds to the nearest integer
+
+
+@triton.jit
+def _cos_sin(angle):
+    """Of a float64 angle, as float32.
+
+    Whole quarters of a turn are taken off in float64; of the rest, at most an eighth of a turn, the Taylor series end
+    with terms below 3e-10 and 2e-9.
+    """
+    quarters = angle * _QUARTERS
+    rounded = quarters + _ROUND
+    quarter = rounded.to(tl.int64, bitcast=True).to(tl.int32)  # modulo 2**32
+    x = (quarters - (rounded - _ROUND)).to(tl.float32) * _QUARTER
+    s = x * x
+    sin = x + x * s * (-1 / 6 + s * (1 / 120 + s * (-1 / 5040 + s * (1 / 362880))))
+    cos = 1 + s * (-1 / 2 + s * (1 / 24 + s * (-1 / 720 + s * (1 / 40320 + s * (-1 / 3628800)))))
+    odd = (quarter & 1) != 0
+    cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
+
+
+@triton.jit
+def _pairs(x):
+    """The first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
+    return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _turn(
+    flat, flat_st, x, x_st, x_sh, turned, turned_st, cos, sin, moved, first, token, inside,
+    HEADS: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Turns HEADS heads from `first` on of flat, which begins where their kind does, into x, or back. With `turned`,
+    what the forward made of them, adds the gradient of the angle to `moved` [TOKENS, pairs]."""
+    col = tl.arange(0, 2 * moved.shape[1])
+    mask = inside[:, None] & (col < K)[None, :]
+    of_flat = token[:, None] * flat_st + col[None, :]
+    of_x = token[:, None] * x_st + col[None, :]
+    of_turned = token[:, None] * turned_st + col[None, :]
+    for h in range(first, first + HEADS):
+        source, target = flat + h * K + of_flat, x + h * x_sh + of_x
+        if BACKWARD:
+            source, target = target, source
+        a, b = _pairs(tl.load(source, mask=mask, other=0.0))
+        y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), mask.shape)
+        tl.store(target, y.to(target.dtype.element_ty), mask=mask)
+        if turned is not None:  # a small angle more moves the turned pair (c, d) by that times (-d, c)
+            c, d = _pairs(tl.load(turned + h * K + of_turned, mask=mask, other=0.0))
+            moved += c * b - d * a
+    return moved
+
+
+@triton.jit(do_not_specialize=["T"])
+def turn_heads(
+    flat, flat_sb, flat_st, q, q_sb, q_st, q_sh, k, k_sb, k_st, k_sh, v, v_sb, v_st, v_sh, positions, c_sb, c_st, c_sg,
+    frequencies, turned_q, turned_k, dpositions, T, H, G,
+    K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """From flat [B, T, H K + G K + G V] to q and k, turned, and v; for BACKWARD the gradient of the first from theirs.
+    With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T].
+
+    A program has TOKENS tokens, and QUERIES query and KEYS key/value heads that share positions; SPLITS programs have
+    the same positions. WIDTH and COLUMNS are the powers of two that hold K and V.
+    """
+    blocks = tl.cdiv(T, TOKENS)
+    n = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    start = tl.cast(tl.program_id(0) % blocks * TOKENS, tl.int64)
+    part = tl.cast(tl.program_id(1), tl.int64)
+    group = part // SPLITS
+    token = tl.arange(0, TOKENS)
+    inside = start + token < T
+
+    positions += n * c_sb + start * c_st + group * c_sg
+    pair = tl.arange(0, WIDTH // 2)
+    frequency = tl.load(frequencies + pair, mask=pair < K // 2, other=0.0)
+    position = tl.load(positions + token * c_st, mask=inside, other=0.0).to(tl.float64)
+    cos, sin = _cos_sin(position[:, None] * frequency[None, :])
+    if BACKWARD:
+        sin = -sin
+
+    flat += n * flat_sb + start * flat_st
+    q += n * q_sb + start * q_st
+    moved = tl.zeros([TOKENS, WIDTH // 2], tl.float32)
+    if turned_q is not None:
+        turned_q += (n * T + start) * (H * K)
+        turned_k += (n * T + start) * (G * K)
+    moved = _turn(
+        flat, flat_st, q, q_st, q_sh, turned_q, H * K, cos, sin, moved, part * QUERIES, token, inside,
+        QUERIES, K, BACKWARD,
+    )  # fmt: skip
+    if KEYS > 0:
+        flat += H * K
+        k += n * k_sb + start * k_st
+        moved = _turn(
+            flat, flat_st, k, k_st, k_sh, turned_k, G * K, cos, sin, moved, part * KEYS, token, inside,
+            KEYS, K, BACKWARD,
+        )  # fmt: skip
+        flat += G * K
+        v += n * v_sb + start * v_st
+        col = tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (col < V)[None, :]
+        for g in range(part * KEYS, part * KEYS + KEYS):
+            source = flat + g * V + token[:, None] * flat_st + col[None, :]
+            target = v + g * v_sh + token[:, None] * v_st + col[None, :]
+            if BACKWARD:
+                source, target = target, source
+            tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
+    if turned_q is not None:
+        dposition = tl.sum(moved.to(tl.float64) * frequency[None, :], 1)
+        groups = tl.num_programs(1) // SPLITS
+        tl.store(dpositions + (n * groups + group) * T + start + token, dposition, mask=inside)
+
+
+@torch.library.custom_op("sympow::rotate_heads", mutates_args=())
+def rotate_heads(
+    qkv: Tensor, positions: Tensor, frequencies: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V]. With G = 0
+    there are queries alone.
+
+    qkv is bfloat16, float16 or float32; positions are float64 [1 or B, T, groups], groups dividing H and G; frequencies
+    are float64 [K/2].
+    """
+    q, k, v = _parts(qkv, frequencies, heads, kv_heads)
+    _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies)
+    return q, k, v
+
+
+@rotate_heads.register_fake
+def _(qkv, positions, frequencies, heads, kv_heads):
+    return _parts(qkv, frequencies, heads, kv_heads)
+
+
+@torch.library.custom_op("sympow::rotate_heads_backward", mutates_args=())
+def rotate_heads_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    turned_q: Tensor | None,
+    turned_k: Tensor | None,
+    positions: Tensor,
+    frequencies: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dqkv, and with the turned q and k dpositions, float64 [B, groups, T], else empty."""
+    dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
+    dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
+    turned_q, turned_k = (None if x is None else x.contiguous() for x in (turned_q, turned_k))
+    _launch(dqkv, dq, dk, dv, positions, frequencies, turned_q, turned_k, dpositions, backward=True)
+    return dqkv, dpositions
+
+
+@rotate_heads_backward.register_fake
+def _(dq, dk, dv, turned_q, turned_k, positions, frequencies):
+    return _gradients(dq, dk, dv, turned_q, positions)
+
+
+def _parts(qkv: Tensor, frequencies: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, not filled."""
+    (batch, time, width), key_dim = qkv.shape, 2 * frequencies.shape[0]
+    value_dim = (width - (heads + kv_heads) * key_dim) // kv_heads if kv_heads else 0
+    sizes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
+    q, k, v = (qkv.new_empty(batch, time, *size) for size in sizes)
+    return q, k, v
+
+
+def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """dqkv and dpositions, not filled."""
+    batch, time = dq.shape[:2]
+    width = sum(x.shape[2] * x.shape[3] for x in (dq, dk, dv))
+    groups = 0 if turned is None else positions.shape[2]
+    return dq.new_empty(batch, time, width), positions.new_empty(batch, groups, time)
+
+
+def _launch(
+    flat: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    turned_q: Tensor | None = None,
+    turned_k: Tensor | None = None,
+    dpositions: Tensor | None = None,
+    *,
+    backward: bool = False,
+) -> None:
+    (batch, time, heads, key_dim), (kv_heads, value_dim) = q.shape, v.shape[2:]
+    if not q.numel():
+        return
+    groups = positions.shape[2]
+    shared = gcd(heads // groups, kv_heads // groups)
+    most = shared if turned_q is not None else SHARING  # one program has all there is of a position's gradient
+    splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
+    programs = groups * splits  # for a block of tokens
+    width, columns = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    tokens = max(1, TILE // max(width, columns))
+    positions = positions.expand(batch, -1, -1)
+    strided = (y for x in (q, k, v, positions) for y in (x, *x.stride()[:3]))
+    with torch.cuda.device_of(flat):
+        turn_heads[(batch * triton.cdiv(time, tokens), programs)](
+            flat, flat.stride(0), flat.stride(1), *strided, frequencies.contiguous(), turned_q, turned_k, dpositions,
+            time, heads, kv_heads, K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
+            SPLITS=splits, TOKENS=tokens, WIDTH=width, COLUMNS=columns, BACKWARD=backward, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _setup(ctx, inputs, output):
+    _, positions, frequencies, _, _ = inputs
+    # Not qkv, which nothing else holds: of what is turned the attention has to keep the result.
+    turned = output[:2] if ctx.needs_input_grad[1] else (None, None)
+    ctx.save_for_backward(positions, frequencies, *turned)
+
+
+def _backward(ctx, dq, dk, dv):
+    positions, frequencies, *turned = ctx.saved_tensors
+    dqkv, dpositions = rotate_heads_backward(dq, dk, dv, *turned, positions, frequencies)
+    if not ctx.needs_input_grad[1]:
+        return dqkv, None, None, None, None
+    return dqkv, dpositions.transpose(1, 2).sum_to_size(positions.shape), None, None, None
+
+
+rotate_heads.register_autograd(_backward, setup_context=_setup)
