@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 _FEW = 8  # taps that are summed one by one
 
 # Where a product with each filter's matrix takes less time than the transforms, and its matrices no more memory than
-# what those keep. An element of x takes 6 T FLOP, forward and backward: on an H200 (40 TFLOP/s in float32) 0.15 T ps,
-# where transforms took 180 ps: equal at T = 1,200 if nothing but products counted, half of it taken. On a CPU they
-# are equal at about 256. Besides, matrices cost memory and bandwidth however few signals they are applied to: at most
-# 4 times the elements of x, which is what the spectra of x and of the result hold.
+# what those keep. An element of x takes 6 T FLOP, forward and backward: on an H200 (40 TFLOP/s in float32) 0.15 T ps if
+# nothing else counted; transforms about 180 ps, estimated from steps of whole models at T = 128. They would be equal
+# at T = 1,200; half of it is taken. On a CPU they are equal at about 256, measured. Besides, matrices cost memory and
+# bandwidth however few signals they are applied to: at most 4 times the elements of x, which is what the spectra of x
+# and of the result hold.
 _LONGEST = {"cpu": 128, "cuda": 512}
 _MATRIX_SHARE = 4
 

@@ -193,7 +193,8 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     if execution.compile:
         for block in model.blocks:
             block.compile()
-        model.cross_entropy.compile()
+        for module in (model.embedding_norm, model.final_norm, model.cross_entropy):
+            module.compile()
     if ranks.size == 1:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method

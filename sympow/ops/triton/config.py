@@ -114,12 +114,14 @@ HELD_KEYS = {64}
 # Tokens of a chunk where states pay, by p and K: a larger state is read and written less often. Measured on an H200.
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
-    2: {16: 256, 32: 256, 64: 1024, 128: 2048},
+    2: {16: 256, 32: 256, 64: 768, 128: 2048},
     3: {16: 1024, 32: 1024, 64: 8192},
     4: {16: 1024, 32: 16384},
 }
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
-_QUADRATIC = {(2, 32): 2048, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288}
+_QUADRATIC = {
+    (2, 32): 2048, (2, 64): 4096, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288,
+}  # fmt: skip
 # The same where gradients will be taken, if it is another.
 _QUADRATIC_IN_TRAINING = {(2, 32): 1536}
 
