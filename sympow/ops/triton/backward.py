@@ -16,11 +16,12 @@ from sympow.ops.triton.primitives import await_last, first_chunk, locate, lower_
 
 @triton.jit
 def row_factors(
-    out, dout, norm, factor, delta, dsums, starts, blocks, T, tokens, H, eps,
-    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    out, dout, norm, sums, factor, scales, delta, dsums, starts, blocks, T, tokens, H, out_scale, eps,
+    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. Grid: blocks, heads.
+    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]; if SCALES, scales [H, tokens]: log2 of n times the
+    output's scale and the decay since the sequence's start. Grid: blocks, heads.
 
     With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
     Taken from dq it would be the rounding of terms that cancel.
@@ -45,7 +46,12 @@ def row_factors(
             tl.store(dsums + row, P * eps * d * n, mask=valid)
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
-    await_last(OVERLAP)  # for the next kernel, which reads what both have written
+    await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both have written
+    if SCALES:
+        n = tl.log2(n * out_scale)
+        if GATED:
+            n += tl.load(sums + (h // R) * tokens + start + t, mask=valid, other=0.0)
+        tl.store(scales + row, n, mask=valid)
 
 
 @triton.jit

@@ -88,6 +88,7 @@ class Shapes:
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
+        self.holds_keys = self.overlap and self.K in config.HELD_KEYS  # the key pass is that of `hopper_quadratic`
 
     @cached_property
     def rows(self) -> Rows | Levels:

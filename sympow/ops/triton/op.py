@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output
+from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output, hopper_quadratic
 from sympow.ops.triton.call import GATE_BLOCK, WEIGH_BLOCK, Call, Shapes
 from sympow.ops.triton.rows import Basis
 
@@ -140,7 +140,7 @@ def power_backward(
     dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
     layout, device = call.layout, q.device
-    factor, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
+    factor, scales, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
     strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
     has_init, has_final = s_init is not None, ds_final is not None
@@ -178,7 +178,14 @@ def power_backward(
     dk = torch.empty(k.shape, device=device, dtype=k.dtype)
     dv = torch.empty(v.shape, device=device, dtype=v.dtype)
     dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
-    if call.hopper:
+    if call.holds_keys:
+        launch = call.hopper_launches.key
+        hopper_quadratic.key_pass[(layout.blocks(launch.block), call.G)](
+            *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H,
+            call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block, QUERIES=launch.step,
+            GATED=call.gated, num_warps=launch.warps, **call.early(),
+        )  # fmt: skip
+    elif call.hopper:
         launch = call.hopper_launches.key
         hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
@@ -251,7 +258,7 @@ def power_own_gradient(
     """ds and dz of `power_backward` through the outputs alone, without its other gradients."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32)
     dout = dout.to(v.dtype).contiguous()
-    factor, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
+    factor, _, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
     _, _, *gradient = call.states(None, None, True, p == 2, (dout, factor, delta))
     return _to_public(call.rows, *gradient)
 
@@ -265,19 +272,22 @@ def _(dout, q, k, v, log_g, out, norm, p, scale, normalize, eps, chunk, tf32):
 
 def _row_factors(
     call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the output's gradient is multiplied with, its part in the normalizer's, both [H, B T], and the queries' part
-    in the gradient of the gate's sums (empty without a gate)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the output's gradient is multiplied with; log2 of that with scale and decay (empty unless the key pass reads
+    it); its part in the normalizer's; all [H, B T]; and the queries' part in the gradient of the gate's sums (empty
+    without a gate)."""
     layout = call.layout
     factor = torch.empty(call.H, layout.tokens, device=dout.device, dtype=torch.float32)
+    scales = torch.empty_like(factor if call.holds_keys else factor[:0])
     delta = torch.empty_like(factor)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, factor, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK), layout.length,
-        layout.tokens, call.H, eps, V=call.V, P=call.p, COLUMNS=call.columns, BLOCK=WEIGH_BLOCK, GATED=call.gated,
-        NORMALIZE=normalize, PACKED=layout.packed, **call.early(call.gated),
+        out, dout, norm, call.sums, factor, scales, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
+        layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
+        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize, SCALES=call.holds_keys,
+        PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
-    return factor, delta, dsums_q
+    return factor, scales, delta, dsums_q
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.contract import CASES, DEVICE, Case, assert_within_budget, make_inputs, run
+from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, make_inputs, run
 
-pytest.importorskip("triton", reason="needs triton")
+backward = pytest.importorskip("sympow.ops.triton.backward", reason="needs triton")
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
@@ -33,6 +33,22 @@ LARGE = {
     "p 3, K 64": Case(B=1, T=600, H=2, G=1, K=64, V=64, p=3, return_state=False),
     "p 4, K 16": Case(B=1, T=600, H=2, G=1, K=16, V=16, p=4, state=True),
     "p 1, K 64": Case(B=1, T=900, H=2, G=1, K=64, V=64, p=1, state=True),
+}
+# The quadratic form has an order of programs and, at K = 64, a key pass of its own. T is less than a block of its keys,
+# at the end of one, within one.
+LARGE_QUADRATIC = {
+    name: Case(V=options["K"], return_state=False, **options)
+    for name, options in {
+        **{f"K {k}": {"B": 2, "T": 1301, "H": 2, "G": 1, "K": k} for k in (16, 32, 64, 128)},
+        "heads of their own": {"B": 2, "T": 777, "H": 3, "G": 3, "K": 64},
+        "no gate": {"B": 1, "T": 1301, "H": 6, "G": 2, "K": 64, "gate": False},
+        "no normalizer": {"B": 2, "T": 333, "H": 4, "G": 2, "K": 64, "normalize": False},
+        "neither": {"B": 1, "T": 333, "H": 2, "G": 2, "K": 64, "gate": False, "normalize": False},
+        "aligned": {"B": 2, "T": 1024, "H": 2, "G": 2, "K": 64},
+        "short": {"B": 3, "T": 37, "H": 4, "G": 2, "K": 64},
+        "one token": {"B": 2, "T": 1, "H": 2, "G": 1, "K": 64},
+        "packed": {"T": 700, "H": 2, "G": 1, "K": 64, "ends": (0, 1, 300, 300, 700)},
+    }.items()
 }
 
 
@@ -82,8 +98,32 @@ def test_fuzz(seed):
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("key_dim", [16, 32, 64, 128])
-def test_large_quadratic(key_dim):
-    case = Case(B=2, T=1301, H=2, G=1, K=key_dim, V=key_dim, return_state=False)
+@pytest.mark.parametrize("name", LARGE_QUADRATIC)
+def test_large_quadratic(name):
+    case = LARGE_QUADRATIC[name]
     inputs = make_inputs(case, dtype=torch.bfloat16)
-    assert_within_budget(run(case, inputs, "triton", 4096), case, inputs)
+    results = run(case, inputs, "triton", 4096)
+    assert_within_budget(results, case, inputs)
+    again = run(case, inputs, "triton", 4096)
+    assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_scales(gated):
+    """log2 of what the key pass of `hopper_quadratic` multiplies a query's scores with; two heads share a gate."""
+    B, T, H, G, V, out_scale = 2, 37, 4, 2, 16, 1 / 64
+    gen = torch.Generator().manual_seed(0)
+    out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))
+    norm = (torch.rand(H, B * T, generator=gen) + 0.5).to(DEVICE)
+    sums = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE)
+    factor, scales, delta, dsums = (torch.empty_like(norm) for _ in range(4))
+    backward.row_factors[(B, H)](
+        out, dout, norm, sums, factor, scales, delta, dsums, None, None, T, B * T, H, out_scale, 1e-6, V=V, P=2,
+        COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, SCALES=True, PACKED=False, OVERLAP=False,
+    )  # fmt: skip
+    expected = (out_scale / norm.double()).log2()
+    if gated:
+        expected += sums.double().repeat_interleave(H // G, 0)
+    # A GPU's quotient errs by 2 EPS32, its logarithm by 2 more, and the sum is rounded once.
+    assert (scales - expected).abs().max() <= 4 * EPS32 * expected.abs().max()
+    assert (factor * norm - 1).abs().max() <= 4 * EPS32
