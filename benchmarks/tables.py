@@ -1,6 +1,6 @@
 """Writes the tables of README and docs from committed results: `python -m benchmarks.tables`; `--check` only compares.
 
-A table stands between the lines `<!-- table: NAME.json -->` and `<!-- end -->`, NAME.json a file of benchmarks/results.
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, NAME a file of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sympow.recall.results import chosen, read_results
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "kernels.md", ROOT / "docs" / "results" / "training.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("kernels.md", "mqar.md", "results/training.md"))]
 
 
 def ops_table(rows: list[dict]) -> str:
@@ -91,13 +93,16 @@ def chunks_table(rows: list[dict]) -> str:
             cells.append(form if auto is None else f"{form}, {auto['ratio']:.2f}x")
         lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
     row = rows[0]
-    shape = f"H {row['H']}, gated, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {row['commit']}"
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    shape = f"H {row['H']}, gated, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {commits}"
     return "\n".join([*lines, "", f"{shape}."])
 
 
 def training_table(rows: list[dict]) -> str:
     """A row a context, mixer and way to run it."""
-    lines = ["| tokens x rows | GPUs | mixer | run | ms a step | tokens/s | MFU | peak, GiB | over softmax | over one GPU |"]
+    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "over softmax",
+             "over one GPU")  # fmt: skip
+    lines = [f"| {' | '.join(names)} |"]
     lines.append("|---|---:|---|---|" + "---:|" * 6)
     for row in rows:
         ratios = ["" if row[name] in (None, 1) else f"{row[name]:.2f}x" for name in ("ratio", "speedup")]
@@ -125,10 +130,28 @@ def long_row_table(result: dict) -> str:
     tenths = result["tenths"]
     lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
     lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
-    run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, peak {result['peak_gib']} GiB"
-    end = f"the last tenth less the one before {result['rise_at_the_end']:+.4f}, standard error {result['standard_error']:.4f}"
+    run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, {result['peak_gib']} GiB"
+    end = f"last tenth less the one before {result['rise_at_the_end']:+.4f} +- {result['standard_error']:.4f}"
     about = f"{result['processor']}; torch {result['torch']}, commit {result['commit']}"
     return "\n".join([*lines, "", f"{run}; {end}; {about}."])
+
+
+def widths_table(rows: list[dict]) -> str:
+    """A row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
+    best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
+    lengths = sorted({row["length"] for row in rows})
+    pairs = {row["length"]: row["pairs"] for row in rows}
+    lines = [f"| model | d | {' | '.join(f'N {n}, D {pairs[n]}' for n in lengths)} |"]
+    lines.append("|---|---:|" + "---:|" * len(lengths))
+    for label in dict.fromkeys(row["label"] for row in rows):
+        for width in sorted({row["width"] for row in rows if row["label"] == label}):
+            found = [best[label, width, n] for n in lengths]
+            cells = [f"{row['test_accuracy']:.1%} ({row['learning_rate']:.2g})" for row in found]
+            lines.append(f"| {label} | {width} | {' | '.join(cells)} |")
+    row, solved = rows[0], sum(row["ended"] == "solved" for row in rows)
+    most = f"{len(rows)} runs of at most {max(row['steps'] for row in rows):,} steps, {solved} of which stopped at"
+    about = f"{most} {row['stop_at']:.0%}; {row['processor']}; torch {row['torch']}, commit {row['commit']}"
+    return "\n".join([*lines, "", f"{about}."])
 
 
 TABLES = {
@@ -137,6 +160,7 @@ TABLES = {
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
     "chunks_h200.json": chunks_table,
+    "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
@@ -145,7 +169,8 @@ TABLES = {
 
 def of_results(name: str) -> str:
     """The table of a file of results."""
-    return TABLES[name](json.loads((RESULTS / name).read_text()))
+    path = RESULTS / name
+    return TABLES[name](read_results(path) if path.suffix == ".csv" else json.loads(path.read_text()))
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:

@@ -40,13 +40,13 @@ def published() -> Sweep:
 
 
 def widths() -> Sweep:
-    """Accuracy against width for every mixer, N = 64, 128, 256 with D = N / 16: minutes on a large GPU.
+    """Accuracy against width for every mixer, N = 64, 128, 256 with D = N / 16: 20 minutes of an H200.
 
     The published learning rates, with larger batches and fewer epochs than published, one seed.
     """
     tasks = [RecallTask(length=n, pairs=n // 16) for n in (64, 128, 256)]
-    runs = _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128, 256))
-    runs += _gpu_grid(_mixers()[:3], tasks=tasks, widths=(32,))
+    runs = _gpu_grid(_mixers(), epochs=4, tasks=tasks, widths=(64, 128, 256))
+    runs += _gpu_grid(_mixers()[:3], epochs=4, tasks=tasks, widths=(32,))
     return Sweep("mqar-widths", runs)
 
 
@@ -110,6 +110,6 @@ def _anchor(architecture: Architecture) -> RecallConfig:
     return RecallConfig(architecture, learning_rate=3e-3, epochs=1, validations=12, stop_at=0.994)
 
 
-def _gpu_grid(architectures: list[Architecture], **axes: Any) -> tuple[RecallConfig, ...]:
-    base = RecallConfig(architectures[0], batch_size=256, epochs=8, validations=2, precision="bf16")
+def _gpu_grid(architectures: list[Architecture], *, epochs: int = 8, **axes: Any) -> tuple[RecallConfig, ...]:
+    base = RecallConfig(architectures[0], batch_size=256, epochs=epochs, validations=2, precision="bf16")
     return grid(base, architectures=architectures, learning_rates=PUBLISHED_RATES, **axes)

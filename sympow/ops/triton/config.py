@@ -144,9 +144,9 @@ def processors(device: torch.device) -> int:
 
 
 def most_kept(device: torch.device) -> int:
-    """Bytes of states that the forward keeps for the backward, at most: a 128th of a GPU's memory, so that a model of
-    32 layers spends no more than a quarter of it on them."""
-    return torch.cuda.get_device_properties(device).total_memory // 128 if device.type == "cuda" else 1 << 30
+    """Bytes of states that the forward keeps for the backward, at most: a 256th of a GPU's memory, so that a model of
+    32 layers spends no more than an eighth of it on them."""
+    return torch.cuda.get_device_properties(device).total_memory // 256 if device.type == "cuda" else 1 << 30
 
 
 def on_hopper(device: torch.device) -> bool:
