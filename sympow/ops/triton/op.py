@@ -88,7 +88,7 @@ def _outputs(
 def _kept_shapes(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, z: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of the states that the forward keeps for the backward, as a state pass costs a fifth of both; None where
+    """Shapes of the states that the forward keeps for the backward, as a state pass costs a tenth of both; None where
     they are too large, and for p > 2, whose forward has rows of its own (`levels.py`)."""
     if not chunk or p > 2:
         return None
