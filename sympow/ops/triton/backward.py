@@ -16,12 +16,13 @@ from sympow.ops.triton.primitives import await_last, first_chunk, locate, lower_
 
 @triton.jit
 def row_factors(
-    out, dout, norm, sums, factor, scales, delta, dsums, starts, blocks, T, tokens, H, out_scale, eps,
+    out, dout, norm, sums, factor, scales, near, delta, dsums, starts, blocks, T, tokens, H, out_scale, eps,
     V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]; if SCALES, scales [H, tokens]: log2 of n times the
-    output's scale and the decay since the sequence's start. Grid: blocks, heads.
+    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]; if STEP > 0 also [H, tokens] scales: log2 of n times
+    the output's scale and the decay since the sequence's start, and near: n times that scale and the decay since the
+    first of STEP tokens. Grid: blocks, heads.
 
     With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
     Taken from dq it would be the rounding of terms that cancel.
@@ -47,11 +48,16 @@ def row_factors(
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
     await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both have written
-    if SCALES:
-        n = tl.log2(n * out_scale)
+    if STEP > 0:
+        n *= out_scale
+        log = tl.log2(n)
         if GATED:
-            n += tl.load(sums + (h // R) * tokens + start + t, mask=valid, other=0.0)
-        tl.store(scales + row, n, mask=valid)
+            here = sums + (h // R) * tokens + start
+            decay = tl.load(here + t, mask=valid, other=0.0)
+            log += decay
+            n *= tl.exp2(decay - tl.load(here + t // STEP * STEP, mask=valid, other=0.0))
+        tl.store(scales + row, log, mask=valid)
+        tl.store(near + row, n, mask=valid)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from sympow.ops.triton.levels import Levels, levels_of
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
-SUM_BLOCK = 1024
+SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # of the gate's sums, within chunks and along whole rows
 GATE_BLOCK = 4096  # of the gate's gradient, which one program a head adds up along a whole sequence
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
@@ -88,7 +88,7 @@ class Shapes:
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.holds_keys = self.overlap and self.K in config.HELD_KEYS  # the key pass is that of `hopper_quadratic`
+        self.quadratic = self.overlap and self.K in config.QUADRATIC  # gradients are those of `hopper_quadratic`
 
     @cached_property
     def rows(self) -> Rows | Levels:
@@ -107,6 +107,8 @@ class Shapes:
     def hopper_launches(self) -> config.Config:
         if self.p > 2:
             return config.HOPPER_POWERS[self.p, self.K]
+        if self.quadratic:
+            return config.QUADRATIC[self.K]
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     @property
@@ -146,7 +148,7 @@ class Call(Shapes):
         size = self.chunk or self.layout.length
         states.gate_sums[(self.layout.blocks(size), self.G)](
             log_g.float().contiguous(), sums, self.layout.cu_seqlens, self.layout.table(size), self.layout.length,
-            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
+            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
         )  # fmt: skip
         return sums
 
@@ -159,11 +161,15 @@ class Call(Shapes):
         return (self.layout.cu_seqlens, chunk_starts, self.layout.table(size), self.layout.length, self.layout.tokens)
 
     def hopper_tables(self, launch: config.Launch, heads: int) -> tuple:
-        """`sequence_tables`, and of how many heads, of all sequences, the longest programs come first: as many as have
-        LAST_PROGRAMS for every multiprocessor."""
+        """`sequence_tables` and `spread`."""
+        return (*self.sequence_tables(launch.block), self.spread(launch, heads))
+
+    def spread(self, launch: config.Launch, heads: int) -> int:
+        """Of how many heads, of all sequences, the longest programs come first: as many as have LAST_PROGRAMS for every
+        multiprocessor."""
         blocks = max(1, triton.cdiv(self.layout.length, launch.block))
         spread = triton.cdiv(LAST_PROGRAMS * config.processors(self.q.device), blocks)
-        return (*self.sequence_tables(launch.block), min(spread, self.layout.sequences * heads))
+        return min(spread, self.layout.sequences * heads)
 
     def dims(self) -> dict:
         dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns}

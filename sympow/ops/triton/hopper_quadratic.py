@@ -1,19 +1,38 @@
-"""The key pass of the quadratic form for Hopper, p = 2, in Gluon: as `hopper_backward.key_pass` without states, and for
-rows that are not packed.
+"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper_backward` without states,
+and for rows that are not packed.
 
-Registers that those would take hold keys and values, from where products of few columns read them faster than from
-shared memory. What a step's scores are multiplied with comes with its tiles, decay and normalizer in one: `scales`
-[H, tokens] as `backward.row_factors` writes them, so that b_ij n_i is 2**(scales_i - L_j).
+The query pass has tiles of keys and values brought by the copy engine, which takes no registers for addresses, so that
+three programs fit on a multiprocessor. In the key pass registers hold keys and values, from where products of few
+columns read them faster than from shared memory. What it multiplies a step's scores with comes with the step's tiles,
+decay and normalizer in one: b_ij n_i is 2**(scales_i - L_j), or near_i 2**(L_c - L_j) with c the first token of the
+step, `scales` and `near` [H, tokens] as `backward.row_factors` writes them.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.ops.triton.hopper_backward import query_step
 from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, start_next
 from sympow.ops.triton.hopper_states import exp2
+
+_STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
+
+
+def tile_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """For the copy engine: x [B, T, heads, K] in tiles of `rows` tokens of a head, zeros past the end of a sequence."""
+    shape, block = list(x.shape), [1, rows, 1, x.shape[3]]
+    strides = [x.shape[1] * x.stride(1), x.stride(1), x.stride(2), 1]
+    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
 @gluon.jit
@@ -47,6 +66,145 @@ def _store_rows(ptr, stride, x, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, W
 
 
 @gluon.jit
+def _bring(buffer, descriptor, n, token, head, bar, wanted, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Has the copy engine fill a tile [ROWS, WIDTH]; `bar` tells when it has."""
+    BLOCK: gl.constexpr = [1, ROWS, 1, WIDTH]
+    tile = buffer._reinterpret(gl.bfloat16, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.bfloat16))
+    tma.async_copy_global_to_shared(descriptor, [n, token, head, 0], bar, tile, wanted)
+
+
+@gluon.jit
+def _bring_keys(
+    keys_s, values_s, bars, keys, values, i, steps, n, g, KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
+):
+    """Of step i, none from `steps` on."""
+    wanted = i < steps
+    stage = i % _STAGES
+    mbarrier.expect(bars.index(stage), KEYS * (K + V) * 2, wanted)
+    _bring(keys_s.index(stage), keys, n, i * KEYS, g, bars.index(stage), wanted, KEYS, K)
+    _bring(values_s.index(stage), values, n, i * KEYS, g, bars.index(stage), wanted, KEYS, V)
+
+
+@gluon.jit
+def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """Of the keys of step i."""
+    j = i * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.load(here + j, mask=j < length, other=0.0)
+
+
+@gluon.jit
+def _key_steps(
+    begin, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d, row,
+    length,
+    KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
+    mma: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """acc plus the parts of the steps `begin` to `stop` - 1. OWN: some of their keys come after some of the queries.
+
+    For steps before those, `sums_s` holds the decay from the key to `ref`; an exponential a key, not a thread."""
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    for i in range(begin, stop):
+        stage = i % _STAGES
+        ahead = i + (_STAGES - 1)
+        mbarrier.wait(bars.index(stage), (i // _STAGES) & 1)
+        if GATED:
+            coming = _load_sums(here, ahead, length, KEYS, num_warps)
+        tile = keys_s.index(stage)
+        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        scores = warpgroup_mma(queries_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad = warpgroup_mma(dy_s, values_s.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if GATED:
+            there = sums_s.index(stage).load(gl.SliceLayout(0, score_mma))
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        if OWN:
+            if GATED:
+                scores *= exp2(own[:, None] - there[None, :])
+            scores = gl.where(row[:, None] >= (i * KEYS + j)[None, :], scores, 0.0)
+        else:
+            if GATED:
+                scores *= there[None, :]
+        grad = warpgroup_mma_wait(0, deps=(grad,))
+        grad = gl.convert_layout(((grad - d[:, None]) * scores).to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(grad, tile, acc, is_async=True)
+        _bring_keys(keys_s, values_s, bars, keys, values, ahead, steps, n, g, KEYS, K, V)
+        if GATED:
+            if not OWN:
+                coming = gl.where(ahead < stop, exp2(ref - coming), coming)
+            sums_s.index(ahead % _STAGES).store(coming)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
+    return acc
+
+
+@gluon.jit
+def query_pass(
+    keys, values, q, q_st, q_sh, dout, sums, factor, delta, dq, dsums, T, tokens, spread, H, grad_scale,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
+    GATED: gl.constexpr, NORMALIZE: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`keys` and `values` are descriptors of tiles of KEYS tokens."""
+    n, start, length, first, h = assign(None, None, T, H, spread, BLOCK, 0, False, False)
+    g = (h // R).to(gl.int32)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+    dy_s = _tiles(1, BLOCK, V).index(0)
+    queries_s = _tiles(1, BLOCK, K).index(0)
+    keys_s = _tiles(_STAGES, KEYS, K)
+    values_s = _tiles(_STAGES, KEYS, V)
+    sums_s = _vectors(_STAGES, KEYS)
+    bars = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    copy_rows(dy_s, dout + ((start + first) * H + h) * V, H * V, length - first, BLOCK, V, num_warps)
+    copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
+    async_copy.commit_group()
+    steps = gl.cdiv(gl.minimum(first + BLOCK, length), KEYS)
+    before = first // KEYS
+    for early in gl.static_range(_STAGES - 1):
+        _bring_keys(keys_s, values_s, bars, keys, values, first * 0 + early, steps, n, g, KEYS, K, V)
+
+    await_last(OVERLAP)
+    start_next(OVERLAP)  # it reads what this one has waited for
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    at = h * tokens + start + row
+    d = gl.load(delta + at, mask=row < length, other=0.0)
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    here = sums + g.to(gl.int64) * tokens + start
+    own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
+    ref = 0.0
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.maximum(first - 1, 0))
+        ref = gl.where(first > 0, ref, 0.0)
+        for early in gl.static_range(_STAGES - 1):
+            coming = _load_sums(here, early, length, KEYS, num_warps)
+            sums_s.index(early).store(gl.where(early < before, exp2(ref - coming), coming))
+    acc = gl.zeros([BLOCK, K], gl.float32, mma)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    acc = _key_steps(
+        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d, row,
+        length, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
+    )  # fmt: skip
+    if GATED:
+        acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
+    acc = _key_steps(
+        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
+        row, length, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
+    )  # fmt: skip
+
+    scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale
+    acc *= gl.convert_layout(scale, gl.SliceLayout(1, mma))[:, None]
+    if GATED and not NORMALIZE:
+        x = queries_s.load(mma).to(gl.float32)
+        out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
+        gl.store(dsums + h * tokens + start + out_row, gl.sum(acc * x, 1), mask=out_row < length)
+    _store_rows(dq + ((start + first) * H + h) * K, H * K, acc, length - first, BLOCK, K, num_warps)
+    bars._keep_alive()
+
+
+@gluon.jit
 def _step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
     """`query_step`, whose divisions count in so short a turn: a group of one head needs none."""
     if R == 1:
@@ -57,7 +215,7 @@ def _step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIE
 
 @gluon.jit
 def _copy_queries(
-    queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it, total, first, after, within, length,
+    queries_s, dy_s, near_s, delta_s, q, q_st, q_sh, dout, near, delta, it, total, first, after, within, length,
     tokens, H,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -68,15 +226,15 @@ def _copy_queries(
     copy_rows(queries_s.index(stage), q + s0.to(gl.int64) * q_st + head * q_sh, q_st, left, QUERIES, K, WARPS)
     copy_rows(dy_s.index(stage), dout + (s0.to(gl.int64) * H + head) * V, H * V, left, QUERIES, V, WARPS)
     at = head.to(gl.int64) * tokens + s0
-    _copy_vector(scales_s.index(stage), scales + at, left, QUERIES, WARPS)
+    _copy_vector(near_s.index(stage), near + at, left, QUERIES, WARPS)
     _copy_vector(delta_s.index(stage), delta + at, left, QUERIES, WARPS)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _steps(
-    begin, stop, total, dkeys, dvalues, keys, values, queries_s, dy_s, scales_s, delta_s,
-    q, q_st, q_sh, dout, scales, delta, first, after, within, length, tokens, H, own, ref, row,
+    begin, stop, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
+    q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     OWN: gl.constexpr, GATED: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -86,6 +244,9 @@ def _steps(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     i = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
+    decay = 0.0  # at the first token of a step; read a step ahead
+    if GATED and not OWN:
+        decay = gl.load(here + gl.minimum(first + BLOCK, length - 1))
     for it in range(begin, stop):
         async_copy.wait_group(1)
         fence_async_shared()
@@ -95,13 +256,16 @@ def _steps(
         zeros = gl.zeros([BLOCK, QUERIES], gl.float32, score_mma)
         scores = warpgroup_mma(keys, queries.permute([1, 0]), zeros, use_acc=False, is_async=True)
         grad = warpgroup_mma(values, dy.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        f = scales_s.index(stage).load(gl.SliceLayout(0, score_mma))
-        d = delta_s.index(stage).load(gl.SliceLayout(0, score_mma))
-        _, s0 = _step(it, first, after, within, R, BLOCK, QUERIES)
-        if s0 + QUERIES > length:
-            f = gl.where(s0 + i < length, f, float("-inf"))
-        if not OWN:
-            f = exp2(f - ref)
+        head, s0 = _step(it, first, after, within, R, BLOCK, QUERIES)
+        if OWN:
+            there = head.to(gl.int64) * tokens + s0 + i
+            f = gl.load(scales + there, mask=s0 + i < length, other=float("-inf"))
+        else:
+            f = near_s.index(stage).load(gl.SliceLayout(0, score_mma))
+            if GATED:
+                f *= exp2(decay - ref)
+                _, s1 = _step(it + 1, first, after, within, R, BLOCK, QUERIES)
+                decay = gl.load(here + gl.minimum(s1, length - 1))
         scores, keys = warpgroup_mma_wait(1, deps=(scores, keys))
         if OWN:
             if GATED:
@@ -113,11 +277,12 @@ def _steps(
             slope = scores * f[None, :]
         weight = gl.convert_layout((slope * scores).to(gl.bfloat16), left_layout)
         dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)
+        d = delta_s.index(stage).load(gl.SliceLayout(0, score_mma))
         grad, values = warpgroup_mma_wait(1, deps=(grad, values))
         grad = gl.convert_layout(((grad - d[None, :]) * slope).to(gl.bfloat16), left_layout)
         dkeys = warpgroup_mma(grad, queries, dkeys, is_async=True)
         _copy_queries(
-            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, it + 2, total, first, after, within,
+            queries_s, dy_s, near_s, delta_s, q, q_st, q_sh, dout, near, delta, it + 2, total, first, after, within,
             length, tokens, H, K, V, R, BLOCK, QUERIES, num_warps,
         )  # fmt: skip
         dvalues, dkeys, weight, grad = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, grad))
@@ -126,7 +291,7 @@ def _steps(
 
 @gluon.jit
 def key_pass(
-    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, scales, delta, dk, dv, dsums,
+    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, scales, near, delta, dk, dv, dsums,
     starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -141,13 +306,14 @@ def key_pass(
     values_s = _tiles(1, BLOCK, V).index(0)
     queries_s = _tiles(3, QUERIES, K)
     dy_s = _tiles(3, QUERIES, V)
-    scales_s = _vectors(3, QUERIES)
+    near_s = _vectors(3, QUERIES)
     delta_s = _vectors(3, QUERIES)
     copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
     copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
     q += start * q_st + g * R * q_sh
     dout += (start * H + g * R) * V
     scales += g * R * tokens + start
+    near += g * R * tokens + start
     delta += g * R * tokens + start
     # First all queries after the block, of every head, then those of the block itself.
     after = gl.cdiv(gl.maximum(length - (first + BLOCK), 0), QUERIES)
@@ -155,7 +321,7 @@ def key_pass(
     total = R * (after + within)
     for early in gl.static_range(2):
         _copy_queries(
-            queries_s, dy_s, scales_s, delta_s, q, q_st, q_sh, dout, scales, delta, first * 0 + early, total, first,
+            queries_s, dy_s, near_s, delta_s, q, q_st, q_sh, dout, near, delta, first * 0 + early, total, first,
             after, within, length, tokens, H, K, V, R, BLOCK, QUERIES, num_warps,
         )  # fmt: skip
 
@@ -173,8 +339,8 @@ def key_pass(
     keys = keys_s.load(held)
     values = values_s.load(held)
     dkeys, dvalues, keys, values = _steps(
-        0, R * after, total, dkeys, dvalues, keys, values, queries_s, dy_s, scales_s, delta_s,
-        q, q_st, q_sh, dout, scales, delta, first, after, within, length, tokens, H, own, ref, row,
+        0, R * after, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
         K, V, R, BLOCK, QUERIES, False, GATED, mma, num_warps,
     )  # fmt: skip
     if GATED:
@@ -182,8 +348,8 @@ def key_pass(
         dkeys *= decay[:, None]
         dvalues *= decay[:, None]
     dkeys, dvalues, _, _ = _steps(
-        R * after, total, total, dkeys, dvalues, keys, values, queries_s, dy_s, scales_s, delta_s,
-        q, q_st, q_sh, dout, scales, delta, first, after, within, length, tokens, H, own, ref, row,
+        R * after, total, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
         K, V, R, BLOCK, QUERIES, True, GATED, mma, num_warps,
     )  # fmt: skip
     async_copy.wait_group(0)

@@ -140,7 +140,7 @@ def power_backward(
     dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
     layout, device = call.layout, q.device
-    factor, scales, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
+    factor, scales, near, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
     q, k, v = call.q, call.k, call.v
     strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
     has_init, has_final = s_init is not None, ds_final is not None
@@ -154,7 +154,15 @@ def power_backward(
         s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
     dq = torch.empty(q.shape, device=device, dtype=q.dtype)
     prefixes, weights, grad_weights, mirror = call.tables()
-    if call.hopper:
+    if call.quadratic:
+        launch = call.hopper_launches.query
+        hopper_quadratic.query_pass[(layout.blocks(launch.block), call.H)](
+            *(hopper_quadratic.tile_descriptor(x, launch.step) for x in (k, v)), *strides[:3], dout, call.sums, factor,
+            delta, dq, dsums_q, layout.length, layout.tokens, call.spread(launch, call.H), call.H,
+            call.grad_scale * call.out_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block,
+            KEYS=launch.step, GATED=call.gated, NORMALIZE=normalize, num_warps=launch.warps, **call.early(),
+        )  # fmt: skip
+    elif call.hopper:
         launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
@@ -178,10 +186,10 @@ def power_backward(
     dk = torch.empty(k.shape, device=device, dtype=k.dtype)
     dv = torch.empty(v.shape, device=device, dtype=v.dtype)
     dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
-    if call.holds_keys:
+    if call.quadratic:
         launch = call.hopper_launches.key
         hopper_quadratic.key_pass[(layout.blocks(launch.block), call.G)](
-            *strides, dout, call.sums, scales, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H,
+            *strides, dout, call.sums, scales, near, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H,
             call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block, QUERIES=launch.step,
             GATED=call.gated, num_warps=launch.warps, **call.early(),
         )  # fmt: skip
@@ -258,7 +266,7 @@ def power_own_gradient(
     """ds and dz of `power_backward` through the outputs alone, without its other gradients."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32)
     dout = dout.to(v.dtype).contiguous()
-    factor, _, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
+    factor, _, _, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
     _, _, *gradient = call.states(None, None, True, p == 2, (dout, factor, delta))
     return _to_public(call.rows, *gradient)
 
@@ -272,22 +280,22 @@ def _(dout, q, k, v, log_g, out, norm, p, scale, normalize, eps, chunk, tf32):
 
 def _row_factors(
     call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the output's gradient is multiplied with; log2 of that with scale and decay (empty unless the key pass reads
-    it); its part in the normalizer's; all [H, B T]; and the queries' part in the gradient of the gate's sums (empty
-    without a gate)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the output's gradient is multiplied with; that with scale and decay, as log2 and from the first token of a
+    step of the key pass on (empty unless that reads them); its part in the normalizer's; all [H, B T]; and the queries'
+    part in the gradient of the gate's sums (empty without a gate)."""
     layout = call.layout
     factor = torch.empty(call.H, layout.tokens, device=dout.device, dtype=torch.float32)
-    scales = torch.empty_like(factor if call.holds_keys else factor[:0])
+    scales, near = (torch.empty_like(factor if call.quadratic else factor[:0]) for _ in range(2))
     delta = torch.empty_like(factor)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, call.sums, factor, scales, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
+        out, dout, norm, call.sums, factor, scales, near, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
         layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
-        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize, SCALES=call.holds_keys,
+        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize, STEP=call.hopper_launches.key.step if call.quadratic else 0,
         PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
-    return factor, scales, delta, dsums_q
+    return factor, scales, near, delta, dsums_q
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:

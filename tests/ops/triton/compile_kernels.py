@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
@@ -95,7 +96,10 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value in (False, True)):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, TensorDescriptor):
+            element = TYPES[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
