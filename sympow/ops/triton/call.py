@@ -16,7 +16,7 @@ from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK = 1024
-GATE_BLOCK = 4096  # of the gate's gradient, which one program a head adds up along a whole sequence
+GATE_BLOCK = 1024  # of the gate's gradient
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
