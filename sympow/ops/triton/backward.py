@@ -20,9 +20,9 @@ def row_factors(
     V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]; if STEP > 0 also [H, tokens] scales: log2 of n times
-    the output's scale and the decay since the sequence's start, and near: n times that scale and the decay since the
-    first of STEP tokens. Grid: blocks, heads.
+    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. If STEP > 0 two more [H, tokens]: scales, log2 of n
+    times the output's scale and the decay since the sequence's start; and near, n times that scale and the decay since
+    the first of STEP tokens. Grid: blocks, heads.
 
     With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
     Taken from dq it would be the rounding of terms that cancel.
@@ -299,35 +299,51 @@ def key_pass(
 
 
 @triton.jit
+def _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R: tl.constexpr, P: tl.constexpr):
+    """[BLOCK]: (q . dq - k . dk) / p, the heads of a group added up; in float64, as terms of either sign add up over a
+    whole sequence."""
+    x = -tl.load(dk_sums + g * tokens + token, mask=valid, other=0.0)
+    for r in range(R):
+        x += tl.load(dq_sums + (g * R + r) * tokens + token, mask=valid, other=0.0)
+    return x.to(tl.float64) / P
+
+
+@triton.jit
+def gate_totals(
+    dq_sums, dk_sums, totals, starts, blocks, T, tokens,
+    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """totals [G, blocks], float64: the sum of the terms of each block. Grid: blocks, G."""
+    await_last(OVERLAP)
+    start_next(OVERLAP)
+    _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    t = first + tl.arange(0, BLOCK)
+    x = _gate_terms(dq_sums, dk_sums, tokens, g, start + t, t < length, R, P)
+    tl.store(totals + g * tl.num_programs(0) + tl.program_id(0), tl.sum(x, 0))
+
+
+@triton.jit
 def gate_gradient(
-    dq_sums, dk_sums, last, dlog_g, starts, T, tokens, G,
+    dq_sums, dk_sums, totals, last, dlog_g, starts, blocks, T, tokens, G,
     R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dlog_g [tokens, G]: the sum, from each token to the end of its sequence, of (q . dq - k . dk) / p, the heads of
-    a group added up, and of `last` [N, G], what reaches the last token through the last state. Grid: sequences, G."""
+    """dlog_g [tokens, G]: the sum of the terms from each token to the end of its sequence, and of `last` [N, G], what
+    reaches the last token through the last state. Grid: blocks, G."""
     await_last(OVERLAP)
-    n = tl.program_id(0)
+    n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     g = tl.cast(tl.program_id(1), tl.int64)
-    if PACKED:
-        start = tl.load(starts + n).to(tl.int64)
-        length = (tl.load(starts + n + 1) - start).to(tl.int32)
-    else:
-        start = tl.cast(n, tl.int64) * T
-        length = T
     t = tl.arange(0, BLOCK)
-    # In float64: terms of either sign add up over the whole sequence.
+    valid = first + t < length
+    token = start + first + t
     carry = tl.zeros([1], tl.float64)
     if FINAL:
         carry += tl.load(last + n * G + g)
-    blocks = tl.cdiv(length, BLOCK)
-    for i in range(blocks):
-        at = (blocks - 1 - i) * BLOCK + t
-        valid = at < length
-        x = -tl.load(dk_sums + g * tokens + start + at, mask=valid, other=0.0)
-        for r in range(R):
-            x += tl.load(dq_sums + (g * R + r) * tokens + start + at, mask=valid, other=0.0)
-        x = x.to(tl.float64) / P
-        later = tl.cumsum(x, 0, reverse=True) + carry
-        tl.store(dlog_g + (start + at) * G + g, later.to(tl.float32), mask=valid)
-        carry += tl.sum(x, 0)
+    following = totals + g * tl.num_programs(0) + tl.program_id(0) + 1
+    count = tl.cdiv(length - first, BLOCK) - 1  # blocks of the sequence that follow
+    for i in range(0, count, BLOCK):
+        carry += tl.sum(tl.load(following + i + t, mask=i + t < count, other=0.0), 0)
+    x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
+    later = tl.cumsum(x, 0, reverse=True) + carry
+    tl.store(dlog_g + token * G + g, later.to(tl.float32), mask=valid)

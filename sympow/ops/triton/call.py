@@ -16,7 +16,7 @@ from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # of the gate's sums, within chunks and along whole rows
-GATE_BLOCK = 4096  # of the gate's gradient, which one program a head adds up along a whole sequence
+GATE_BLOCK = 1024  # of the gate's gradient
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
@@ -148,7 +148,8 @@ class Call(Shapes):
         size = self.chunk or self.layout.length
         states.gate_sums[(self.layout.blocks(size), self.G)](
             log_g.float().contiguous(), sums, self.layout.cu_seqlens, self.layout.table(size), self.layout.length,
-            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
+            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK,
+            PACKED=self.layout.packed, OVERLAP=self.overlap,
         )  # fmt: skip
         return sums
 

@@ -94,8 +94,8 @@ def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _key_steps(
-    begin, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d, row,
-    length,
+    begin, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
+    row, length,
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
     mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -184,14 +184,14 @@ def query_pass(
     async_copy.wait_group(0)
     fence_async_shared()
     acc = _key_steps(
-        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d, row,
-        length, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
+        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
+        row, length, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
     )  # fmt: skip
     if GATED:
         acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
     acc = _key_steps(
-        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
-        row, length, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
+        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref,
+        d, row, length, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
     )  # fmt: skip
 
     scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale

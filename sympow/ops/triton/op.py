@@ -189,9 +189,9 @@ def power_backward(
     if call.quadratic:
         launch = call.hopper_launches.key
         hopper_quadratic.key_pass[(layout.blocks(launch.block), call.G)](
-            *strides, dout, call.sums, scales, near, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G), call.H,
-            call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block, QUERIES=launch.step,
-            GATED=call.gated, num_warps=launch.warps, **call.early(),
+            *strides, dout, call.sums, scales, near, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G),
+            call.H, call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block,
+            QUERIES=launch.step, GATED=call.gated, num_warps=launch.warps, **call.early(),
         )  # fmt: skip
     elif call.hopper:
         launch = call.hopper_launches.key
@@ -211,13 +211,8 @@ def power_backward(
         )  # fmt: skip
     dlog_g = dsums_k.new_empty(0)
     if log_g is not None:
-        last = dsums_k if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
-        dlog_g = torch.empty(log_g.shape, device=device, dtype=torch.float32)
-        backward.gate_gradient[(layout.sequences, call.G)](
-            dsums_q, dsums_k, last, dlog_g, cu_seqlens, layout.length, layout.tokens, call.G, R=call.H // call.G,
-            P=p, BLOCK=GATE_BLOCK, FINAL=has_final, PACKED=layout.packed, num_warps=8, **call.early(),
-        )  # fmt: skip
-        dlog_g = dlog_g.to(log_g.dtype)
+        last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
+        dlog_g = _gate_gradient(call, dsums_q, dsums_k, last).view(log_g.shape).to(log_g.dtype)
     if not has_init:
         return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     return dq, dk, dv, dlog_g, *_to_public(call.rows, *init_gradient)
@@ -292,10 +287,28 @@ def _row_factors(
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
         out, dout, norm, call.sums, factor, scales, near, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
         layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
-        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize, STEP=call.hopper_launches.key.step if call.quadratic else 0,
-        PACKED=layout.packed, **call.early(call.gated),
+        R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
+        STEP=call.hopper_launches.key.step if call.quadratic else 0, PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
     return factor, scales, near, delta, dsums_q
+
+
+def _gate_gradient(call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
+    """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], and by the last state [N, G].
+
+    Two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums after each token.
+    """
+    layout = call.layout
+    grid = (layout.blocks(GATE_BLOCK), call.G)
+    totals = torch.empty(call.G, grid[0], device=dsums_k.device, dtype=torch.float64)
+    dlog_g = torch.empty(layout.tokens, call.G, device=dsums_k.device, dtype=torch.float32)
+    sequences = (layout.cu_seqlens, layout.table(GATE_BLOCK), layout.length, layout.tokens)
+    options = {"R": call.H // call.G, "P": call.p, "BLOCK": GATE_BLOCK, "PACKED": layout.packed} | call.early()
+    backward.gate_totals[grid](dsums_q, dsums_k, totals, *sequences, **options)
+    backward.gate_gradient[grid](
+        dsums_q, dsums_k, totals, last, dlog_g, *sequences, call.G, FINAL=last is not None, **options
+    )
+    return dlog_g
 
 
 def _final_gate_gradient(s: Tensor, z: Tensor, ds: Tensor, dz: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@ interpreter can run (float32, small)."""
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, make_inputs, run
 
 backward = pytest.importorskip("sympow.ops.triton.backward", reason="needs triton")
+op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
@@ -127,3 +129,30 @@ def test_scales(gated):
     # A GPU's quotient errs by 2 EPS32, its logarithm by 2 more, and the sum is rounded once.
     assert (scales - expected).abs().max() <= 4 * EPS32 * expected.abs().max()
     assert (factor * norm - 1).abs().max() <= 4 * EPS32
+
+
+@pytest.mark.parametrize(
+    ("rows", "ends", "block"),  # in blocks of 8 tokens more follow one than are added up at once
+    [
+        (2, (100, 200), 8),
+        (1, (0, 1, 1, 64, 65, 200, 200), 8),
+        (2, (2500, 5000), op.GATE_BLOCK),
+        (1, (0, 1, 1, 2048, 2049, 5000, 5000), op.GATE_BLOCK),
+    ],
+)
+def test_gate_gradient(rows, ends, block, monkeypatch):
+    """Of rows and of packed documents. The numbers have 17 bits, so that all is exact but for the last rounding."""
+    monkeypatch.setattr(op, "GATE_BLOCK", block)
+    G, R, tokens = 2, 3, ends[-1]
+    gen = torch.Generator().manual_seed(0)
+    dsums_q, dsums_k, last = (
+        torch.randint(-(2**16), 2**16, shape, generator=gen).float().to(DEVICE) / 1024
+        for shape in ((G * R, tokens), (G, tokens), (len(ends), G))
+    )
+    cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
+    q, k = (torch.zeros(rows, tokens // rows, heads, 16, device=DEVICE) for heads in (G * R, G))
+    call = op.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
+    terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
+    documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
+    expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
+    assert torch.equal(op._gate_gradient(call, dsums_q, dsums_k, last), expected)
