@@ -245,7 +245,8 @@ class LanguageModel(nn.Module):
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and torch.is_grad_enabled()
-        if tokens.numel() == 0 or waits or torch.compiler.is_compiling():
+        # Not is_compiling(), which is true in every thread while one of them compiles.
+        if tokens.numel() == 0 or waits or torch.compiler.is_dynamo_compiling():
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:

@@ -276,3 +276,18 @@ def test_bad_targets_are_refused(targets, message):
     for method in (model().token_losses, model().loss_sum, model().check_tokens):
         with pytest.raises(ValueError, match=message):
             method(tokens(), targets)
+
+
+def test_tokens_are_checked_while_something_is_compiled():
+    """Training checks a batch in a thread while the step before it may be compiling."""
+    built = model()
+    refused = []
+
+    def backend(graph, inputs):
+        with pytest.raises(ValueError, match="tokens must lie in a vocabulary of 53 tokens; got 53") as error:
+            built.check_tokens(torch.full((2, 30), VOCAB), tokens())
+        refused.append(error)
+        return graph.forward
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert len(refused) == 1
