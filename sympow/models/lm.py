@@ -22,8 +22,8 @@ from sympow.layers.base import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 
-# Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy.
-_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
+# Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
+_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
 @dataclass

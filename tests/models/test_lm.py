@@ -12,7 +12,7 @@ from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
-WIDTHS = range(VOCAB, VOCAB + 8)  # of logits, which may be padded
+WIDTHS = range(VOCAB, 64 + 1)  # of logits, which may be padded
 HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
 RECALL = (
     MixerConfig("short_convolution", {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}}),
