@@ -191,10 +191,7 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     if execution.checkpoint_activations:
         model.checkpoint_activations()
     if execution.compile:
-        for block in model.blocks:
-            block.compile()
-        for module in (model.embedding_norm, model.final_norm, model.cross_entropy):
-            module.compile()
+        model.compile_parts()
     if ranks.size == 1:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method

@@ -12,7 +12,6 @@ from torch import nn
 
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
-from sympow.models.lm import Block
 from sympow.training import (
     CheckpointError,
     ExecutionConfig,
@@ -328,19 +327,20 @@ def test_steps_are_traced(tmp_path, make_config, make_batches):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
-def test_blocks_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
+def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     compiled = []
 
-    def compile_block(self, **options):  # with a backend that needs no compiler
-        compiled.append(options)
-        nn.Module.compile(self, backend="eager")
+    def compile_part(self, **options):  # with a backend that needs no compiler
+        compiled.append(type(self).__name__)
+        real(self, backend="eager", **options)
 
-    monkeypatch.setattr(Block, "compile", compile_block)
+    real = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", compile_part)
     config = make_config("softmax", steps=3)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
-    assert compiled == [{}]
+    assert compiled == ["Block", "Norm", "Norm", "CrossEntropy"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert load_model(tmp_path / "compiled").step == 3
