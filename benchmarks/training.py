@@ -1,10 +1,10 @@
 """Times training steps: `python -m benchmarks.training --json FILE`; by torchrun on several GPUs, which share rows.
 
 The step is `train_step` of `sympow.training.loop`, the one that the loop takes: the copy of the batch to the device,
-clipping and the optimizer belong to it. Tokens are random. Softmax attention is cuDNN's on a GPU. Before a mixer is
-timed its loss and gradient in bfloat16 are held to those in float32 on a shorter row; before a way to run it is timed
-its first step is held to that of the plain way. What FILE holds already is not measured again, so a run that was
-stopped goes on.
+clipping and the optimizer belong to it; the check of its tokens, which the loop does ahead, does not. Tokens are
+random. Softmax attention is cuDNN's on a GPU. Before a mixer is timed its loss and gradient in bfloat16 are held to
+those in float32 on a shorter row; before a way to run it is timed its first step is held to that of the plain way. What
+FILE holds already is not measured again, so a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.measure import commit, processor
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
-from sympow.training.loop import autocast, train_step
+from sympow.training.loop import autocast, make_pass, train_step
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, join, launched, prepare
 from sympow.training.throughput import peak_flops, token_flops
@@ -125,7 +125,7 @@ def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count:
     seconds, numbers = [], []
     with attention(mixer, device):
         for step in range(count):
-            passes = shape.passes(step, ranks)
+            passes = [make_pass(part, model, device) for part in shape.passes(step, ranks)]
             if device.type == "cuda" and step <= WARM_UP:
                 torch.cuda.reset_peak_memory_stats()
             ranks.wait()

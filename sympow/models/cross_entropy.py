@@ -17,24 +17,31 @@ from torch.nn.functional import pad
 IGNORE = -100
 """Targets of this value have no loss."""
 
-# Rows of logits are padded to a multiple of so many elements: 16 bytes of bfloat16, without which matrix products of
-# odd widths (a vocabulary of 50,257) run on slower kernels.
-_ALIGN = 8
+# Rows of logits are padded to a multiple of so many elements: 128 bytes of bfloat16, a cache line. Without, matrix
+# products of odd widths (a vocabulary of 50,257) run on slower kernels.
+_ALIGN = 64
+
+# Whether addmm on CUDA adds products of half precision to a sum in float32. Versions are compared, not strings.
+_ADDS_IN_FLOAT32 = torch.__version__ >= "2.11"
 
 
 class CrossEntropy(nn.Module):
     """Losses of rows of logits, and their gradients; a module so that it can be compiled (`nn.Module.compile`)."""
 
-    def forward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [N, W] (-inf: no token), targets int64 [N] -> losses [N] in float32 (float64 for such logits), 0 where
-        the target is -100; and their gradients by the logits, [N, W] in the dtype of those."""
-        log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        the target is -100. The logits are overwritten with the gradients of the losses by them."""
         real = targets != IGNORE
-        index = targets.masked_fill(~real, 0)[:, None]
-        losses = torch.where(real, -log_p.gather(1, index)[:, 0], 0.0)
-        token = torch.arange(logits.shape[1], device=logits.device)
-        grad = log_p.exp_().add_(token == index, alpha=-1).mul_(real[:, None])
-        return losses, grad.to(logits.dtype)
+        hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        # Not gathered: an indirect read is not compiled into one kernel with what overwrites the logits.
+        target = torch.where(hit, logits, 0.0).sum(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        p = logits.to(target.dtype)
+        largest = p.amax(-1, keepdim=True)
+        p = p.sub_(largest).exp_()  # of the logits themselves where their dtype is that of the losses
+        total = p.sum(-1, keepdim=True)
+        losses = torch.where(real, (total.log() + largest)[:, 0] - target, 0.0)
+        logits.copy_(p.div_(total).add_(hit, alpha=-1).mul_(real[:, None]))
+        return losses
 
 
 def cross_entropy_sum(
@@ -55,6 +62,14 @@ def cross_entropy_sum(
         return _CrossEntropySum.apply(hidden, weight, targets, rows, dtype, torch.is_grad_enabled(), cross_entropy)
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, of a total in float32 where a and b are of half precision."""
+    if total.is_cuda and _ADDS_IN_FLOAT32:
+        torch.addmm(total, a, b, total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -72,10 +87,11 @@ class _CrossEntropySum(torch.autograd.Function):
             part = hidden[here].to(dtype)
             logits = part @ padded.T
             logits[:, vocabulary:] = -torch.inf
-            losses[here], dlogits = cross_entropy(logits, targets[here])
+            losses[here] = cross_entropy(logits, targets[here])
             if dhidden is not None and dweight is not None:
+                dlogits = logits
                 torch.mm(dlogits, padded, out=dhidden[here])
-                dweight += dlogits.T @ part
+                _add_product(dweight, dlogits.T, part)
         if dhidden is not None and dweight is not None:
             ctx.save_for_backward(dhidden, dweight[:vocabulary])
             ctx.dtypes = hidden.dtype, weight.dtype

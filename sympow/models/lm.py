@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from sympow.layers.base import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 
-# Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy.
-_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
+# Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
+_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
 @dataclass
@@ -31,6 +31,13 @@ class ModelState(MixerState):
     """One state a layer."""
 
     layers: list[MixerState]
+
+
+class Norm(nn.LayerNorm):
+    """A LayerNorm that can be compiled by itself: torch.compile skips a forward that lies in torch.nn."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
 
 
 class Block(nn.Module):
@@ -98,10 +105,10 @@ class LanguageModel(nn.Module):
             # Not nn.Embedding(...): drawing from N(0, 1) on the meta device imports torch._dynamo, for seconds.
             table = torch.empty(config.vocab_size, config.d_model)
             self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
-            self.embedding_norm = nn.LayerNorm(config.d_model)
+            self.embedding_norm = Norm(config.d_model)
             blocks = [Block(config, config.mixer(layer)) for layer in range(config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
-            self.final_norm = nn.LayerNorm(config.d_model)
+            self.final_norm = Norm(config.d_model)
         self.cross_entropy = CrossEntropy()
         # Not to_empty: an empty_like of a meta tensor imports sympy.
         empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.named_parameters()}
@@ -168,6 +175,15 @@ class LanguageModel(nn.Module):
         """From now on the backward recomputes every block: memory of one block's activations, a third more time."""
         for block in self.blocks:
             block.recompute = True
+
+    def compile_parts(self, **options: Any) -> None:
+        """From now on every block, the norms around them and the losses run compiled, a graph each.
+
+        Args:
+            options: of torch.compile.
+        """
+        for part in (*self.blocks, self.embedding_norm, self.final_norm, self.cross_entropy):
+            part.compile(**options)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -245,7 +261,8 @@ class LanguageModel(nn.Module):
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and torch.is_grad_enabled()
-        if tokens.numel() == 0 or waits or torch.compiler.is_compiling():
+        # Not is_compiling(), which is true in every thread while one of them compiles.
+        if tokens.numel() == 0 or waits or torch.compiler.is_dynamo_compiling():
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:

@@ -55,6 +55,13 @@ class RowSource(Protocol):
     def check_state(self, state: dict[str, Any]) -> None: ...
 
 
+class Pass(NamedTuple):
+    """Rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
+
+    rows: Rows
+    targets: int
+
+
 class TrainingResult(NamedTuple):
     """Where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
 
@@ -109,10 +116,10 @@ def train(
         logged_tokens, logged_seconds = tokens, seconds
         loss: float | None = None
 
-        def load(index: int) -> list[Rows]:
+        def load(index: int) -> list[Pass]:
             first = index * settings.passes_per_step
             own = range(ranks.data_rank, settings.passes_per_step, ranks.data_size)
-            return [ranks.part(batches[first + i]) for i in own]
+            return [make_pass(ranks.part(batches[first + i]), model, device) for i in own]
 
         metrics = MetricsWriter(run_dir, step, config if config.execution.tracker else None) if ranks.main else None
         if metrics:
@@ -173,10 +180,23 @@ def train(
         return TrainingResult(step, settings.steps, loss, None)
 
 
+def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
+    """What `train_step` takes: work of the host that no step should wait for, done ahead.
+
+    A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
+    `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
+    """
+    if device.type != "cpu":
+        model.check_tokens(rows.tokens, rows.targets)
+    if device.type == "cuda" and rows.tokens.is_cpu:
+        rows = _each(rows, torch.Tensor.pin_memory)
+    return Pass(rows, int((rows.targets != -100).sum()))
+
+
 def train_step(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
-    passes: list[Rows],
+    passes: list[Pass],
     rate: float,
     settings: TrainingConfig,
     device: torch.device,
@@ -186,12 +206,12 @@ def train_step(
 
     The device is waited for once, at the end.
     """
-    targets = int(ranks.sum(sum(_count(rows) for rows in passes)))
+    targets = int(ranks.sum(sum(each.targets for each in passes)))
     if targets == 0:
         raise ValueError("a training step needs at least one target; every target of this one is -100")
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for rows in [_moved(rows, model, device) for rows in passes]:  # all before the first, whose end a copy would await
+    for rows in [_moved(each.rows, device) for each in passes]:  # all before the first, whose end a copy would await
         with auxiliary_losses() as extra:
             loss = _loss_sum(model, rows, settings, device)
         # FSDP takes the mean of the ranks' gradients.
@@ -215,11 +235,12 @@ def held_out_loss(
     total, targets = 0.0, 0
     for first in range(0, settings.evaluation_batches, ranks.data_size):
         index = first + ranks.data_rank
-        batch = _moved(ranks.part(rows[min(index, settings.evaluation_batches - 1)]), model, device)
-        loss = float(_loss_sum(model, batch, settings, device))  # on all ranks or on none: they gather weights together
+        batch = make_pass(ranks.part(rows[min(index, settings.evaluation_batches - 1)]), model, device)
+        # On all ranks or on none: they gather weights together.
+        loss = float(_loss_sum(model, _moved(batch.rows, device), settings, device))
         if index < settings.evaluation_batches:
             total += loss
-            targets += _count(batch)
+            targets += batch.targets
     total, targets = ranks.sum(total), int(ranks.sum(targets))
     return total / targets if targets else math.nan
 
@@ -241,18 +262,14 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-def _count(rows: Rows) -> int:
-    """Real targets."""
-    return int((rows.targets != -100).sum())
+def _moved(rows: Rows, device: torch.device) -> Rows:
+    return _each(rows, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _moved(rows: Rows, model: LanguageModel, device: torch.device) -> Rows:
-    """The rows on a device. A GPU's model does not look at the tokens it is trained on, so they are checked here."""
-    if device.type == "cpu":
-        return rows
-    model.check_tokens(rows.tokens, rows.targets)
-    cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device)
-    return Part(rows.tokens.to(device), rows.targets.to(device), cu_seqlens)
+def _each(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+    """The rows with every tensor changed."""
+    cu_seqlens = None if rows.cu_seqlens is None else change(rows.cu_seqlens)
+    return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
 
 
 def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:

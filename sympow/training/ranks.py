@@ -183,7 +183,8 @@ def join(config: RunConfig, device: torch.device) -> Ranks:
 def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     """Makes `model` run as config.execution says, on all ranks: in place, before its optimizer is made.
 
-    With bf16, weights are gathered in bfloat16, and gradients are summed in float32.
+    Weights are gathered, and gradients summed, in float32 whatever the precision: with bf16 autocast casts what goes
+    into products, and nothing else, as on one rank.
     """
     execution = config.execution
     if ranks.context_group is not None:
@@ -191,20 +192,14 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     if execution.checkpoint_activations:
         model.checkpoint_activations()
     if execution.compile:
-        for block in model.blocks:
-            block.compile()
-        for module in (model.embedding_norm, model.final_norm, model.cross_entropy):
-            module.compile()
+        model.compile_parts()
     if ranks.size == 1:
         return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    policy = MixedPrecisionPolicy()
-    if config.training.precision == "bf16":  # autocast casts what goes into products; the rest stays as it is
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(ranks.device, (ranks.size,), mesh_dim_names=("shard",))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     for method in ("loss_sum", "token_losses"):
         register_fsdp_forward_method(model, method)

@@ -1,4 +1,4 @@
-"""Blocks under torch.compile: a graph each, the same numbers, and no compiling from step to step."""
+"""Models under torch.compile: a graph for each part, the same numbers, and no compiling from step to step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 
 
 @pytest.mark.parametrize(("rotation", "recompute"), [("data", False), ("fixed", True)])
-def test_a_block_is_one_graph(monkeypatch, rotation, recompute):
+def test_each_part_is_one_graph(monkeypatch, rotation, recompute):
     if DEVICE == "cpu":  # in Triton's interpreter, of which the compiler cannot see whether it is on
         monkeypatch.setattr(triton, "unsupported_tensors", lambda device, dtype: None)
     mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": 16})
@@ -28,13 +28,13 @@ def test_a_block_is_one_graph(monkeypatch, rotation, recompute):
     expected = step()
     torch.compiler.reset()
     counters.clear()
-    for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+    model.compile_parts(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(step(), expected)
     with torch.no_grad():
         torch.testing.assert_close(model.eval().loss_sum(tokens, targets), expected[0])
     torch.testing.assert_close(model.train() and step(), expected)
-    assert counters["stats"]["unique_graphs"] == 2  # with gradients and without; both blocks share them
+    # With gradients and without, a block and a norm, of which the two share them; and the losses.
+    assert counters["stats"]["unique_graphs"] == 5
     assert not counters["graph_break"]
     torch.compiler.reset()

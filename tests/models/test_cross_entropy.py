@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.models.cross_entropy import CrossEntropy, cross_entropy_sum
-from tests.ops.contract import FLOAT64_TOLERANCE
+from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 TOKENS, WIDTH = 11, 6
 
@@ -48,12 +48,30 @@ def test_a_hopeless_target_has_a_finite_loss():
     assert loss == 600 and torch.autograd.grad(loss, hidden)[0] == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_are_overwritten_with_their_gradients(dtype):
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(TOKENS, 13, generator=gen).to(dtype)
+    logits[:, 11:] = -torch.inf
+    targets = torch.randint(11, (TOKENS,), generator=gen)
+    targets[4] = -100
+    exact = logits.double().clone().requires_grad_()
+    expected = F.cross_entropy(exact, targets, ignore_index=-100, reduction="none")
+    losses = CrossEntropy()(logits, targets)
+    assert losses.dtype == torch.promote_types(dtype, torch.float32) and logits.dtype == dtype
+    (grad,) = torch.autograd.grad(expected.sum(), exact)
+    # A dozen roundings of numbers below 10; of gradients, below 1, one more to the dtype of the logits.
+    rounding = torch.finfo(losses.dtype).eps
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=0, atol=120 * rounding)
+    torch.testing.assert_close(logits.double(), grad, rtol=0, atol=12 * rounding + torch.finfo(dtype).eps)
+
+
 def test_autocast():
     """bfloat16 products: as far from float64 as the same logits rounded to bfloat16, twice; sums in float32."""
-    exact, half = inputs(13), inputs(13, torch.float32)
     grads = []
-    for hidden, weight, targets in (exact, half):
-        with torch.autocast("cpu", torch.bfloat16, enabled=hidden.dtype == torch.float32):
+    for dtype in (torch.float64, torch.float32):
+        hidden, weight, targets = (x.detach().to(DEVICE).requires_grad_(x.requires_grad) for x in inputs(13, dtype))
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.float32):
             loss = total(hidden, weight, targets, 4)
         grads.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     assert [x.dtype for x in grads[1]] == [torch.float32] * 3

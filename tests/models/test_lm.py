@@ -12,7 +12,7 @@ from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
-WIDTHS = range(VOCAB, VOCAB + 8)  # of logits, which may be padded
+WIDTHS = range(VOCAB, 64 + 1)  # of logits, which may be padded
 HYBRID = (MixerConfig("power"), MixerConfig("window", {"window": 5}), MixerConfig("softmax"), MixerConfig("linear"))
 RECALL = (
     MixerConfig("short_convolution", {"width": 3, "mixer": "softmax", "options": {"rotation": "none"}}),
@@ -276,3 +276,18 @@ def test_bad_targets_are_refused(targets, message):
     for method in (model().token_losses, model().loss_sum, model().check_tokens):
         with pytest.raises(ValueError, match=message):
             method(tokens(), targets)
+
+
+def test_tokens_are_checked_while_something_is_compiled():
+    """Training checks a batch in a thread while the step before it may be compiling."""
+    built = model()
+    refused = []
+
+    def backend(graph, inputs):
+        with pytest.raises(ValueError, match="tokens must lie in a vocabulary of 53 tokens; got 53") as error:
+            built.check_tokens(torch.full((2, 30), VOCAB), tokens())
+        refused.append(error)
+        return graph.forward
+
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert len(refused) == 1

@@ -12,7 +12,6 @@ from torch import nn
 
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
-from sympow.models.lm import Block
 from sympow.training import (
     CheckpointError,
     ExecutionConfig,
@@ -26,8 +25,10 @@ from sympow.training import (
 from sympow.training import loop as module
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.loop import held_out_loss, resolve_device
+from sympow.training.ranks import Part
 from sympow.training.run_folder import clear_run_folder
 from sympow.training.throughput import token_flops
+from tests.ops.contract import DEVICE
 
 CPU = torch.device("cpu")
 
@@ -145,7 +146,7 @@ def test_generators_continue(tmp_path, make_config, make_batches, monkeypatch):
     assert same_end(tmp_path / "whole", tmp_path / "parts")
 
 
-def gradient(config, passes, monkeypatch) -> tuple[float, torch.Tensor]:
+def gradient(config, batches, monkeypatch) -> tuple[float, torch.Tensor]:
     """Loss of one step over the given batches, and the gradient of the embedding before clipping."""
     model = LanguageModel(config.model, seed=0)
     seen = []
@@ -155,8 +156,9 @@ def gradient(config, passes, monkeypatch) -> tuple[float, torch.Tensor]:
             seen.append(model.embedding.weight.grad.clone())
 
     optimizer = Recorder(model.parameters(), lr=0.1)
+    passes = [module.make_pass(batch, model, CPU) for batch in batches]
     loss, _, targets = module.train_step(model, optimizer, passes, 0.1, config.training, CPU)
-    assert targets == sum(int((batch.targets != -100).sum()) for batch in passes)
+    assert targets == sum(int((batch.targets != -100).sum()) for batch in batches)
     assert all(parameter.grad is None for parameter in model.parameters())
     return loss, seen[0]
 
@@ -175,6 +177,40 @@ def test_the_loss_of_a_step_is_the_mean_over_its_targets(make_config, make_batch
     torch.testing.assert_close(split_grad, grad, rtol=1e-4, atol=1e-7)
     model = LanguageModel(config.model, seed=0)
     assert loss == pytest.approx(float(model.token_losses(whole.tokens, targets).sum().detach()) / 19, rel=1e-6)
+
+
+@pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"tokens": torch.full((2, 16), 17)}, ValueError, "tokens must lie in a vocabulary of 17 tokens; got 17"),
+        ({"targets": torch.full((2, 16), -7)}, ValueError, "targets must lie in a vocabulary of 17 tokens; got -7"),
+        ({"tokens": torch.zeros(2, 16)}, TypeError, "tokens must be int64; got torch.float32"),
+        ({"targets": torch.full((2, 16), -100)}, ValueError, "every target of this one is -100"),
+    ],
+)
+def test_bad_batches_are_refused(tmp_path, make_config, bad, error, message, device):
+    good = Part(torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int64))
+
+    class Third:
+        def __getitem__(self, index):
+            return good._replace(**bad) if index == 2 else good
+
+    with pytest.raises(error, match=message):
+        train(make_config(device=device), Third(), tmp_path / "run", quiet=True)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_passes_for_a_gpu_are_checked_and_pinned_on_the_host(make_config):
+    model = LanguageModel(make_config().model, seed=0)
+    rows = Part(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, -100, 17]]), torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match="targets must lie in a vocabulary of 17 tokens; got 17"):
+        module.make_pass(rows, model, torch.device("meta"))
+    assert module.make_pass(rows, model, CPU) == (rows, 2)  # a model on the CPU looks at them itself
+    if DEVICE == "cuda":
+        rows.targets[0, 2] = 16
+        made = module.make_pass(rows, model, torch.device("cuda"))
+        assert made.targets == 2 and all(tensor.is_pinned() for tensor in made.rows)
 
 
 def test_the_held_out_loss_is_taken_in_evaluation_mode(tmp_path, make_config, make_batches, monkeypatch):
@@ -291,19 +327,20 @@ def test_steps_are_traced(tmp_path, make_config, make_batches):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
-def test_blocks_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
+def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     compiled = []
 
-    def compile_block(self, **options):  # with a backend that needs no compiler
-        compiled.append(options)
-        nn.Module.compile(self, backend="eager")
+    def compile_part(self, **options):  # with a backend that needs no compiler
+        compiled.append(type(self).__name__)
+        real(self, backend="eager", **options)
 
-    monkeypatch.setattr(Block, "compile", compile_block)
+    real = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", compile_part)
     config = make_config("softmax", steps=3)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
-    assert compiled == [{}]
+    assert compiled == ["Block", "Norm", "Norm", "CrossEntropy"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert load_model(tmp_path / "compiled").step == 3
