@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -343,6 +343,17 @@ def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
     bias = None if linear.bias is None else linear.bias.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
+
+
+def linears_float32(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """`linear_float32` of each, x [B, T, d]; in one product, as all of x is read for a few numbers a token."""
+    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
+        return tuple(linear_float32(linear, x) for linear in linears)
+    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
+    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
+    biases = [x.new_zeros(n.out_features, dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([n.out_features for n in linears], -1)
 
 
 def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:

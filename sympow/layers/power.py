@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linear_float32, normed
+from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linears_float32, normed
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -133,10 +133,11 @@ class PowerAttention(AttentionMixer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
         self.check_input(x, self.qkv.weight)
-        log_g = None if self.gate is None else F.logsigmoid(linear_float32(self.gate, x))
+        gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
+        log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            steps = 1 + torch.tanh(linear_float32(self.beta, x))
+            steps = 1 + torch.tanh(gates[-1])
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)

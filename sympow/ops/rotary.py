@@ -12,10 +12,12 @@ from math import pi, tau
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sympow.ops.kernels import has_kernels
 
 RULES = ("standard", "conformal")
+SUM_BLOCK = 128
 
 
 def rotary_frequencies(
@@ -57,8 +59,23 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
     # Time last: a GPU adds up along any other axis with one thread a row, tens of milliseconds for 65,536 tokens.
-    positions = beta.to(torch.float64).transpose(1, 2).cumsum(2).transpose(1, 2)
+    positions = _running_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """x.cumsum(-1), no sum of which is longer than SUM_BLOCK: within blocks, and likewise of the blocks' last ones.
+
+    A GPU would take one thread block a row, and rows are few. torch.compile splits sums of more than 128 elements that
+    do not lie together ("split scan"), and with torch 2.11 fails on such a sum to which something is added.
+    """
+    length = x.shape[-1]
+    if length <= SUM_BLOCK:
+        return x.cumsum(-1)
+    blocks = (length + SUM_BLOCK - 1) // SUM_BLOCK  # named, as a compiler is slow to see that the padded length divides
+    within = F.pad(x, (0, blocks * SUM_BLOCK - length)).unflatten(-1, (blocks, SUM_BLOCK)).cumsum(-1)
+    before = F.pad(_running_sums(within[..., :-1, -1]), (1, 0))
+    return (within + before[..., None]).flatten(-2)[..., :length]
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:

@@ -102,12 +102,14 @@ def test_gate_and_positions_stay_float32_under_autocast(monkeypatch):
     real = module.power_attention
     monkeypatch.setattr(module, "power_attention", spy)
     layer = PowerAttention(16, 2, gate_bias=(8, 8))
+    torch.nn.init.normal_(layer.beta.weight, generator=torch.Generator().manual_seed(5))
     x = input_like(layer, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         layer(x)
-        gate = module.linear_float32(layer.gate, x)
+        gate, beta = module.linears_float32([layer.gate, layer.beta], x)
     assert seen == {"q": torch.bfloat16, "log_g": torch.float32}
     torch.testing.assert_close(gate, layer.gate(x))
+    torch.testing.assert_close(beta, layer.beta(x))
 
 
 @torch.no_grad()

@@ -3,9 +3,11 @@ from math import pi
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.profiler import ProfilerActivity, profile
 
 from sympow.ops import rotary_frequencies, rotary_positions, rotate, rotate_heads
 from sympow.ops.feature_map import spow
+from sympow.ops.rotary import SUM_BLOCK
 
 F64 = torch.float64
 
@@ -42,6 +44,30 @@ def test_phase_at_a_million_tokens(rule, carried):
     angle = phase * 2 * pi
     expected = torch.stack([angle.cos() - angle.sin(), angle.sin() + angle.cos()], -1).flatten(-2)
     assert (rotate(x, positions, frequencies)[0, :, 0].double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("time", [1, SUM_BLOCK, SUM_BLOCK + 1, 3 * SUM_BLOCK - 5, SUM_BLOCK**2 + 3 * SUM_BLOCK + 1])
+def test_sums_in_blocks(time, carried):
+    """Positions and gradients are those of one running sum, but for the rounding of T float64 additions."""
+    beta, start = normal(2, time, 3).requires_grad_(), normal(2, 3, seed=1).requires_grad_()
+    plain = beta.cumsum(1) + carried * start[:, None]
+    positions = rotary_positions(beta, start if carried else None)
+    leaves, weights = (beta, start)[: 1 + carried], normal(2, time, 3, seed=2)
+    grads = [torch.autograd.grad((c * weights).sum(), leaves) for c in (positions, plain)]
+    # No sum of any terms is larger than that of their sizes, and each addition rounds it by half of eps at most.
+    for actual, expected, terms in ((positions, plain, beta), *zip(*grads, (weights, weights), strict=False)):
+        bound = time * torch.finfo(F64).eps * (terms.abs().sum(1).max() + start.abs().max())
+        assert (actual - expected).abs().max() <= bound
+
+
+def test_no_sum_is_longer_than_a_block():
+    """Neither forward nor backward: what torch.compile makes of longer ones on a GPU may not compile."""
+    beta = torch.ones(1, 2 * SUM_BLOCK**2 + 2 * SUM_BLOCK, 2, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        rotary_positions(beta).sum().backward()
+    lengths = [event.input_shapes[0][-1] for event in profiler.events() if event.name == "aten::cumsum"]
+    assert len(lengths) == 2 * 3 and max(lengths) == SUM_BLOCK  # blocks, blocks of blocks, and those
 
 
 def test_only_differences_of_positions_matter():
