@@ -101,7 +101,7 @@ def plot(result: dict, path: Path) -> None:
 
 
 def main() -> int:
-    parser = options("benchmarks.long_row", __doc__, rows=8, steps=300, learning_rate=2e-3)
+    parser = options("benchmarks.long_row", __doc__, rows=8, steps=600, learning_rate=5e-4)
     parser.add_argument("--length", type=int, default=1_000_000, help="tokens of the row (default: 1000000)")
     args = parser.parse_args()
     device, config = torch.device(args.device), run_config(args)
