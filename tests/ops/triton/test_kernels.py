@@ -112,20 +112,26 @@ def test_large_quadratic(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_scales(gated):
-    """log2 of what the key pass of `hopper_quadratic` multiplies a query's scores with; two heads share a gate."""
-    B, T, H, G, V, out_scale = 2, 37, 4, 2, 16, 1 / 64
+    """What the key pass of `hopper_quadratic` multiplies a query's scores with; two heads share a gate."""
+    B, T, H, G, V, out_scale, step = 2, 37, 4, 2, 16, 1 / 64, 16
     gen = torch.Generator().manual_seed(0)
     out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))
     norm = (torch.rand(H, B * T, generator=gen) + 0.5).to(DEVICE)
     sums = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE)
-    factor, scales, delta, dsums = (torch.empty_like(norm) for _ in range(4))
+    factor, scales, near, delta, dsums = (torch.empty_like(norm) for _ in range(5))
     backward.row_factors[(B, H)](
-        out, dout, norm, sums, factor, scales, delta, dsums, None, None, T, B * T, H, out_scale, 1e-6, V=V, P=2,
-        COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, SCALES=True, PACKED=False, OVERLAP=False,
+        out, dout, norm, sums, factor, scales, near, delta, dsums, None, None, T, B * T, H, out_scale, 1e-6, V=V, P=2,
+        COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, STEP=step, PACKED=False, OVERLAP=False,
     )  # fmt: skip
     expected = (out_scale / norm.double()).log2()
+    expected_near = out_scale / norm.double()
     if gated:
-        expected += sums.double().repeat_interleave(H // G, 0)
+        decay = sums.double().repeat_interleave(H // G, 0)
+        expected += decay
+        rows, token = decay.view(H, B, T), torch.arange(T, device=DEVICE)
+        expected_near *= (rows - rows[:, :, token // step * step]).flatten(1).exp2()
+    # The decay within a step, of at most 4 step, is rounded once.
+    assert (near / expected_near - 1).abs().max() <= 4 * (1 + step) * EPS32
     # A GPU's quotient errs by 2 EPS32, its logarithm by 2 more, and the sum is rounded once.
     assert (scales - expected).abs().max() <= 4 * EPS32 * expected.abs().max()
     assert (factor * norm - 1).abs().max() <= 4 * EPS32
