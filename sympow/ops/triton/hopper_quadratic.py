@@ -8,6 +8,8 @@ decay and normalizer in one: b_ij n_i is 2**(scales_i - L_j), or near_i 2**(L_c 
 step, `scales` and `near` [H, tokens] as `backward.row_factors` writes them.
 """
 
+from functools import lru_cache
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,9 +32,13 @@ _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on thei
 
 def tile_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """For the copy engine: x [B, T, heads, K] in tiles of `rows` tokens of a head, zeros past the end of a sequence."""
-    shape, block = list(x.shape), [1, rows, 1, x.shape[3]]
     strides = [x.shape[1] * x.stride(1), x.stride(1), x.stride(2), 1]
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, x.shape[3]], _tile_layout(rows, x.shape[3]))
+
+
+@lru_cache
+def _tile_layout(rows: int, width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], gl.bfloat16)
 
 
 @gluon.jit
