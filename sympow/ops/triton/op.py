@@ -330,14 +330,18 @@ def _setup(ctx, inputs, output):
     q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, *_ = inputs
     ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *output)
     ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, eps, chunk, tf32)
+    ctx.set_materialize_grads(False)  # kept states have none: zeros as large as they are would be made
 
 
 def _backward(ctx, dout, _, ds_final, dz_final, *__):
     q, k, v, log_g, s_init, z_init, cu_seqlens, *output = ctx.saved_tensors
-    if not ctx.final:
+    if dout is None:
+        dout = torch.zeros_like(output[0])
+    if not ctx.final or (ds_final is None and dz_final is None):
         ds_final = dz_final = None
-    elif ctx.p != 2:
-        dz_final = None
+    else:
+        ds_final = torch.zeros_like(output[2]) if ds_final is None else ds_final
+        dz_final = None if ctx.p != 2 else torch.zeros_like(output[3]) if dz_final is None else dz_final
     dq, dk, dv, dlog_g, ds_init, dz_init = power_backward(
         dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, *output,
         *ctx.options,

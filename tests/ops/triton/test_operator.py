@@ -149,6 +149,18 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     assert_same(results(call, tensors), kept)
 
 
+@pytest.mark.parametrize("used", ["s", "z"])
+def test_gradients_through_one_part_of_the_state_alone(used):
+    """What has no gradient counts as zeros: nothing else is to be told of outputs that no loss takes."""
+    tensors = [x.detach().float().requires_grad_() for x in inputs(20, 16)]
+    out, state = power_attention(*tensors, chunk_size=16, impl="triton", return_state=True)
+    part = getattr(state, used)
+    alone = torch.autograd.grad(part.square().sum(), tensors[1:], retain_graph=True, allow_unused=True)
+    rest = sum(x.sum() for x in (out, state.s, state.z))
+    with_zeros = torch.autograd.grad(part.square().sum() + 0 * rest, tensors[1:], allow_unused=True)
+    assert_same(alone, with_zeros)
+
+
 def test_an_empty_batch():
     q = torch.zeros(0, 4, 1, 8, device=DEVICE)
     state = power_attention(q, q, q, impl="triton", return_state=True).state
