@@ -7,7 +7,7 @@ other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,38 +27,50 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
     Returns:
         Like x; zero on the first rank (the last in reverse).
     """
+    own = x.flatten() if log_decay is None else torch.cat([x.flatten(), log_decay.to(x.dtype)])  # one message, not two
+    width = x.numel() // max(1, len(x))
+    return exclusive_scan_of_message(own, len(x), [width], group, reverse=reverse).view(x.shape)
+
+
+def exclusive_scan_of_message(
+    message: Tensor, rows: int, widths: Sequence[int], group: dist.ProcessGroup, *, reverse: bool = False
+) -> Tensor:
+    """`exclusive_scan` of tensors [rows, width], one behind the other in a flat message, which is sent as it is.
+
+    After them it may hold log_decay [rows]. Returns the sums [rows sum(widths)], as the tensors lie in the message.
+    """
     if torch.compiler.is_compiling():
-        return _scan_as_operator(x, log_decay, group.group_name, reverse)
-    return _scan(x, log_decay, group, reverse)
+        return _scan_as_operator(message, rows, widths, group.group_name, reverse)
+    return _scan(message, rows, widths, group, reverse)
 
 
-def _scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup, reverse: bool) -> Tensor:
+def _scan(message: Tensor, rows: int, widths: Sequence[int], group: dist.ProcessGroup, reverse: bool) -> Tensor:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    own = x.reshape(len(x), -1)
-    if log_decay is not None:  # one message, not two
-        own = torch.cat([own, log_decay[:, None].to(x.dtype)], dim=1)
-    parts = list(own.new_empty(size, *own.shape).unbind(0))
-    dist.all_gather(parts, own.contiguous(), group=group)
-    total = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    decay = x.new_ones(len(x), *[1] * (x.ndim - 1))
+    parts = list(message.new_empty(size, message.numel()).unbind(0))
+    dist.all_gather(parts, message.contiguous(), group=group)
+    lengths = [rows * width for width in widths]
+    total = message.new_zeros(sum(lengths))
+    decay = message.new_ones(rows, 1)
     for part in parts[rank + 1 :] if reverse else reversed(parts[:rank]):  # the nearest first
-        total += decay * part[:, : total[0].numel()].reshape(x.shape)
-        if log_decay is not None:
-            decay = decay * part[:, -1].exp().view_as(decay)
+        *tensors, log_decay = part.split([*lengths, part.numel() - total.numel()])
+        for width, tensor, sums in zip(widths, tensors, total.split(lengths), strict=True):
+            sums.view(rows, width).addcmul_(decay, tensor.view(rows, width))
+        if log_decay.numel():
+            decay = decay * log_decay.exp()[:, None]
     return total
 
 
 @torch.library.custom_op("sympow::exclusive_scan", mutates_args=())
-def _scan_as_operator(x: Tensor, log_decay: Tensor | None, group: str, reverse: bool) -> Tensor:
+def _scan_as_operator(message: Tensor, rows: int, widths: Sequence[int], group: str, reverse: bool) -> Tensor:
     """In a graph of torch.compile: whole, as a compiler that saw the message would drop it on the rank that reads
     nothing from it, and leave the others waiting."""
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return _scan(x, log_decay, resolve(group), reverse)
+    return _scan(message, rows, widths, resolve(group), reverse)
 
 
 @_scan_as_operator.register_fake
-def _(x, log_decay, group, reverse):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(message, rows, widths, group, reverse):
+    return message.new_empty(rows * sum(widths))
 
 
 def exclusive_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -59,8 +59,8 @@ def power_attention(
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
             of which sees another. Documents may be empty. The kernels do not check values that lie on a GPU.
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
-            the output is that part of the whole row's. Every rank calls this, and its backward, with one B. Not with
-            cu_seqlens, initial_state or return_state, nor with impl="reference".
+            the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
+            one kind. Not with cu_seqlens, initial_state or return_state, nor with impl="reference".
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification; slow), or
             "auto": "triton" where it can, else "eager".
 

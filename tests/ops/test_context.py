@@ -34,6 +34,7 @@ CHUNKS = (None, 5)  # of a part; None: as the cost model chooses
 KERNELS = {
     "gate": Case(B=1, T=24, H=2, G=1, K=16, V=16, return_state=False),
     "p 1": Case(B=1, T=20, H=1, G=1, K=16, V=16, p=1, return_state=False),
+    "chunks": Case(B=1, T=140, H=1, G=1, K=16, V=16, return_state=False),
 }
 if DEVICE == "cuda":  # these take long in Triton's interpreter, which also knows no bfloat16
     KERNELS |= {
@@ -86,6 +87,28 @@ def test_kernels(ranks, name):
     if len(ranks) == 2:
         case = KERNELS[name]
         assert_within_budget(whole(ranks, name), case, make_inputs(case, dtype=KERNEL_DTYPE), 16)
+
+
+def compiled_kernels() -> list[float]:
+    """How far the kernels' results are from those under torch.compile, of which they see no more than the operators."""
+    from sympow.ops.triton.context import Options, PowerInContext
+
+    case = Case(B=1, T=40, H=1, G=1, K=16, V=16, return_state=False)
+    tensors = [x for x in make_inputs(case, dtype=torch.float32).values() if x is not None]
+    options = Options(2, 0.25, True, 1e-6, 32, False, False)
+
+    def results(attend):
+        out = attend(*tensors, options, dist.group.WORLD)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+    compiled = torch.compile(PowerInContext.apply, backend="aot_eager", fullgraph=True)
+    pairs = zip(results(compiled), results(PowerInContext.apply), strict=True)
+    return [float((a - b).abs().max()) for a, b in pairs]
+
+
+def test_compiled_kernels():
+    pytest.importorskip("triton", reason="needs triton")
+    assert run_ranks(compiled_kernels, 2, device=DEVICE) == [[0.0] * 5] * 2
 
 
 def recomputed_sum(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 from sympow.ops.triton import config, hopper_powers, hopper_states, states
-from sympow.ops.triton.levels import Levels, levels_of
+from sympow.ops.triton.levels import Levels, level_count, levels_of
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
@@ -120,10 +120,22 @@ class Shapes:
         """Of plain rows, the lower and the upper prefixes."""
         return (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
 
-    def kept_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of S and Z as `Call.states` returns them, for p <= 2."""
-        chunks, rows = self.layout.blocks(self.chunk), row_count(self.K, self.p, self.parts)
-        return (chunks, self.G, rows, self.V), (chunks if z or self.hopper else 0, self.G, self.K, self.K)
+    @property
+    def row_count(self) -> int:
+        """`rows.count`, without the tables: they are not to be made where torch.compile only asks for shapes."""
+        return level_count(self.K, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
+
+    def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of S and Z at the boundaries of chunks, as `Call.states` returns them."""
+        return self._shapes(self.layout.blocks(self.chunk), z)
+
+    def end_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same at the end of every sequence."""
+        return self._shapes(self.layout.sequences, z)
+
+    def _shapes(self, count: int, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # The pass on Hopper makes Z along the way.
+        return (count, self.G, self.row_count, self.V), (count if z or self.hopper else 0, self.G, self.K, self.K)
 
 
 class Call(Shapes):
@@ -131,8 +143,9 @@ class Call(Shapes):
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, scale: float,
-        chunk: int, tf32: bool, gradient_rows: bool = False,
+        chunk: int, tf32: bool, gradient_rows: bool = False, sums: Tensor | None = None,
     ):  # fmt: skip
+        """sums: of the gate, where another call with the same gate has formed them; log_g is not read then."""
         super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
         self.gated = log_g is not None
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
@@ -141,7 +154,9 @@ class Call(Shapes):
         self.out_scale = 1.0 if p > 4 else scale**p
         self.grad_scale = p * (scale if p > 4 else 1.0)
         self.precision = "tf32" if tf32 else "ieee"
-        self.sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
+        if sums is None:
+            sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
+        self.sums = sums
 
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
@@ -186,10 +201,16 @@ class Call(Shapes):
         """Of the rows, on the device."""
         return self.rows.on(self.q.device) if self.chunk else (None,) * 4
 
+    def new_ends(self, z: bool) -> tuple[Tensor, Tensor]:
+        """Room for the last S [N, G, rows, V] and Z [N, G, K, K], float32."""
+        s_end, z_end = (self.sums.new_empty(shape) for shape in self.end_shapes(z))
+        return s_end, z_end
+
     def states(
-        self, s_init: Tensor | None, z_init: Tensor | None, final: bool, z: bool, gradient: tuple | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, and the last ones (float32).
+        self, s_init: Tensor | None, z_init: Tensor | None, ends: tuple[Tensor, Tensor] | None, z: bool,
+        gradient: tuple | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks. `ends` takes the last ones.
 
         `gradient` is (dout, factor, delta): then the same in reverse, for the gradient of the states.
         """
@@ -208,16 +229,11 @@ class Call(Shapes):
             K=self.K, P=self.p, BLOCK=block, CHUNK=self.chunk, GATED=self.gated, **flags,
         )  # fmt: skip
 
-        chunks = layout.blocks(self.chunk)
-        ends = layout.sequences if final else 0
-        z = z or self.hopper  # which makes it along the way
-        s = torch.empty(chunks, self.G, self.rows.count, self.V, device=device, dtype=dtype)
-        zs = torch.empty(chunks if z else 0, self.G, self.K, self.K, device=device, dtype=dtype)
-        s_final = torch.empty(ends, self.G, self.rows.count, self.V, device=device, dtype=torch.float32)
-        z_final = torch.empty(ends if z else 0, self.G, self.K, self.K, device=device, dtype=torch.float32)
+        s, zs = (torch.empty(shape, device=device, dtype=dtype) for shape in self.state_shapes(z))
         sources = (x, x.stride(1), x.stride(2), xt, stride, y, y.stride(1), y.stride(2), self.sums, s, zs)
-        flags |= {"INIT": s_init is not None, "FINAL": final, "ALIGN": block}
+        flags |= {"INIT": s_init is not None, "FINAL": ends is not None, "ALIGN": block}
         inits = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
+        s_final, z_final = (s, zs) if ends is None else ends
         sequences = (layout.cu_seqlens, layout.chunk_starts(self.chunk), layout.length, layout.tokens, self.G)
         dims = self.dims() | {"R": heads // self.G}
         if self.hopper:
@@ -247,7 +263,7 @@ class Call(Shapes):
                 *sources, *inits, s_final, z_final, self.tables()[0], *sequences, lower, upper, **dims, **flags,
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,
             )  # fmt: skip
-        return s, zs, s_final, z_final
+        return s, zs
 
     def _state_tiles(self, launch: config.Launch) -> tuple[int, int]:
         """Tiles of rows that a program of the state pass owns, and programs a head: half the tiles where the programs

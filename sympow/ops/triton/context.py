@@ -1,20 +1,33 @@
-"""The kernels on rows split over ranks: states are exchanged before the output pass, their gradients before the
-backward.
+"""The kernels on rows split over ranks: states are exchanged before the output pass, their gradients before the key
+pass.
 
-Two more state passes are run: the exchange needs a rank's own last state before its outputs can be computed, and the
-gradient of its initial state through its own outputs before the other gradients.
+A rank forms its states once, from none, and sends its last one. What comes in from the ranks before is then added to
+them, times the decay up to each chunk (`carry.py`); with the gradients of the states likewise, from the ranks after.
+The message holds states as the kernels do, so all ranks of a group need GPUs of one kind. It is one buffer that the
+state pass writes to: S of all rows and kv heads, Z of them, and the logarithms of their decays, if there is a gate.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops.context import exclusive_scan
-from sympow.ops.triton.op import power_backward, power_forward, power_own_gradient, power_own_state
+from sympow.ops.context import exclusive_scan_of_message
+from sympow.ops.triton.call import Call, Shapes
+from sympow.ops.triton.carry import carried, chunk_decays
+from sympow.ops.triton.op import (
+    RowFactors,
+    gate_gradient,
+    kept_shapes,
+    key_gradient,
+    output,
+    query_gradient,
+    row_factors,
+)
 
 
 class Options(NamedTuple):
@@ -35,35 +48,237 @@ class PowerInContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_g, options: Options, group: dist.ProcessGroup):
         p, scale, normalize, eps, chunk, tf32, wide = options
-        s, z = power_own_state(k, v, log_g, p, scale, chunk, tf32)
-        s, z = _exchange(s, z, log_g, group)
         gradient = any(ctx.needs_input_grad)
-        out, *others = power_forward(
-            q, k, v, log_g, s, z, None, p, scale, normalize, eps, chunk, True, tf32, wide, gradient
+        s, z, sums, decays, message = context_states(k, v, log_g, p, scale, chunk, tf32, gradient)
+        incoming = _exchange(message, s, z, k, group)
+        out, norm, s, z, last = context_output(
+            q, k, v, log_g, s, z, sums, decays, message, incoming, p, scale, normalize, eps, chunk, tf32, wide, gradient
         )
-        ctx.save_for_backward(q, k, v, log_g, s, z, out, *others)
+        if s.numel():  # the states are kept, and need not be formed again
+            incoming = incoming.new_empty(0)
+        ctx.save_for_backward(q, k, v, log_g, out, norm, s, z, incoming, last)
         ctx.options, ctx.group = options, group
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, log_g, s, z, out, norm, *ends = ctx.saved_tensors
+        q, k, v, log_g, out, norm, s, z, incoming, last = ctx.saved_tensors
         p, scale, normalize, eps, chunk, tf32, _ = ctx.options
-        options = (p, scale, normalize, eps, chunk, tf32)
-        ds, dz = power_own_gradient(dout, q, k, v, log_g, out, norm, *options)
-        ds, dz = _exchange(ds, dz, log_g, ctx.group, reverse=True)
-        dq, dk, dv, dlog_g, *_ = power_backward(dout, ds, dz, q, k, v, log_g, s, z, None, out, norm, *ends, *options)
+        dout = dout.to(v.dtype).contiguous()
+        dq, *factors, ds, dz, sums, decays, message = context_query_gradient(
+            dout, q, k, v, log_g, out, norm, s, z, incoming, p, scale, normalize, eps, chunk, tf32
+        )
+        incoming = _exchange(message, ds, dz, k, ctx.group, reverse=True)
+        dk, dv, dlog_g = context_key_gradient(
+            dout, q, k, v, log_g, *factors, ds, dz, sums, decays, incoming, last, p, scale, chunk, tf32
+        )
         return dq, dk, dv, None if log_g is None else dlog_g, None, None
 
 
 def _exchange(
-    s: Tensor, z: Tensor, log_g: Tensor | None, group: dist.ProcessGroup, reverse: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """s [B, G, D, V] and z [B, G, D] (empty if there is none) of the ranks before this one; after it, in reverse."""
-    both = torch.cat([s, z[..., None]], -1) if z.numel() else s
-    log_decay = None if log_g is None else log_g.sum(1, dtype=torch.float64).flatten()
-    both = exclusive_scan(both.flatten(0, 1), log_decay, group, reverse=reverse).view_as(both)
-    if not z.numel():
-        return both, None
-    return both[..., :-1].contiguous(), both[..., -1].contiguous()
+    message: Tensor, s: Tensor, z: Tensor, k: Tensor, group: dist.ProcessGroup, reverse: bool = False
+) -> Tensor:
+    """S and Z that come in, as they lie in the message of this rank's own."""
+    widths = [x.shape[2] * x.shape[3] for x in (s, z) if x.numel()]
+    return exclusive_scan_of_message(message, k.shape[0] * k.shape[2], widths, group, reverse=reverse)
+
+
+def _forward_rows(p: int, gradient: bool) -> bool:
+    """`gradient_rows` of the forward: for p <= 2 those that the backward reads, whether states are kept or not, which
+    could differ from rank to rank. For p > 2 nothing is kept, and the forward has rows of its own (`levels.py`)."""
+    return gradient and p <= 2
+
+
+def _message_length(shapes: Shapes, gated: bool) -> int:
+    """Numbers of S and Z at the end of every row, and of its decay."""
+    return sum(math.prod(x) for x in shapes.end_shapes(shapes.p == 2)) + gated * shapes.layout.sequences * shapes.G
+
+
+def _ends(shapes: Shapes, message: Tensor) -> tuple[Tensor, Tensor]:
+    """S [B, G, rows, V] and Z [B, G, K, K], views into a message."""
+    s, z = shapes.end_shapes(shapes.p == 2)
+    first = math.prod(s)
+    return message[:first].view(s), message[first : first + math.prod(z)].view(z)
+
+
+def _own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S and Z from none, the decays to them (empty without a gate), and the message."""
+    message = call.sums.new_empty(_message_length(call, call.gated))
+    s, z = call.states(None, None, _ends(call, message), call.p == 2, gradient)
+    decays = message.new_empty(0)
+    if call.gated:
+        log_decay = message[message.numel() - call.layout.sequences * call.G :]
+        decays = chunk_decays(call, log_decay, reverse=gradient is not None)
+    return s, z, decays, message
+
+
+def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
+    """S and Z, given those from none and what came in."""
+    came = _ends(call, incoming)
+    s, z = (carried(x, y, decays if call.gated else None) for x, y in zip((s, z), came, strict=True))
+    return s, z
+
+
+def _in_rows_of(call: Call, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """S and Z of the forward in the rows of the backward."""
+    forward = Shapes(call.q, call.k, call.v, None, call.p, call.chunk, _forward_rows(call.p, gradient=True))
+    s, z = _ends(forward, ends)
+    if forward.rows is not call.rows:
+        s = call.rows.from_public(forward.rows.to_public(s)).contiguous()
+    return s, z
+
+
+@torch.library.custom_op("sympow::context_states", mutates_args=())
+def context_states(
+    k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """S and Z before each chunk, from none; the gate's sums (empty without one); decays to the chunks; the message."""
+    call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, _forward_rows(p, gradient))
+    s, z, decays, message = _own_states(call)
+    return s, z, call.sums, decays, message
+
+
+def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor, ...]:
+    s, z = (k.new_empty(shape) for shape in shapes.state_shapes(shapes.p == 2))
+    b, heads = shapes.layout.sequences, shapes.G
+    chunks = -(-shapes.layout.length // shapes.chunk)
+    sums = k.new_empty((heads, shapes.layout.tokens) if gated else (0,), dtype=torch.float32)
+    decays = k.new_empty((b, heads, chunks) if gated else (0,), dtype=torch.float32)
+    return s, z, sums, decays, k.new_empty(_message_length(shapes, gated), dtype=torch.float32)
+
+
+@context_states.register_fake
+def _(k, v, log_g, p, scale, chunk, tf32, gradient):
+    shapes = Shapes(k, k, v, None, p, chunk, _forward_rows(p, gradient))
+    return _fakes_of_own_states(k, shapes, log_g is not None)
+
+
+@torch.library.custom_op("sympow::context_output", mutates_args=())
+def context_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    sums: Tensor,
+    decays: Tensor,
+    message: Tensor,
+    incoming: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    tf32: bool,
+    wide: bool,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out [B, T, H, V] and normalizer [H, B T]; what the backward needs of the states, each empty where it does not: S
+    and Z with what came in, at the boundaries of chunks, under the limit of `kept_shapes`; the last ones, flat."""
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, _forward_rows(p, gradient), sums)
+    s, z = _all_states(call, s, z, decays, incoming)
+    out, norm = output(call, s, z, True, normalize, eps, wide)
+    if not gradient or kept_shapes(q, k, v, None, p, chunk, True) is None:
+        s, z = s.new_empty(0), z.new_empty(0)
+    last = message.new_empty(0)
+    if gradient and call.gated:
+        decay = message[incoming.numel() :].exp().view(q.shape[0], -1, 1, 1)
+        last = torch.empty_like(incoming)
+        parts = zip(*(_ends(call, x) for x in (message, incoming, last)), strict=True)
+        for own, came, total in parts:
+            if own.numel():
+                torch.addcmul(own, came, decay, out=total)
+    return out, norm, s, z, last
+
+
+@context_output.register_fake
+def _(q, k, v, log_g, s, z, sums, decays, message, incoming, p, scale, normalize, eps, chunk, tf32, wide, gradient):
+    b, t, h, _ = q.shape
+    out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
+    norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
+    kept = kept_shapes(q, k, v, None, p, chunk, True) if gradient else None
+    states = [k.new_empty(shape) for shape in kept or ((0,), (0,))]
+    return out, norm, *states, incoming.new_empty(incoming.shape if gradient and log_g is not None else 0)
+
+
+@torch.library.custom_op("sympow::context_query_gradient", mutates_args=())
+def context_query_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    out: Tensor,
+    norm: Tensor,
+    s_kept: Tensor,
+    z_kept: Tensor,
+    incoming: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq; factor, delta and dsums of `RowFactors`; and as `context_states`, of the gradients of the states after each
+    chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were not kept."""
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
+    factors = row_factors(call, dout, out, norm, normalize, eps)
+    s, z = s_kept, z_kept
+    if not s_kept.numel():
+        s, z = call.states(*_in_rows_of(call, incoming), None, p == 2 and normalize)
+    dq = query_gradient(call, dout, factors, s, z, True, normalize)
+    del s, z  # they may be large
+    ds, dz, decays, message = _own_states(call, (dout, factors.factor, factors.delta))
+    return dq, factors.factor, factors.delta, factors.dsums, ds, dz, call.sums, decays, message
+
+
+@context_query_gradient.register_fake
+def _(dout, q, k, v, log_g, out, norm, s_kept, z_kept, incoming, p, scale, normalize, eps, chunk, tf32):
+    b, t, h, _ = q.shape
+    shapes = Shapes(q, k, v, None, p, chunk, gradient_rows=True)
+    rows = [norm.new_empty(n, b * t) for n in (h, h, h if log_g is not None else 0)]
+    return q.new_empty(q.shape), *rows, *_fakes_of_own_states(k, shapes, log_g is not None)
+
+
+@torch.library.custom_op("sympow::context_key_gradient", mutates_args=())
+def context_key_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    factor: Tensor,
+    delta: Tensor,
+    dsums: Tensor,
+    ds: Tensor,
+    dz: Tensor,
+    sums: Tensor,
+    decays: Tensor,
+    incoming: Tensor,
+    last: Tensor,
+    p: int,
+    scale: float,
+    chunk: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dk, dv and dlog_g (empty without a gate). `last`: of the forward, its last states."""
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, sums=sums)
+    ds, dz = _all_states(call, ds, dz, decays, incoming)
+    none = factor.new_empty(0)
+    dk, dv, dsums_k = key_gradient(call, dout, RowFactors(factor, none, none, delta, dsums), ds, dz, True, p == 2)
+    if log_g is None:
+        return dk, dv, none
+    # Through the last state, all of which the whole row's decay multiplies.
+    (s, z), (ds_end, dz_end) = _in_rows_of(call, last), _ends(call, incoming)
+    end = call.rows.inner(s, ds_end)
+    if z.numel():
+        end = end + (z * dz_end).sum((2, 3))
+    return dk, dv, gate_gradient(call, dsums, dsums_k, end).view(log_g.shape).to(log_g.dtype)
+
+
+@context_key_gradient.register_fake
+def _(dout, q, k, v, log_g, factor, *_):
+    return k.new_empty(k.shape), v.new_empty(v.shape), factor.new_empty(0) if log_g is None else torch.empty_like(log_g)

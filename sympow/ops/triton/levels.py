@@ -39,11 +39,7 @@ class Levels(Basis):
             last = width == _LEAST
             group, depth = max(1, 16 // width), max(16, width)
             bound = key_dim - width
-            groups = [
-                (u, k)
-                for k in range(bound, key_dim if last else key_dim - width // 2)
-                for u in range(0, k + 1 if p == 3 else (k + 1) * (k + 2) // 2, group)
-            ]
+            groups = _groups(key_dim, p, width)
             filled = len(groups)
             groups += [(0, key_dim - 1)] * (-filled % (TILE // depth))
             shape.append((len(groups), width))
@@ -73,6 +69,27 @@ class Levels(Basis):
             weights = self.weights.to(device, torch.bfloat16)
             self._tables[device] = self.prefixes.int().to(device), self.entries.int().to(device), weights
         return self._tables[device]
+
+
+def _groups(key_dim: int, p: int, width: int) -> list[tuple[int, int]]:
+    """Of a level, the number of the first u and the k of each group that is not there to fill a tile."""
+    last = width == _LEAST
+    return [
+        (u, k)
+        for k in range(key_dim - width, key_dim if last else key_dim - width // 2)
+        for u in range(0, k + 1 if p == 3 else (k + 1) * (k + 2) // 2, max(1, 16 // width))
+    ]
+
+
+@lru_cache(maxsize=32)
+def level_count(key_dim: int, p: int) -> int:
+    """`Levels.count`, without the tables."""
+    count, width = 0, key_dim
+    while width >= _LEAST:
+        rows = len(_groups(key_dim, p, width)) * max(16, width)
+        count += rows + -rows % TILE
+        width //= 2
+    return count
 
 
 def _orderings(indices: tuple[int, ...]) -> int:

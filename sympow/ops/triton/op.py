@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,21 +42,32 @@ def power_forward(
     chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
     to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
     """
-    kept = gradient and _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) is not None
+    kept = gradient and kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) is not None
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, kept)
-    layout = call.layout
-    s = z = None
-    ends: Sequence[Tensor] = ()
+    s = z = ends = None
     if call.chunk:
+        reads_z = p == 2 and (normalize or final)
         if s_init is not None:
             s_init, z_init = _from_public(call.rows, s_init, z_init)
-        s, z, *ends = call.states(s_init, z_init, final, p == 2 and (normalize or final))
+        ends = call.new_ends(reads_z) if final else None
+        s, z = call.states(s_init, z_init, ends, reads_z)
+    out, norm = output(call, s, z, s_init is not None, normalize, eps, wide)
+    s_end, z_end = (norm.new_empty(0), norm.new_empty(0)) if ends is None else _to_public(call.rows, *ends)
+    s_kept, z_kept = (norm.new_empty(0) if x is None or not kept else x for x in (s, z))
+    return out, norm, s_end, z_end, s_kept, z_kept
+
+
+def output(
+    call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """out and normalizer of `power_forward`, given the states before each chunk. `init`: that before the first is not
+    zero."""
+    q, k, v, layout, p = call.q, call.k, call.v, call.layout, call.p
     out = torch.empty(*q.shape[:3], call.V, device=q.device, dtype=torch.float32 if wide else v.dtype)
     norm = torch.empty(call.H, layout.tokens, device=q.device, dtype=torch.float32)
     if not normalize:
         norm = norm[:0]
     launch, tables = call.config.output, call.tables()
-    q, k, v = call.q, call.k, call.v
     if call.hopper or call.hopper_powers:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
         levels = call.levels if call.chunk and call.leveled else ()
@@ -65,36 +76,27 @@ def power_forward(
             out if s is None else s, out if z is None else z, out, norm, *(tables[1:3] if levels else tables[:2]),
             *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
             P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
-            INIT=s_init is not None, **call.early(after=call.gated),
+            INIT=init, **call.early(after=call.gated),
         )  # fmt: skip
-        return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
+        return out, norm
     forward.output_pass[(layout.blocks(launch.block), call.H)](
         q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, s, z, out,
         norm, *tables[:2], *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
         call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
-        STATES=call.chunk > 0, INIT=s_init is not None, PACKED=layout.packed, **launch.options,
+        STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
     )  # fmt: skip
-    return _outputs(call, out, norm, ends if final else None, (s, z) if kept else ())
+    return out, norm
 
 
-def _outputs(
-    call: Call, out: Tensor, norm: Tensor, ends: Sequence[Tensor] | None, kept: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    s, z = (norm.new_empty(0), norm.new_empty(0)) if ends is None else _to_public(call.rows, *ends)
-    s_kept, z_kept = (norm.new_empty(0) if x is None else x for x in kept or (None, None))
-    return out, norm, s, z, s_kept, z_kept
-
-
-def _kept_shapes(
+def kept_shapes(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, z: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Shapes of the states that the forward keeps for the backward, as a state pass costs a tenth of both; None where
     they are too large, and for p > 2, whose forward has rows of its own (`levels.py`)."""
     if not chunk or p > 2:
         return None
-    s, z_shape = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True).kept_shapes(z and p == 2)
-    size = math.prod(s) * k.dtype.itemsize
-    return (s, z_shape) if size <= config.most_kept(q.device) else None
+    shapes = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True).state_shapes(z and p == 2)
+    return shapes if math.prod(shapes[0]) * k.dtype.itemsize <= config.most_kept(q.device) else None
 
 
 @power_forward.register_fake
@@ -102,7 +104,7 @@ def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chun
     b, t, h, key_dim = q.shape
     out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
     norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
-    kept = _kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) if gradient else None
+    kept = kept_shapes(q, k, v, cu_seqlens, p, chunk, normalize or final) if gradient else None
     states = [k.new_empty(shape) for shape in kept or ((0,), (0,))]
     if not final:
         return out, norm, norm.new_empty(0), norm.new_empty(0), *states
@@ -139,21 +141,41 @@ def power_backward(
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
     dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
-    layout, device = call.layout, q.device
-    factor, scales, near, delta, dsums_q = _row_factors(call, dout, out, norm, normalize, eps)
-    q, k, v = call.q, call.k, call.v
-    strides = (q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2))
+    factors = row_factors(call, dout, out, norm, normalize, eps)
     has_init, has_final = s_init is not None, ds_final is not None
-    s = z = ds = dz = None
-    init_gradient: Sequence[Tensor] = ()
+    s = z = ds = dz = starts = None
     if s_kept.numel():
         s, z = s_kept, z_kept
     elif call.chunk:
         if s_init is not None:
             s_init, z_init = _from_public(call.rows, s_init, z_init)
-        s, z, *_ = call.states(s_init, z_init, False, p == 2 and normalize)
-    dq = torch.empty(q.shape, device=device, dtype=q.dtype)
-    prefixes, weights, grad_weights, mirror = call.tables()
+        s, z = call.states(s_init, z_init, None, p == 2 and normalize)
+    dq = query_gradient(call, dout, factors, s, z, has_init, normalize)
+    del s, z
+    reads_z = p == 2 and (normalize or has_final)
+    if call.chunk:
+        s_end, z_end = (None, None) if ds_final is None else _from_public(call.rows, ds_final, dz_final)
+        starts = call.new_ends(reads_z) if has_init else None
+        ds, dz = call.states(s_end, z_end, starts, reads_z, (dout, factors.factor, factors.delta))
+    dk, dv, dsums_k = key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
+    dlog_g = norm.new_empty(0)
+    if log_g is not None:
+        last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
+        dlog_g = gate_gradient(call, factors.dsums, dsums_k, last).view(log_g.shape).to(log_g.dtype)
+    if starts is None:
+        return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
+    return dq, dk, dv, dlog_g, *_to_public(call.rows, *starts)
+
+
+def query_gradient(
+    call: Call, dout: Tensor, factors: RowFactors, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool
+) -> Tensor:
+    """dq, given the states before each chunk. `init`: that before the first is not zero. Finishes `factors.dsums`."""
+    q, k, v, layout = call.q, call.k, call.v, call.layout
+    strides = _strided(q, k, v)
+    factor, _, _, delta, dsums_q = factors
+    dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    prefixes, _, grad_weights, mirror = call.tables()
     if call.quadratic:
         launch = call.hopper_launches.query
         hopper_quadratic.query_pass[(layout.blocks(launch.block), call.H)](
@@ -167,7 +189,7 @@ def power_backward(
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
             *call.hopper_tables(launch, call.H), call.H, call.G, call.grad_scale * call.out_scale,
-            **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=has_init,
+            **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init,
             **call.early(),
         )  # fmt: skip
     else:
@@ -176,16 +198,23 @@ def power_backward(
             *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror,
             *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
             call.grad_scale * call.out_scale, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
-            STATES=call.chunk > 0, INIT=has_init, PACKED=layout.packed, **launch.options,
+            STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    del s, z
-    reads_z = p == 2 and (normalize or has_final)
-    if call.chunk:
-        s_end, z_end = (None, None) if ds_final is None else _from_public(call.rows, ds_final, dz_final)
-        ds, dz, *init_gradient = call.states(s_end, z_end, has_init, reads_z, (dout, factor, delta))
-    dk = torch.empty(k.shape, device=device, dtype=k.dtype)
-    dv = torch.empty(v.shape, device=device, dtype=v.dtype)
-    dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=device, dtype=torch.float32)
+    return dq
+
+
+def key_gradient(
+    call: Call, dout: Tensor, factors: RowFactors, ds: Tensor | None, dz: Tensor | None, final: bool, z: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dk, dv and the keys' part in the gradient of the gate's sums, [G, B T] (empty without a gate), given the
+    gradients of the states after each chunk. `final`: the one after the last is not zero; `z`: dz is read."""
+    q, k, v, layout = call.q, call.k, call.v, call.layout
+    strides = _strided(q, k, v)
+    factor, scales, near, delta, _ = factors
+    dk = torch.empty(k.shape, device=k.device, dtype=k.dtype)
+    dv = torch.empty(v.shape, device=k.device, dtype=v.dtype)
+    prefixes, weights, grad_weights, mirror = call.tables()
+    dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=k.device, dtype=torch.float32)
     if call.quadratic:
         launch = call.hopper_launches.key
         hopper_quadratic.key_pass[(layout.blocks(launch.block), call.G)](
@@ -198,7 +227,7 @@ def power_backward(
         hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
             dsums_k, *call.hopper_tables(launch, call.G), call.H, call.G, call.out_scale, call.grad_scale,
-            **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=has_final, Z=reads_z,
+            **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=final, Z=z,
             **call.early(),
         )  # fmt: skip
     else:
@@ -207,15 +236,13 @@ def power_backward(
             *strides, dout, call.sums, ds, dz, factor, delta, dk, dv, dsums_k, prefixes, weights, grad_weights, mirror,
             *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale, call.out_scale,
             call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step, STATES=call.chunk > 0,
-            FINAL=has_final, Z=reads_z, PACKED=layout.packed, **launch.options,
+            FINAL=final, Z=z, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    dlog_g = dsums_k.new_empty(0)
-    if log_g is not None:
-        last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
-        dlog_g = _gate_gradient(call, dsums_q, dsums_k, last).view(log_g.shape).to(log_g.dtype)
-    if not has_init:
-        return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
-    return dq, dk, dv, dlog_g, *_to_public(call.rows, *init_gradient)
+    return dk, dv, dsums_k
+
+
+def _strided(*tensors: Tensor) -> tuple:
+    return tuple(y for x in tensors for y in (x, x.stride(1), x.stride(2)))
 
 
 @power_backward.register_fake
@@ -225,60 +252,18 @@ def _(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out,
     return *grads, *others
 
 
-@torch.library.custom_op("sympow::power_own_state", mutates_args=())
-def power_own_state(
-    k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool
-) -> tuple[Tensor, Tensor]:
-    """The last s and z of `power_forward` from no initial state, without its outputs."""
-    call = Call(k, k, v, log_g, None, p, scale, chunk, tf32)
-    _, _, *ends = call.states(None, None, True, p == 2)
-    return _to_public(call.rows, *ends)
+class RowFactors(NamedTuple):
+    """Of every query, as `row_factors` of `backward.py` and its query pass make them; float32 [H, B T]."""
+
+    factor: Tensor  # what the output's gradient is multiplied with
+    scales: Tensor  # that with scale and decay, as log2 and from the first token of a step of the key pass on:
+    near: Tensor  # empty unless that reads them
+    delta: Tensor  # its part in the normalizer's gradient
+    dsums: Tensor  # the queries' part in the gradient of the gate's sums; empty without a gate
 
 
-@power_own_state.register_fake
-def _(k, v, log_g, p, scale, chunk, tf32):
-    b, _, g, key_dim = k.shape
-    s = k.new_empty(b, g, spow_dim(key_dim, p), v.shape[3], dtype=torch.float32)
-    return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
-
-
-@torch.library.custom_op("sympow::power_own_gradient", mutates_args=())
-def power_own_gradient(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    out: Tensor,
-    norm: Tensor,
-    p: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-    chunk: int,
-    tf32: bool,
-) -> tuple[Tensor, Tensor]:
-    """ds and dz of `power_backward` through the outputs alone, without its other gradients."""
-    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32)
-    dout = dout.to(v.dtype).contiguous()
-    factor, _, _, delta, _ = _row_factors(call, dout, out, norm, normalize, eps)
-    _, _, *gradient = call.states(None, None, True, p == 2, (dout, factor, delta))
-    return _to_public(call.rows, *gradient)
-
-
-@power_own_gradient.register_fake
-def _(dout, q, k, v, log_g, out, norm, p, scale, normalize, eps, chunk, tf32):
-    b, _, g, key_dim = k.shape
-    s = k.new_empty(b, g, spow_dim(key_dim, p), v.shape[3], dtype=torch.float32)
-    return s, s.new_empty(*s.shape[:3] if p == 2 else (0,))
-
-
-def _row_factors(
-    call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the output's gradient is multiplied with; that with scale and decay, as log2 and from the first token of a
-    step of the key pass on (empty unless that reads them); its part in the normalizer's; all [H, B T]; and the queries'
-    part in the gradient of the gate's sums (empty without a gate)."""
+def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float) -> RowFactors:
+    """What all passes of the backward read of the outputs and their gradients [B, T, H, V]."""
     layout = call.layout
     factor = torch.empty(call.H, layout.tokens, device=dout.device, dtype=torch.float32)
     scales, near = (torch.empty_like(factor if call.quadratic else factor[:0]) for _ in range(2))
@@ -290,10 +275,10 @@ def _row_factors(
         R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
         STEP=call.hopper_launches.key.step if call.quadratic else 0, PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
-    return factor, scales, near, delta, dsums_q
+    return RowFactors(factor, scales, near, delta, dsums_q)
 
 
-def _gate_gradient(call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
+def gate_gradient(call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
     """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], and by the last state [N, G].
 
     Two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums after each token.

@@ -39,11 +39,12 @@ def split(key_dim: int, p: int) -> int:
 
 
 def row_count(key_dim: int, p: int, parts: int) -> int:
-    """`Rows.count` for p <= 2, without the tables: they are not to be made where torch.compile only asks for shapes."""
-    if p == 1:
-        return key_dim
+    """`Rows.count`, without the tables."""
+    if parts == 4:
+        return 5 * key_dim**2 // 8
     half = split(key_dim, p)
-    return 5 * key_dim**2 // 8 if parts == 4 else half * key_dim + (key_dim - half) ** 2
+    lower, prefixes = (spow_dim(dim, p - 1) if p > 1 else 1 for dim in (half, key_dim))
+    return lower * key_dim + (prefixes - lower) * (key_dim - half)
 
 
 class Basis:
@@ -66,6 +67,11 @@ class Basis:
         """[..., rows, V] to [..., D, V] of (M7)."""
         _, representative, roots, _, _ = self._public_on(rows.device)
         return rows.index_select(-2, representative) * roots.to(rows.dtype)[:, None]
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """[...]: the sum over (M7) of the product of two that are held as rows [..., rows, V]."""
+        _, representative, roots, _, _ = self._public_on(a.device)
+        return (a * b).sum(-1).index_select(-1, representative) @ roots.to(a.dtype).square()
 
     def matrix_from_public(self, z: Tensor) -> Tensor:
         """p = 2: [..., D] of (M7) to the [..., K, K] sum of k k^T."""

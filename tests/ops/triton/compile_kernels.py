@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.triton import attention, config, step_with_tail
+from sympow.ops.triton import attention, carry, config, context, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -62,6 +62,19 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
             out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
             out.backward(torch.empty_like(out))
     return recorded
+
+
+def carry_launches(key_dim: int, hopper: bool) -> list[tuple]:
+    """Of what comes in from other ranks, added to states and to their gradients, with a gate and without."""
+    config.on_hopper = lambda device: hopper
+    with recording() as recorded:
+        k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)
+        for log_g in (torch.empty(2, 2048, 2), None):
+            call = context.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
+            for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
+                s, z, decays, message = context._own_states(call, gradient)
+                context._all_states(call, s, z, decays, message)
+    return [launch for launch in recorded if launch[0].__module__ == carry.__name__]
 
 
 def decoding_launches(key_dim: int) -> list[tuple]:
@@ -127,7 +140,8 @@ def main() -> None:
     for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
-        launches += [(key_dim, *launch) for launch in (*decoding_launches(key_dim), *rotation_launches(key_dim))]
+        others = (*carry_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
+        launches += [(key_dim, *launch) for launch in others]
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []

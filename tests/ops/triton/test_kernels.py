@@ -161,4 +161,4 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
-    assert torch.equal(op._gate_gradient(call, dsums_q, dsums_k, last), expected)
+    assert torch.equal(op.gate_gradient(call, dsums_q, dsums_k, last), expected)

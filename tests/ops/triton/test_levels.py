@@ -58,6 +58,7 @@ def test_weights_are_exact_and_tiles_full(key_dim, p):
     assert torch.equal(table.on(torch.device("cpu"))[2].float(), table.weights)
     for groups, width in table.shape:
         assert groups * max(16, width) % levels.TILE == 0
+    assert table.count == levels.level_count(key_dim, p)
 
 
 @pytest.mark.parametrize("tiles", [2, 4])

@@ -77,8 +77,6 @@ def test_mirrored_rows_hold_the_same_monomials(key_dim, p):
     torch.testing.assert_close(own[table.mirror], wanted)
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "p", "parts"), [(16, 1, 2), (64, 1, 2), (16, 2, 2), (32, 2, 2), (64, 2, 2), (64, 2, 4), (128, 2, 4)]
-)
+@pytest.mark.parametrize(("key_dim", "p", "parts"), TABLES)
 def test_counted_rows(key_dim, p, parts):
     assert rows.row_count(key_dim, p, parts) == rows.rows_of(key_dim, p, parts).count
