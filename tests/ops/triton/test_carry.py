@@ -9,12 +9,12 @@ from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 context = pytest.importorskip("sympow.ops.triton.context", reason="needs triton")
 op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
-EPS, CHUNK = 1e-6, 32
+EPS, CHUNK = 1e-6, 128 if DEVICE == "cuda" else 32  # the kernels take chunks of whole blocks
 # Several chunks, the last one not full, nearly full, and of one token; two query heads a kv head, and one.
 CASES = {
-    "gate": Case(B=1, T=100, H=4, G=2, K=16, V=16, state=True),
-    "no gate": Case(B=1, T=95, H=1, G=1, K=16, V=16, gate=False, state=True),
-    "p 1": Case(B=2, T=97, H=2, G=1, K=16, V=16, p=1, normalize=False, state=True),
+    "gate": Case(B=1, T=3 * CHUNK + 4, H=4, G=2, K=16, V=16, state=True),
+    "no gate": Case(B=1, T=3 * CHUNK - 1, H=1, G=1, K=16, V=16, gate=False, state=True),
+    "p 1": Case(B=2, T=3 * CHUNK + 1, H=2, G=1, K=16, V=16, p=1, normalize=False, state=True),
 }
 
 
@@ -27,7 +27,9 @@ def inputs_of(case: Case) -> dict[str, torch.Tensor]:
 
 
 def call_of(case: Case, q, k, v, log_g) -> "op.Call":
-    return op.Call(q, k, v, log_g, None, case.p, 0.25, CHUNK, False, gradient_rows=True)
+    call = op.Call(q, k, v, log_g, None, case.p, 0.25, CHUNK, False, gradient_rows=True)
+    assert call.chunk == CHUNK  # what is compared with has the same
+    return call
 
 
 def flat(call, s, z) -> torch.Tensor:
