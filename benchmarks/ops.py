@@ -213,7 +213,8 @@ def chunk_size(case: Case, inputs: dict[str, Tensor], device: str, mode: str) ->
         return default_chunk_size(inputs["q"], inputs["k"], inputs["v"], case.p)
     from sympow.ops import triton
 
-    return min(case.T, triton.config.chunk_size(triton.padded_key_dim(case.K), case.p, case.T, mode != "forward"))
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    return min(case.T, triton.automatic_chunk_size(q, k, v, None, case.p, mode != "forward"))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.context import Options, PowerInContext
 from sympow.ops.triton.decode import power_decode
-from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, power_forward
+from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, kept_shapes, power_forward
 from sympow.ops.types import PowerState
 
 _MAX_VALUE_DIM = 128
@@ -49,19 +49,19 @@ def attention(
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
-    if chunk_size is None:
-        chunk_size = config.chunk_size(padded_key_dim(key_dim), p, time, gradient)
-    chunk = chunk_size if chunk_size < time else time if has_state else 0
-    if chunk and not has_state:
-        refusal = _without_states(p, key_dim)
-        if refusal:
-            raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
     tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
     if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
         q, k, v = q.float(), k.float(), v.float()
     tf32 = tf32 and q.dtype == torch.float32
     width = padded_key_dim(key_dim)
     q, k = _pad(q), _pad(k)
+    if chunk_size is None:
+        chunk_size = automatic_chunk_size(q, k, v, cu_seqlens, p, gradient)
+    chunk = chunk_size if chunk_size < time else time if has_state else 0
+    if chunk and not has_state:
+        refusal = _without_states(p, key_dim)
+        if refusal:
+            raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
     s = z = None
     if state is not None:
         s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
@@ -97,6 +97,16 @@ def attention(
         s, z_end = s[..., :value_dim], s[..., value_dim]
     s, z = (_narrow(x, key_dim, width, p) for x in (s, z_end))
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
+
+
+def automatic_chunk_size(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, gradient: bool) -> int:
+    """What chunk_size=None stands for. q and k have a key dim that the kernels hold; `gradient`: of a training step."""
+    (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
+    chunk = config.chunk_size(key_dim, p, time, gradient)
+    if gradient and chunk < min(wider, time):
+        kept = [kept_shapes(q, k, v, cu_seqlens, p, size, True) is not None for size in (chunk, wider)]
+        return wider if kept == [False, True] else chunk
+    return chunk
 
 
 def step_with_tail(

@@ -1,5 +1,7 @@
 """The kernels as PyTorch operators: compilation, autocast, checkpointing, streams, graphs, refusals."""
 
+import math
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -147,6 +149,19 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     with mode:
         assert shapes(forward(*fakes)) == unkept
     assert_same(results(call, tensors), kept)
+
+
+def test_chunks_are_wider_where_only_those_states_can_be_kept(monkeypatch):
+    q = torch.empty(1, 8192, 2, 32, device=DEVICE, dtype=torch.bfloat16)
+
+    def chosen(most: int, gradient: bool = True) -> int:
+        monkeypatch.setattr(triton.config, "most_kept", lambda device: most)
+        return triton.automatic_chunk_size(q, q, q, None, 2, gradient)
+
+    monkeypatch.setattr(triton.config, "most_kept", lambda device: 1 << 40)
+    narrow, wide = (2 * math.prod(triton.kept_shapes(q, q, q, None, 2, size, True)[0]) for size in (256, 512))
+    assert [chosen(narrow), chosen(narrow - 1), chosen(wide), chosen(wide - 1)] == [256, 512, 512, 256]
+    assert chosen(narrow - 1, gradient=False) == 256
 
 
 @pytest.mark.parametrize("used", ["s", "z"])
