@@ -83,7 +83,7 @@ def compare(out: Path, steps: int) -> list[dict]:
 
 
 def main() -> int:
-    parser = options("benchmarks.training_ranks", __doc__, rows=4, steps=100, learning_rate=1e-3)
+    parser = options("benchmarks.training_ranks", __doc__, rows=8, steps=100, learning_rate=3e-4)
     args = parser.parse_args()
     config, batches = run_config(args), Chains(args.context, args.rows, args.vocabulary)
     with launched(torch.device(args.device)):
