@@ -115,7 +115,7 @@ QUADRATIC = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launc
 _CHUNKS = {
     1: {16: 128, 32: 128, 64: 128, 128: 256},
     2: {16: 256, 32: 256, 64: 768, 128: 2048},
-    3: {16: 1024, 32: 1024, 64: 8192},
+    3: {16: 1024, 32: 2048, 64: 8192},
     4: {16: 1024, 32: 16384},
 }
 # The same where gradients will be taken, and states of those chunks are too large to be kept but of these are not.
