@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 
@@ -38,7 +37,7 @@ class Tokens:
         """Blocks of `size` over all sequences; for packed documents at most so many."""
         if self.packed:
             return self.tokens // size + self.sequences
-        return self.sequences * triton.cdiv(self.length, size)
+        return self.sequences * config.ceil_div(self.length, size)
 
     def table(self, size: int) -> Tensor | None:
         """int32 [blocks, 2]: of each block its sequence and its place there. Past the last, places beyond its end."""
@@ -70,7 +69,7 @@ class Shapes:
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.layout = Tokens(sequences, t, b * t, cu_seqlens)
-        self.columns = max(16, triton.next_power_of_2(self.V))
+        self.columns = max(16, config.next_power_of_2(self.V))
         self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
         hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
@@ -84,7 +83,7 @@ class Shapes:
         self.chunk = chunk
         if chunk:
             multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
-            self.chunk = triton.cdiv(chunk, multiple) * multiple
+            self.chunk = config.ceil_div(chunk, multiple) * multiple
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
@@ -183,8 +182,8 @@ class Call(Shapes):
     def spread(self, launch: config.Launch, heads: int) -> int:
         """Of how many heads, of all sequences, the longest programs come first: as many as have LAST_PROGRAMS for every
         multiprocessor."""
-        blocks = max(1, triton.cdiv(self.layout.length, launch.block))
-        spread = triton.cdiv(LAST_PROGRAMS * config.processors(self.q.device), blocks)
+        blocks = max(1, config.ceil_div(self.layout.length, launch.block))
+        spread = config.ceil_div(LAST_PROGRAMS * config.processors(self.q.device), blocks)
         return min(spread, self.layout.sequences * heads)
 
     def dims(self) -> dict:
@@ -218,7 +217,7 @@ class Call(Shapes):
         heads = x.shape[2]
         layout, device, dtype = self.layout, x.device, x.dtype
         block = min(WEIGH_BLOCK, self.chunk)
-        stride = (triton.cdiv(layout.tokens, block) + layout.sequences) * block
+        stride = (config.ceil_div(layout.tokens, block) + layout.sequences) * block
         per_head = 2 * self.K + 1 if self.p > 2 else self.K + 1
         xt = torch.empty(heads * per_head + 16, stride, device=device, dtype=dtype)  # tiles may read past the last row
         norm, delta = (None, None) if gradient is None else gradient[1:]
@@ -256,9 +255,9 @@ class Call(Shapes):
         else:
             launch, narrow, least = self.config.state, self.K - self.half, 64  # rows of a product
             lower, upper = self.counts()
-            tiles = int(z) + triton.cdiv(lower, launch.block * max(1, least // self.K))
+            tiles = int(z) + config.ceil_div(lower, launch.block * max(1, least // self.K))
             if upper:
-                tiles += triton.cdiv(upper, launch.block * max(1, least // narrow))
+                tiles += config.ceil_div(upper, launch.block * max(1, least // narrow))
             states.state_pass[tiles, self.G, layout.sequences](
                 *sources, *inits, s_final, z_final, self.tables()[0], *sequences, lower, upper, **dims, **flags,
                 TILES=launch.block, STEP=launch.step, Z=z, **launch.options,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.triton import config
 from sympow.ops.triton.call import Call
 
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -25,7 +26,7 @@ def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor
     decays = call.sums.new_empty(rows, call.G, chunks)
     sum_decays[(rows, call.G)](
         call.sums, decays, log_decay, call.layout.length, call.layout.tokens, call.G, chunks,
-        CHUNK=call.chunk, COUNT=triton.next_power_of_2(max(chunks, 1)), REVERSE=reverse,
+        CHUNK=call.chunk, COUNT=config.next_power_of_2(max(chunks, 1)), REVERSE=reverse,
     )  # fmt: skip
     return decays
 
@@ -38,7 +39,7 @@ def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
     rows = incoming.numel() // (G * width)
     chunks = total // rows
     out = torch.empty_like(states)
-    carry_states[(rows * G, triton.cdiv(width, _BLOCK), triton.cdiv(chunks, _CHUNKS))](
+    carry_states[(rows * G, config.ceil_div(width, _BLOCK), config.ceil_div(chunks, _CHUNKS))](
         states, incoming, decays, out, G, chunks, width, CHUNKS=_CHUNKS, BLOCK=_BLOCK, GATED=decays is not None
     )
     return out

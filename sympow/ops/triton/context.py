@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.context import exclusive_scan_of_message
+from sympow.ops.triton import config
 from sympow.ops.triton.call import Call, Shapes
 from sympow.ops.triton.carry import carried, chunk_decays
 from sympow.ops.triton.op import (
@@ -142,7 +143,7 @@ def context_states(
 def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor, ...]:
     s, z = (k.new_empty(shape) for shape in shapes.state_shapes(shapes.p == 2))
     b, heads = shapes.layout.sequences, shapes.G
-    chunks = -(-shapes.layout.length // shapes.chunk)
+    chunks = config.ceil_div(shapes.layout.length, shapes.chunk)
     sums = k.new_empty((heads, shapes.layout.tokens) if gated else (0,), dtype=torch.float32)
     decays = k.new_empty((b, heads, chunks) if gated else (0,), dtype=torch.float32)
     return s, z, sums, decays, k.new_empty(_message_length(shapes, gated), dtype=torch.float32)

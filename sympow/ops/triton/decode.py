@@ -200,15 +200,15 @@ def power_decode(
     (batch, time, heads, key_dim), groups, value_dim = q.shape, k.shape[2], v.shape[3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     rows, dim, pairs = heads // groups, s.shape[2], batch * groups
-    columns, packed = triton.next_power_of_2(value_dim), triton.next_power_of_2(rows)
-    width = triton.next_power_of_2(key_dim)
+    columns, packed = config.next_power_of_2(value_dim), config.next_power_of_2(rows)
+    width = config.next_power_of_2(key_dim)
     launch = config.decoding(pairs, dim, rows, packed, width, columns, q.device)
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, launch.splits + 1, rows, value_dim, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, launch.splits + 1, rows, device=q.device, dtype=torch.float32)
     index, roots = _tables(key_dim, p, q.device)
     dims = {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": tail_k.shape[2], "COLUMNS": columns}
-    dims |= {"WIDTH": width, "SLOTS": triton.next_power_of_2(tail_k.shape[2])}
+    dims |= {"WIDTH": width, "SLOTS": config.next_power_of_2(tail_k.shape[2])}
     dims |= {"HEADS": packed, "ROWS": launch.rows, "TOKENS": launch.tokens, "SPLITS": launch.splits}
     dims |= {"STAGES": launch.stages, "GATED": log_g is not None, "NORMALIZE": normalize, "num_warps": launch.warps}
     with torch.cuda.device_of(q):

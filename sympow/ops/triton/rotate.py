@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.triton import config
+
 TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
 SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
 
@@ -214,12 +216,12 @@ def _launch(
     most = shared if turned_q is not None else SHARING  # one program has all there is of a position's gradient
     splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
     programs = groups * splits  # for a block of tokens
-    width, columns = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    width, columns = config.next_power_of_2(key_dim), config.next_power_of_2(value_dim)
     tokens = max(1, TILE // max(width, columns))
     positions = positions.expand(batch, -1, -1)
     strided = (y for x in (q, k, v, positions) for y in (x, *x.stride()[:3]))
     with torch.cuda.device_of(flat):
-        turn_heads[(batch * triton.cdiv(time, tokens), programs)](
+        turn_heads[(batch * config.ceil_div(time, tokens), programs)](
             flat, flat.stride(0), flat.stride(1), *strided, frequencies.contiguous(), turned_q, turned_k, dpositions,
             time, heads, kv_heads, K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
             SPLITS=splits, TOKENS=tokens, WIDTH=width, COLUMNS=columns, BACKWARD=backward, num_warps=WARPS,
