@@ -32,15 +32,25 @@ class CrossEntropy(nn.Module):
         """logits [N, W] (-inf: no token), targets int64 [N] -> losses [N] in float32 (float64 for such logits), 0 where
         the target is -100. The logits are overwritten with the gradients of the losses by them."""
         real = targets != IGNORE
-        hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-        # Not gathered: an indirect read is not compiled into one kernel with what overwrites the logits.
-        target = torch.where(hit, logits, 0.0).sum(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        p = logits.to(target.dtype)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        compiled = torch.compiler.is_compiling()
+        index = targets.masked_fill(~real, 0)[:, None]
+        if compiled:  # into one kernel, of which an indirect read or write cannot be part
+            hit = torch.arange(logits.shape[1], device=logits.device) == index
+            target = torch.where(hit, logits, 0.0).sum(-1, dtype=dtype)
+        else:
+            target = logits.gather(1, index)[:, 0].to(dtype)
+        p = logits.to(dtype)
         largest = p.amax(-1, keepdim=True)
         p = p.sub_(largest).exp_()  # of the logits themselves where their dtype is that of the losses
         total = p.sum(-1, keepdim=True)
         losses = torch.where(real, (total.log() + largest)[:, 0] - target, 0.0)
-        logits.copy_(p.div_(total).add_(hit, alpha=-1).mul_(real[:, None]))
+        p.mul_(real[:, None] / total)
+        if compiled:
+            p.sub_((hit & real[:, None]).to(dtype))
+        else:
+            p.scatter_add_(1, index, -real[:, None].to(dtype))
+        logits.copy_(p)
         return losses
 
 
