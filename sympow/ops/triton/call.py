@@ -87,7 +87,7 @@ class Shapes:
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.quadratic = self.overlap and self.K in config.QUADRATIC  # gradients are those of `hopper_quadratic`
+        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS  # by `hopper_quadratic`
 
     @cached_property
     def rows(self) -> Rows | Levels:
@@ -107,7 +107,7 @@ class Shapes:
         if self.p > 2:
             return config.HOPPER_POWERS[self.p, self.K]
         if self.quadratic:
-            return config.QUADRATIC[self.K]
+            return config.HOPPER_GRADIENTS[self.K]
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
 
     @property

@@ -108,7 +108,7 @@ HOPPER_QUADRATIC = {
 }
 # The same where the gradient passes are those of `hopper_quadratic`: at these K, unless documents are packed, whose
 # places take registers (decision 0003). At K = 128 they do not fit; K = 32 was not measured.
-QUADRATIC = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
+HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
 
 # Tokens of a chunk where states pay, by p and K: a larger state is read and written less often. Measured on an H200.
