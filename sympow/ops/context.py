@@ -27,50 +27,79 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
     Returns:
         Like x; zero on the first rank (the last in reverse).
     """
-    own = x.flatten() if log_decay is None else torch.cat([x.flatten(), log_decay.to(x.dtype)])  # one message, not two
-    width = x.numel() // max(1, len(x))
-    return exclusive_scan_of_message(own, len(x), [width], group, reverse=reverse).view(x.shape)
+    log_decay = None if log_decay is None else log_decay.to(x.dtype)
+    widths = [x.numel() // max(1, len(x))]
+    return exclusive_scan_of_message(x.flatten(), log_decay, widths, group, reverse=reverse).view(x.shape)
 
 
 def exclusive_scan_of_message(
-    message: Tensor, rows: int, widths: Sequence[int], group: dist.ProcessGroup, *, reverse: bool = False
+    message: Tensor,
+    log_decay: Tensor | None,
+    widths: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    reverse: bool = False,
 ) -> Tensor:
-    """`exclusive_scan` of tensors [rows, width], one behind the other in a flat message, which is sent as it is.
-
-    After them it may hold log_decay [rows]. Returns the sums [rows sum(widths)], as the tensors lie in the message.
-    """
+    """`exclusive_scan` of tensors [N, width] of several widths, one behind the other in a flat message, as which the
+    sums are returned too. log_decay: [N] or None."""
     if torch.compiler.is_compiling():
-        return _scan_as_operator(message, rows, widths, group.group_name, reverse)
-    return _scan(message, rows, widths, group, reverse)
+        return _scan_as_operator(message, log_decay, widths, group.group_name, reverse)
+    return _scan(message, log_decay, widths, group, reverse)
 
 
-def _scan(message: Tensor, rows: int, widths: Sequence[int], group: dist.ProcessGroup, reverse: bool) -> Tensor:
+def _scan(
+    message: Tensor, log_decay: Tensor | None, widths: Sequence[int], group: dist.ProcessGroup, reverse: bool
+) -> Tensor:
+    """A chain: a rank receives the sum of those before it, and sends on that with its own.
+
+    On a GPU only the receiver waits, and only once: the sender is then ahead by the time of a message, and what it
+    sends next is there when it is needed.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    parts = list(message.new_empty(size, message.numel()).unbind(0))
-    dist.all_gather(parts, message.contiguous(), group=group)
-    lengths = [rows * width for width in widths]
-    total = message.new_zeros(sum(lengths))
-    decay = message.new_ones(rows, 1)
-    for part in parts[rank + 1 :] if reverse else reversed(parts[:rank]):  # the nearest first
-        *tensors, log_decay = part.split([*lengths, part.numel() - total.numel()])
-        for width, tensor, sums in zip(widths, tensors, total.split(lengths), strict=True):
-            sums.view(rows, width).addcmul_(decay, tensor.view(rows, width))
-        if log_decay.numel():
-            decay = decay * log_decay.exp()[:, None]
-    return total
+    before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+    first = not 0 <= before < size
+    incoming = torch.zeros_like(message) if first else torch.empty_like(message)
+    if not message.numel():
+        return incoming
+    if not first:
+        _begin(dist.irecv, incoming, before, group).wait()
+    if 0 <= after < size:
+        leaving = message.contiguous() if first else _leaving(message, log_decay, incoming, widths)
+        sent = _begin(dist.isend, leaving, after, group)
+        if not message.is_cuda:  # gloo drops what nobody waits for; NCCL keeps it until it is sent
+            sent.wait()
+    return incoming
+
+
+def _leaving(own: Tensor, log_decay: Tensor | None, incoming: Tensor, widths: Sequence[int]) -> Tensor:
+    """own + exp(log_decay) incoming."""
+    if log_decay is None:
+        return own + incoming
+    out, rows, decay = torch.empty_like(own), len(log_decay), log_decay.exp()[:, None]
+    parts = zip(widths, *(x.split([rows * width for width in widths]) for x in (own, incoming, out)), strict=True)
+    for width, ours, came, total in parts:
+        torch.addcmul(ours.view(rows, width), came.view(rows, width), decay, out=total.view(rows, width))
+    return out
+
+
+def _begin(transfer: Callable[..., dist.Work | None], x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    """Sends or receives: as a batch of one, which NCCL does within the group's own communicator."""
+    return dist.batch_isend_irecv([dist.P2POp(transfer, x, group=group, group_peer=peer)])[0]
 
 
 @torch.library.custom_op("sympow::exclusive_scan", mutates_args=())
-def _scan_as_operator(message: Tensor, rows: int, widths: Sequence[int], group: str, reverse: bool) -> Tensor:
+def _scan_as_operator(
+    message: Tensor, log_decay: Tensor | None, widths: Sequence[int], group: str, reverse: bool
+) -> Tensor:
     """In a graph of torch.compile: whole, as a compiler that saw the message would drop it on the rank that reads
     nothing from it, and leave the others waiting."""
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return _scan(message, rows, widths, resolve(group), reverse)
+    return _scan(message, log_decay, widths, resolve(group), reverse)
 
 
 @_scan_as_operator.register_fake
-def _(message, rows, widths, group, reverse):
-    return message.new_empty(rows * sum(widths))
+def _(message, log_decay, widths, group, reverse):
+    return torch.empty_like(message)
 
 
 def exclusive_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -114,9 +114,10 @@ def test_any_ranks_train_as_one_does_and_continue_each_other(make_run, device):
         found = held_out_loss(loaded.model, two[1], two[0].training, torch.device("cpu"))
     assert found == pytest.approx(expected, rel=FLOAT64_TOLERANCE)
 
-    grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
-    run_ranks(train_all, 4, [grid], device=device)
-    assert_same_numbers(grid[2], one[2])
+    if device == "cpu" or torch.cuda.device_count() >= 4:
+        grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
+        run_ranks(train_all, 4, [grid], device=device)
+        assert_same_numbers(grid[2], one[2])
 
 
 # ---------------------------------------------------------------------------------- as torchrun starts it

@@ -4,7 +4,8 @@ pass.
 A rank forms its states once, from none, and sends its last one. What comes in from the ranks before is then added to
 them, times the decay up to each chunk (`carry.py`); with the gradients of the states likewise, from the ranks after.
 The message holds states as the kernels do, so all ranks of a group need GPUs of one kind. It is one buffer that the
-state pass writes to: S of all rows and kv heads, Z of them, and the logarithms of their decays, if there is a gate.
+state pass writes to: S of all rows and kv heads, Z of them; and, not sent, the logarithms of their decays, if there is
+a gate.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def _exchange(
 ) -> Tensor:
     """S and Z that come in, as they lie in the message of this rank's own."""
     widths = [x.shape[2] * x.shape[3] for x in (s, z) if x.numel()]
-    return exclusive_scan_of_message(message, k.shape[0] * k.shape[2], widths, group, reverse=reverse)
+    rows = k.shape[0] * k.shape[2]
+    own, log_decay = message.split([rows * sum(widths), message.numel() - rows * sum(widths)])
+    return exclusive_scan_of_message(own, log_decay if log_decay.numel() else None, widths, group, reverse=reverse)
 
 
 def _forward_rows(p: int, gradient: bool) -> bool:
