@@ -8,18 +8,20 @@ all R ranks (FSDP2). Ranks that share rows are neighbours, so that they are on o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sympow.models import LanguageModel
 from sympow.training.config import RunConfig
+
+GATHERED = 1 << 25  # weights: a gather takes the host about as long, however little it brings
 
 
 class Rows(Protocol):
@@ -180,6 +182,21 @@ def join(config: RunConfig, device: torch.device) -> Ranks:
     return Ranks(dist.get_rank(), size, parts, grid.get_group("context") if parts > 1 else None, device.type)
 
 
+def gathered_together(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks in groups of neighbours of up to `GATHERED` weights, one block at least: what FSDP gathers at once,
+    and sums the gradients of."""
+    groups: list[list[nn.Module]] = []
+    room = 0
+    for block in blocks:
+        size = sum(parameter.numel() for parameter in block.parameters())
+        if not groups or size > room:
+            groups.append([])
+            room = GATHERED
+        groups[-1].append(block)
+        room -= size
+    return groups
+
+
 def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     """Makes `model` run as config.execution says, on all ranks: in place, before its optimizer is made.
 
@@ -198,8 +215,8 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(ranks.device, (ranks.size,), mesh_dim_names=("shard",))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+    for blocks in gathered_together(model.blocks):
+        fully_shard(blocks, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for method in ("loss_sum", "token_losses"):
         register_fsdp_forward_method(model, method)

@@ -1,6 +1,7 @@
 """Training on several ranks: the losses of one rank, and checkpoints that any number of ranks continues."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import torch
 from sympow.training import ExecutionConfig, RunConfig, latest, load_checkpoint, load_model, read_metrics, train
 from sympow.training.checkpoint import latest_step, list_checkpoints
 from sympow.training.loop import held_out_loss
-from sympow.training.ranks import Ranks, join, launched
+from sympow.training.ranks import GATHERED, Ranks, gathered_together, join, launched
 from sympow.training.run_folder import open_run_folder
 from tests.ops.contract import FLOAT64_TOLERANCE
 from tests.ranks import PRELOAD, run_ranks
@@ -38,10 +40,11 @@ def float64():
         torch.set_default_dtype(before)
 
 
-def train_all(jobs) -> None:
+def train_all(jobs, gathered: int = GATHERED) -> None:
     """On this rank, or alone: (config, batches, folder) of every job."""
     for config, batches, run in jobs:
-        with float64() if config.training.precision == "float32" else nullcontext():
+        dtype = float64() if config.training.precision == "float32" else nullcontext()
+        with dtype, mock.patch("sympow.training.ranks.GATHERED", gathered):
             train(config, batches, run, held_out=batches, quiet=True)
 
 
@@ -116,7 +119,7 @@ def test_any_ranks_train_as_one_does_and_continue_each_other(make_run, device):
 
     if device == "cpu" or torch.cuda.device_count() >= 4:
         grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
-        run_ranks(train_all, 4, [grid], device=device)
+        run_ranks(partial(train_all, gathered=1), 4, [grid], device=device)  # every block by itself
         assert_same_numbers(grid[2], one[2])
 
 
@@ -277,3 +280,11 @@ def test_rows_that_cannot_be_split_are_refused(make_run, make_batches):
         ranks.part(rows._replace(cu_seqlens=torch.tensor([0, 16])))
     with pytest.raises(ValueError, match="a multiple of 2 tokens to be split over as many ranks, got 15"):
         ranks.part(rows._replace(tokens=rows.tokens[:, 1:]))
+
+
+def test_blocks_are_gathered_in_groups(monkeypatch):
+    monkeypatch.setattr("sympow.training.ranks.GATHERED", 20)
+    blocks = [torch.nn.Linear(size, 1, bias=False) for size in (30, 8, 12, 1, 30, 5)]
+    groups = gathered_together(blocks)
+    assert [[block.in_features for block in group] for group in groups] == [[30], [8, 12], [1], [30], [5]]
+    assert list(itertools.chain(*groups)) == blocks
