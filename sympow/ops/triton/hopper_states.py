@@ -223,8 +223,8 @@ def _walk(
             else:
                 a0, a1 = warpgroup_mma_wait(0, deps=(w0, w1))
     async_copy.wait_group(0)
-    if FINAL:
-        _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
+    if FINAL:  # as the registers lie: in another order it takes so many that fewer programs fit on a multiprocessor
+        _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, mma)
 
 
 def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps: int) -> int:

@@ -1,7 +1,8 @@
 """Compiles every kernel that a call launches, without a GPU: `python -m tests.ops.triton.compile_kernels cuda|hip`.
 
-The launches of real calls are recorded instead of made. Prints JSON, a list of {kernel, key_dim, stack}: stack is the
-bytes of local memory a thread spills to, null where the toolchain does not tell.
+The launches of real calls are recorded instead of made. Prints JSON, a list of {kernel, key_dim, tiles, stack,
+registers}: TILES, if the kernel has such; of a thread, the bytes of local memory that it spills to and its registers,
+null where the toolchain does not tell.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -24,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.triton import attention, carry, config, context, step_with_tail
+from sympow.ops.triton import attention, config, context, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -64,17 +66,20 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
     return recorded
 
 
-def carry_launches(key_dim: int, hopper: bool) -> list[tuple]:
-    """Of what comes in from other ranks, added to states and to their gradients, with a gate and without."""
+def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
+    """Of the states that a rank forms and sends, and of what comes in from other ranks, added to states and to their
+    gradients; with a gate and without."""
     config.on_hopper = lambda device: hopper
-    with recording() as recorded:
+    few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
+    with few, recording() as recorded:
         k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)
         for log_g in (torch.empty(2, 2048, 2), None):
             call = context.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
             for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
                 s, z, decays, message = context._own_states(call, gradient)
                 context._all_states(call, s, z, decays, message)
-    return [launch for launch in recorded if launch[0].__module__ == carry.__name__]
+    names = ("state_pass", "sum_decays", "carry_states")
+    return [launch for launch in recorded if launch[0].__name__ in names]
 
 
 def decoding_launches(key_dim: int) -> list[tuple]:
@@ -122,15 +127,16 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     return triton.compile(source(function, signature, constants, attributes), target=target, options=options)
 
 
-def stack_bytes(compiled) -> int | None:
+def resources(compiled) -> dict[str, int | None]:
     if "cubin" not in compiled.asm:
-        return None
+        return {"stack": None, "registers": None}
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
+    sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
+    return {name: int(re.search(pattern, usage.stdout)[1]) for name, pattern in sizes.items()}
 
 
 def main() -> None:
@@ -140,7 +146,7 @@ def main() -> None:
     for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
-        others = (*carry_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
+        others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
         launches += [(key_dim, *launch) for launch in others]
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
@@ -148,7 +154,8 @@ def main() -> None:
     for key_dim, function, bound, options in launches:
         compiled = compile_launch(function, bound, options, target)
         row = {"kernel": f"{function.__module__.split('.')[-1]}.{function.__name__}", "key_dim": key_dim}
-        results.append(row | {"stack": stack_bytes(compiled)})
+        row["tiles"] = bound.get("TILES")
+        results.append(row | resources(compiled))
     print(json.dumps(results))
 
 
