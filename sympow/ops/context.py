@@ -64,7 +64,8 @@ def _scan(
     if not first:
         _begin(dist.irecv, incoming, before, group).wait()
     if 0 <= after < size:
-        leaving = message.contiguous() if first else _leaving(message, log_decay, incoming, widths)
+        # A tensor of its own: the message's memory may be written again before a send that nobody waits for is done.
+        leaving = message.clone() if first else _leaving(message, log_decay, incoming, widths)
         sent = _begin(dist.isend, leaving, after, group)
         if not message.is_cuda:  # gloo drops what nobody waits for; NCCL keeps it until it is sent
             sent.wait()
