@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from sympow.models import LanguageModel
 from sympow.training.config import RunConfig
 
-GATHERED = 1 << 25  # weights: a gather takes the host about as long, however little it brings
+GATHERED = 1 << 25  # weights: every gather takes the host time, however little it brings
 
 
 class Rows(Protocol):

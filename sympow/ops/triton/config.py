@@ -119,7 +119,7 @@ _CHUNKS = {
     4: {16: 1024, 32: 16384},
 }
 # The same where gradients will be taken, and states of those chunks are too large to be kept but of these are not.
-KEPT_CHUNKS = {(2, 32): 512, (2, 64): 1024}
+KEPT_CHUNKS = {(2, 32): 512}
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
 _QUADRATIC = {
     (2, 32): 2048, (2, 64): 4096, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288,
