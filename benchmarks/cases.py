@@ -37,7 +37,7 @@ CASES = {
         *(_gpu(T) for T in (1024, 4096, 16384, 65536)),
         *(_gpu(T, 32) for T in (1024, 4096, 16384, 65536)),
         *(_gpu(T, 128) for T in (4096, 65536)),
-        _gpu(65536, gated=False),
+        *(_gpu(T, gated=False) for T in (4096, 65536)),
         _gpu(65536, G=2),
         _gpu(65536, 32, p=3),
         _gpu(65536, 16, p=4),

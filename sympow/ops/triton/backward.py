@@ -11,7 +11,17 @@ q_i . dq_i = p sum_j a_ij da_ij, and a gate reaches every L after it.
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import await_last, first_chunk, locate, lower_base, power, start_next, times_prefix
+from sympow.ops.triton.primitives import (
+    await_last,
+    first_chunk,
+    locate,
+    lower_base,
+    power,
+    reach_tile,
+    start_next,
+    times_prefix,
+)
+from sympow.ops.triton.states import REACH_TILE
 
 
 @triton.jit
@@ -75,12 +85,13 @@ def _state_rows(i, lower, mirror, width, K: tl.constexpr, HALF: tl.constexpr, P:
 @triton.jit
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums, prefixes, weights, mirror,
-    starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, grad_scale,
+    reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, grad_scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [tokens, H, K], and unless NORMALIZE dsums [H, tokens] = q . dq. Grid: blocks of queries, heads."""
+    """dq [tokens, H, K], and unless NORMALIZE dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
+    reach: begins of `states.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:  # past the last block
@@ -100,6 +111,8 @@ def query_pass(
     begin = 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
+    if reach is not None:
+        begin = tl.load(reach + reach_tile(n, g, first, T, tokens, REACH_TILE))
     acc = tl.zeros([BLOCK, K], tl.float32)
 
     if STATES:
@@ -173,12 +186,13 @@ def query_pass(
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
     prefixes, weights, grad_weights, mirror,
-    starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, grad_scale,
+    reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, grad_scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, kv heads."""
+    """dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, kv heads.
+    reach: ends of `states.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
@@ -197,6 +211,9 @@ def key_pass(
     if CHUNK > 0:
         chunk_index = first // CHUNK
         end = tl.minimum((chunk_index + 1) * CHUNK, length)
+    if reach is not None:
+        final = tl.minimum(first + BLOCK, length) - 1
+        end = tl.load(reach + reach_tile(n, g, final, T, tokens, REACH_TILE))
     dkeys = tl.zeros([BLOCK, K], tl.float32)
     dvalues = tl.zeros([BLOCK, COLUMNS], tl.float32)
 

@@ -153,6 +153,8 @@ class Call(Shapes):
         self.out_scale = 1.0 if p > 4 else scale**p
         self.grad_scale = p * (scale if p > 4 else 1.0)
         self.precision = "tf32" if tf32 else "ieee"
+        # Of the quadratic form: where keys begin to count for a tile of queries, and queries end to for one of keys.
+        self.begins = self.ends = None
         if sums is None:
             sums = q.new_empty(0, dtype=torch.float32) if log_g is None else self._gate_sums(log_g)
         self.sums = sums
@@ -160,12 +162,19 @@ class Call(Shapes):
     def _gate_sums(self, log_g: Tensor) -> Tensor:
         sums = torch.empty(self.G, self.layout.tokens, device=log_g.device, dtype=torch.float32)
         size = self.chunk or self.layout.length
+        if not self.chunk and not self.layout.packed and size >= config.LEAST_REACH:
+            tiles = self.layout.blocks(states.REACH_TILE.value)
+            self.begins, self.ends = torch.empty(2, self.G, tiles, device=log_g.device, dtype=torch.int32)
         states.gate_sums[(self.layout.blocks(size), self.G)](
-            log_g.float().contiguous(), sums, self.layout.cu_seqlens, self.layout.table(size), self.layout.length,
-            self.layout.tokens, self.G, size, BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK,
-            PACKED=self.layout.packed, OVERLAP=self.overlap,
+            log_g.float().contiguous(), sums, self.begins, self.ends, self.layout.cu_seqlens, self.layout.table(size),
+            self.layout.length, self.layout.tokens, self.G, size, self._vanishing(),
+            BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
         )  # fmt: skip
         return sums
+
+    def _vanishing(self) -> float:
+        """-log2 of a decay that is 0 to the passes, with room for roundings: those for Hopper know no subnormals."""
+        return 127.0 if self.hopper or self.hopper_powers else 150.0
 
     def early(self, after: bool = True) -> dict:
         """Of a launch: whether it begins early, after another of this call."""

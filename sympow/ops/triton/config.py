@@ -120,6 +120,9 @@ _CHUNKS = {
 }
 # The same where gradients will be taken, and states of those chunks are too large to be kept but of these are not.
 KEPT_CHUNKS = {(2, 32): 512}
+# Tokens of a row from which the quadratic form asks which tiles its gate leaves anything of: that takes a few
+# microseconds, and the first copies wait for the answer.
+LEAST_REACH = 2048
 # Up to here the quadratic form is the faster one, where it is not 4 chunks.
 _QUADRATIC = {
     (2, 32): 2048, (2, 64): 4096, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288,

@@ -4,18 +4,20 @@ before its chunk holds and what the keys of its chunk give."""
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, times_prefix
+from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, reach_tile, times_prefix
+from sympow.ops.triton.states import REACH_TILE
 
 
 @triton.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
-    starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, eps,
+    reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, eps,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, H, V], norm [H, tokens]. Grid: blocks of queries, heads."""
+    """out [tokens, H, V], norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of `states.gate_sums`, or
+    None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:  # past the last block
@@ -31,6 +33,8 @@ def output_pass(
     begin = 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
+    if reach is not None:
+        begin = tl.load(reach + reach_tile(n, g, first, T, tokens, REACH_TILE))
     acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
 

@@ -12,6 +12,7 @@ from sympow.ops.triton.hopper_output import (
     column,
     copy_rows,
     first_keys,
+    reach_tile,
     stage_columns,
     start_next,
 )
@@ -83,7 +84,7 @@ def _query_halves(
 @gluon.jit
 def query_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
-    starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
+    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
@@ -97,6 +98,9 @@ def query_pass(
     begin = first * 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
+    if reach is not None:
+        await_last(OVERLAP)
+        begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
@@ -298,7 +302,7 @@ def _first_queries(
 @gluon.jit
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, ds, dz, factor, delta, dk, dv, dsums,
-    starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, grad_scale,
+    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, grad_scale,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, QUERIES: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, STATES: gl.constexpr, FINAL: gl.constexpr, Z: gl.constexpr, PACKED: gl.constexpr,
@@ -315,6 +319,8 @@ def key_pass(
     if CHUNK > 0:
         chunk_index = first // CHUNK
         end = gl.minimum((chunk_index + 1) * CHUNK, length)
+    if reach is not None:
+        end = gl.load(reach + reach_tile(n, g, gl.minimum(first + BLOCK, length) - 1, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])

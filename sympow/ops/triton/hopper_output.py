@@ -9,8 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton import states
 from sympow.ops.triton.hopper_states import exp2
 
+REACH_TILE = gl.constexpr(states.REACH_TILE.value)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
 
 
@@ -78,6 +80,12 @@ def assign(
         head = gl.where(alone, pid // count, before + own % spread)
         n = head // H
         return n, n.to(gl.int64) * T, T, block * BLOCK, (head % H).to(gl.int64)
+
+
+@gluon.jit
+def reach_tile(n, g, token, T, tokens):
+    """As `primitives.reach_tile`."""
+    return (g * (tokens // T) + n) * gl.cdiv(T, REACH_TILE) + token // REACH_TILE
 
 
 @gluon.jit
@@ -265,7 +273,7 @@ def _from_level(
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
-    starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
+    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
     LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
@@ -282,6 +290,9 @@ def output_pass(
     begin = first * 0
     if CHUNK > 0:
         begin = (first // CHUNK) * CHUNK
+    if reach is not None:
+        await_last(OVERLAP)
+        begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.ops.triton.hopper_backward import query_step
-from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, start_next
+from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, reach_tile, start_next
 from sympow.ops.triton.hopper_states import exp2
 
 _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
@@ -81,14 +81,15 @@ def _bring(buffer, descriptor, n, token, head, bar, wanted, ROWS: gl.constexpr, 
 
 @gluon.jit
 def _bring_keys(
-    keys_s, values_s, bars, keys, values, i, steps, n, g, KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr
-):
-    """Of step i, none from `steps` on."""
+    keys_s, values_s, bars, keys, values, begin, i, steps, n, g,
+    KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Of step i, none from `steps` on; the first begins at token `begin`."""
     wanted = i < steps
     stage = i % _STAGES
     mbarrier.expect(bars.index(stage), KEYS * (K + V) * 2, wanted)
-    _bring(keys_s.index(stage), keys, n, i * KEYS, g, bars.index(stage), wanted, KEYS, K)
-    _bring(values_s.index(stage), values, n, i * KEYS, g, bars.index(stage), wanted, KEYS, V)
+    _bring(keys_s.index(stage), keys, n, begin + i * KEYS, g, bars.index(stage), wanted, KEYS, K)
+    _bring(values_s.index(stage), values, n, begin + i * KEYS, g, bars.index(stage), wanted, KEYS, V)
 
 
 @gluon.jit
@@ -100,18 +101,19 @@ def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _key_steps(
-    begin, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
-    row, length,
+    start, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here, own, ref,
+    d, row, length,
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
     mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the parts of the steps `begin` to `stop` - 1. OWN: some of their keys come after some of the queries.
+    """acc plus the parts of the steps `start` to `stop` - 1. OWN: some of their keys come after some of the queries.
+    Rows and length count from token `begin`, at which the first step begins.
 
     For steps before those, `sums_s` holds the decay from the key to `ref`; an exponential a key, not a thread."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
-    for i in range(begin, stop):
+    for i in range(start, stop):
         stage = i % _STAGES
         ahead = i + (_STAGES - 1)
         mbarrier.wait(bars.index(stage), (i // _STAGES) & 1)
@@ -134,7 +136,7 @@ def _key_steps(
         grad = warpgroup_mma_wait(0, deps=(grad,))
         grad = gl.convert_layout(((grad - d[:, None]) * scores).to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, tile, acc, is_async=True)
-        _bring_keys(keys_s, values_s, bars, keys, values, ahead, steps, n, g, KEYS, K, V)
+        _bring_keys(keys_s, values_s, bars, keys, values, begin, ahead, steps, n, g, KEYS, K, V)
         if GATED:
             if not OWN:
                 coming = gl.where(ahead < stop, exp2(ref - coming), coming)
@@ -145,7 +147,7 @@ def _key_steps(
 
 @gluon.jit
 def query_pass(
-    keys, values, q, q_st, q_sh, dout, sums, factor, delta, dq, dsums, T, tokens, spread, H, grad_scale,
+    keys, values, q, q_st, q_sh, dout, sums, factor, delta, dq, dsums, reach, T, tokens, spread, H, grad_scale,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -165,10 +167,14 @@ def query_pass(
     copy_rows(dy_s, dout + ((start + first) * H + h) * V, H * V, length - first, BLOCK, V, num_warps)
     copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
     async_copy.commit_group()
-    steps = gl.cdiv(gl.minimum(first + BLOCK, length), KEYS)
-    before = first // KEYS
+    begin = first * 0
+    if reach is not None:
+        await_last(OVERLAP)
+        begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
+    steps = gl.cdiv(gl.minimum(first + BLOCK, length) - begin, KEYS)
+    before = (first - begin) // KEYS
     for early in gl.static_range(_STAGES - 1):
-        _bring_keys(keys_s, values_s, bars, keys, values, first * 0 + early, steps, n, g, KEYS, K, V)
+        _bring_keys(keys_s, values_s, bars, keys, values, begin, first * 0 + early, steps, n, g, KEYS, K, V)
 
     await_last(OVERLAP)
     start_next(OVERLAP)  # it reads what this one has waited for
@@ -184,20 +190,20 @@ def query_pass(
         ref = gl.load(here + gl.maximum(first - 1, 0))
         ref = gl.where(first > 0, ref, 0.0)
         for early in gl.static_range(_STAGES - 1):
-            coming = _load_sums(here, early, length, KEYS, num_warps)
+            coming = _load_sums(here + begin, early, length - begin, KEYS, num_warps)
             sums_s.index(early).store(gl.where(early < before, exp2(ref - coming), coming))
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     async_copy.wait_group(0)
     fence_async_shared()
     acc = _key_steps(
-        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref, d,
-        row, length, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
+        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here + begin,
+        own, ref, d, row - begin, length - begin, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
     )  # fmt: skip
     if GATED:
         acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
     acc = _key_steps(
-        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, n, g, here, own, ref,
-        d, row, length, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
+        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g,
+        here + begin, own, ref, d, row - begin, length - begin, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
     )  # fmt: skip
 
     scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale
@@ -298,13 +304,16 @@ def _steps(
 @gluon.jit
 def key_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, scales, near, delta, dk, dv, dsums,
-    starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
+    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(K == V)
     start_next(OVERLAP)
-    _, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, False, True)
+    n, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, False, True)
+    end = length
+    if reach is not None:
+        end = gl.load(reach + reach_tile(n, g, gl.minimum(first + BLOCK, length) - 1, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     held: gl.constexpr = gl.DotOperandLayout(0, score_mma, 2)
@@ -322,7 +331,7 @@ def key_pass(
     near += g * R * tokens + start
     delta += g * R * tokens + start
     # First all queries after the block, of every head, then those of the block itself.
-    after = gl.cdiv(gl.maximum(length - (first + BLOCK), 0), QUERIES)
+    after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(length - first, BLOCK), QUERIES)
     total = R * (after + within)
     for early in gl.static_range(2):

@@ -74,15 +74,15 @@ def output(
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
             out if s is None else s, out if z is None else z, out, norm, *(tables[1:3] if levels else tables[:2]),
-            *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps, **call.hopper_dims(launch),
-            P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0,
-            INIT=init, **call.early(after=call.gated),
+            call.begins, *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps,
+            **call.hopper_dims(launch), P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step,
+            NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init, **call.early(after=call.gated),
         )  # fmt: skip
         return out, norm
     forward.output_pass[(layout.blocks(launch.block), call.H)](
         q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums, s, z, out,
-        norm, *tables[:2], *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
-        call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
+        norm, *tables[:2], call.begins, *call.sequence_tables(launch.block), call.H, call.G, *call.counts(),
+        call.score_scale, call.out_scale, eps, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
         STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
     )  # fmt: skip
     return out, norm
@@ -180,7 +180,7 @@ def query_gradient(
         launch = call.hopper_launches.query
         hopper_quadratic.query_pass[(layout.blocks(launch.block), call.H)](
             *(hopper_quadratic.tile_descriptor(x, launch.step) for x in (k, v)), *strides[:3], dout, call.sums, factor,
-            delta, dq, dsums_q, layout.length, layout.tokens, call.spread(launch, call.H), call.H,
+            delta, dq, dsums_q, call.begins, layout.length, layout.tokens, call.spread(launch, call.H), call.H,
             call.grad_scale * call.out_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block,
             KEYS=launch.step, GATED=call.gated, NORMALIZE=normalize, num_warps=launch.warps, **call.early(),
         )  # fmt: skip
@@ -188,14 +188,14 @@ def query_gradient(
         launch = call.hopper_launches.query
         hopper_backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, dq if s is None else s, dq if z is None else z, factor, delta, dq, dsums_q,
-            *call.hopper_tables(launch, call.H), call.H, call.G, call.grad_scale * call.out_scale,
+            call.begins, *call.hopper_tables(launch, call.H), call.H, call.G, call.grad_scale * call.out_scale,
             **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init,
             **call.early(),
         )  # fmt: skip
     else:
         launch = call.config.query
         backward.query_pass[(layout.blocks(launch.block), call.H)](
-            *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror,
+            *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror, call.begins,
             *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
             call.grad_scale * call.out_scale, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
             STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
@@ -218,15 +218,16 @@ def key_gradient(
     if call.quadratic:
         launch = call.hopper_launches.key
         hopper_quadratic.key_pass[(layout.blocks(launch.block), call.G)](
-            *strides, dout, call.sums, scales, near, delta, dk, dv, dsums_k, *call.hopper_tables(launch, call.G),
-            call.H, call.G, call.grad_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block,
-            QUERIES=launch.step, GATED=call.gated, num_warps=launch.warps, **call.early(),
+            *strides, dout, call.sums, scales, near, delta, dk, dv, dsums_k, call.ends,
+            *call.hopper_tables(launch, call.G), call.H, call.G, call.grad_scale, K=call.K, V=call.V,
+            R=call.H // call.G, BLOCK=launch.block, QUERIES=launch.step, GATED=call.gated, num_warps=launch.warps,
+            **call.early(),
         )  # fmt: skip
     elif call.hopper:
         launch = call.hopper_launches.key
         hopper_backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, dk if ds is None else ds, dk if dz is None else dz, factor, delta, dk, dv,
-            dsums_k, *call.hopper_tables(launch, call.G), call.H, call.G, call.out_scale, call.grad_scale,
+            dsums_k, call.ends, *call.hopper_tables(launch, call.G), call.H, call.G, call.out_scale, call.grad_scale,
             **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=final, Z=z,
             **call.early(),
         )  # fmt: skip
@@ -234,9 +235,9 @@ def key_gradient(
         launch = call.config.key
         backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, ds, dz, factor, delta, dk, dv, dsums_k, prefixes, weights, grad_weights, mirror,
-            *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale, call.out_scale,
-            call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step, STATES=call.chunk > 0,
-            FINAL=final, Z=z, PACKED=layout.packed, **launch.options,
+            call.ends, *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
+            call.out_scale, call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step,
+            STATES=call.chunk > 0, FINAL=final, Z=z, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
     return dk, dv, dsums_k
 

@@ -1,0 +1,69 @@
+"""The quadratic form leaves out tiles that the gate has decayed to nothing: to the same numbers, bit for bit."""
+
+import pytest
+import torch
+
+from sympow.ops import power_attention
+from tests.ops.contract import DEVICE
+
+triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+from sympow.ops.triton import op, states  # noqa: E402
+
+TILE = states.REACH_TILE.value
+# Batch, tokens, query and kv heads, head dims, p, with a normalizer
+SHAPES = [(2, 5 * TILE + 3, 4, 2, 16, 2, True), (1, 2 * TILE, 2, 2, 16, 3, False), (1, 3 * TILE - 1, 1, 1, 8, 1, False)]
+KINDS = [torch.float32]
+if DEVICE == "cuda":
+    KINDS.append(torch.bfloat16)
+    SHAPES += [(2, 2100, 4, 2, width, 2, True) for width in (32, 64, 128)]
+    SHAPES += [(2, 2048, 3, 3, 64, 2, False), (1, 1100, 2, 2, 32, 3, False), (1, 1100, 2, 1, 16, 4, True)]
+
+
+def gates(batch: int, time: int, heads: int) -> torch.Tensor:
+    """The first head forgets within a tile, others in more and more."""
+    gen = torch.Generator().manual_seed(0)
+    rate = 3.0 / 4.0 ** torch.arange(heads)
+    return (-rate * torch.rand(batch, time, heads, generator=gen)).to(DEVICE)
+
+
+@pytest.mark.parametrize("time", [1, TILE - 1, TILE, TILE + 1, 7 * TILE + 5, 70 * TILE])
+def test_what_counts_is_found(monkeypatch, time):
+    monkeypatch.setattr(op.config, "LEAST_REACH", 0)
+    log_g = gates(2, time, 3)
+    x = torch.zeros(2, time, 3, 16, device=DEVICE)
+    call = op.Call(x, x, x, log_g, None, 2, 1.0, 0, False)
+    sums = call.sums.view(3, 2, time)
+    tiles = -(-time // TILE)
+    first = torch.arange(tiles, device=DEVICE) * TILE
+    last = (first + TILE).clamp(max=time) - 1
+    before = torch.cat([torch.zeros_like(sums[..., :1]), sums[..., last[:-1]]], 2)
+    # [heads, rows, tiles of queries, tiles of keys], and the same of tiles of keys and later tiles of queries
+    keys = sums[..., None, last] - before[..., None] <= call._vanishing()
+    queries = sums[..., last, None] - sums[..., None, first] <= call._vanishing()
+    order = torch.arange(tiles, device=DEVICE)
+    begins = TILE * (keys | (order[None] >= order[:, None])).int().argmax(-1)
+    ends = TILE * (queries | (order[None] <= order[:, None])).int().sum(-1)
+    assert call.begins.view(3, 2, tiles).equal(begins.int())
+    assert call.ends.view(3, 2, tiles).equal(ends.clamp(max=time).int())
+    if tiles > 2:
+        assert begins[0].any() and ends[0, 0, 0] < time
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_numbers_are_the_same(monkeypatch, shape, dtype):
+    batch, time, heads, groups, width, p, normalize = shape
+    gen = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(batch, time, n, width, generator=gen).to(DEVICE, dtype).requires_grad_()
+        for n in (heads, groups, groups)
+    )
+    log_g = gates(batch, time, groups).requires_grad_()
+
+    def results(least: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(op.config, "LEAST_REACH", least)
+        out = power_attention(q, k, v, log_g, p=p, normalize=normalize, chunk_size=time, impl="triton").out
+        return [out, *torch.autograd.grad(out.float().square().sum(), [q, k, v, log_g])]
+
+    for whole, cut in zip(results(time + 1), results(0), strict=True):
+        assert whole.isfinite().all() and cut.equal(whole)
