@@ -271,6 +271,12 @@ def _from_level(
 
 
 @gluon.jit
+def _row_parts(x, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
+    """Sums [BLOCK, 4] of x [BLOCK, WIDTH] in the layout of a product: those of the columns that one thread has."""
+    return gl.sum(gl.sum(x.reshape([BLOCK, WIDTH // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
@@ -410,12 +416,15 @@ def output_pass(
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
+    # A step adds up what a thread has of a row; threads are added up in the end.
+    parts = _row_parts(gl.zeros([BLOCK, KEYS], gl.float32, score_mma), BLOCK, KEYS)
     for i in range(steps):
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
                 acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
                 total *= since
+                parts *= gl.convert_layout(since, gl.SliceLayout(1, parts.type.layout))[:, None]
             there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
@@ -442,7 +451,7 @@ def output_pass(
                 weight *= exp2(own[:, None] - there[None, :])
             weight = gl.where(row[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
-            total += gl.sum(weight, 1)
+            parts += _row_parts(weight, BLOCK, KEYS)
         weight = gl.convert_layout(weight.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(weight, values_s.index(i % 3), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -450,6 +459,7 @@ def output_pass(
 
     acc *= out_scale
     if NORMALIZE:
+        total += gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, score_mma))
         total = total * out_scale + eps
         acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, mma))[:, None]
         gl.store(norm + h * tokens + start + row, total, mask=row < length)
