@@ -116,7 +116,11 @@ def query_pass(
     acc = tl.zeros([BLOCK, K], tl.float32)
 
     if STATES:
-        if INIT or begin > 0:
+        entering = INIT or begin > 0
+        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+            kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+            entering &= kept > 0.0
+        if entering:
             chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + begin // CHUNK
             rows = tl.cast(lower, tl.int64) * K + upper * (K - HALF)
             state = s + (chunk * G + g) * rows * V
@@ -140,7 +144,7 @@ def query_pass(
         own = tl.load(here + first + t, mask=valid, other=0.0)
         ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
         if STATES:
-            acc *= tl.exp2(ref)
+            acc *= kept
     j = tl.arange(0, KEYS)
     k_tile = k + (start + begin) * k_st + g * k_sh + (j[:, None] * k_st + width[None, :])
     v_tile = v + (start + begin) * v_st + g * v_sh + (j[None, :] * v_st + col[:, None])
@@ -218,7 +222,12 @@ def key_pass(
     dvalues = tl.zeros([BLOCK, COLUMNS], tl.float32)
 
     if STATES:
-        if FINAL or end < length:
+        leaving = FINAL or end < length
+        if GATED:  # what it leaves of this block by the end of the chunk
+            block_end = sums + g * tokens + start + tl.minimum(first + BLOCK, length) - 1
+            kept = tl.exp2(tl.load(sums + g * tokens + start + end - 1) - tl.load(block_end))
+            leaving &= kept > 0.0
+        if leaving:
             chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + chunk_index
             UPPER: tl.constexpr = K - HALF
             rows = tl.cast(lower, tl.int64) * K + upper * UPPER
@@ -256,9 +265,8 @@ def key_pass(
         own = tl.load(here + first + j, mask=valid, other=0.0)
         ref = tl.load(here + last)
         if STATES:
-            decay = tl.exp2(tl.load(here + end - 1) - ref)
-            dkeys *= decay
-            dvalues *= decay
+            dkeys *= kept
+            dvalues *= kept
     i = tl.arange(0, QUERIES)
     for head in range(R):
         h = g * R + head

@@ -39,7 +39,11 @@ def output_pass(
     total = tl.zeros([BLOCK], tl.float32)
 
     if STATES:
-        if INIT or begin > 0:
+        entering = INIT or begin > 0
+        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+            kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+            entering &= kept > 0.0
+        if entering:
             chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + begin // CHUNK
             UPPER: tl.constexpr = K - HALF
             rows = tl.cast(lower, tl.int64) * K + upper * UPPER
@@ -69,8 +73,8 @@ def output_pass(
         own = tl.load(here + first + t, mask=valid, other=0.0)
         ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
         if STATES:
-            acc *= tl.exp2(ref)
-            total *= tl.exp2(ref)
+            acc *= kept
+            total *= kept
     j = tl.arange(0, KEYS)
     k_tile = k + (start + begin) * k_st + g * k_sh + (j[None, :] * k_st + width[:, None])
     v_tile = v + (start + begin) * v_st + g * v_sh + (j[:, None] * v_st + col[None, :])

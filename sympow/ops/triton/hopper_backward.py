@@ -128,7 +128,11 @@ def query_pass(
     d = gl.load(delta + h * tokens + start + row, mask=row < length, other=0.0)
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     if STATES:
-        if INIT or begin > 0:
+        entering = INIT or begin > 0
+        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+            kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+            entering &= kept > 0.0
+        if entering:
             if PACKED:
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
@@ -163,7 +167,7 @@ def query_pass(
         ref = gl.load(here + gl.maximum(first - 1, 0))
         ref = gl.where(first > begin, ref, 0.0)
         if STATES:
-            acc *= exp2(ref)
+            acc *= kept
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
@@ -350,7 +354,12 @@ def key_pass(
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     if STATES:
-        if FINAL or end < length:
+        leaving = FINAL or end < length
+        if GATED:  # what it leaves of this block by the end of the chunk
+            sums_at = sums + g * tokens + start
+            kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
+            leaving &= kept > 0.0
+        if leaving:
             if PACKED:
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
             else:
@@ -381,9 +390,8 @@ def key_pass(
         own = gl.load(here + row, mask=row < length, other=0.0)
         ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
         if STATES:
-            past = exp2(gl.load(here + end - 1) - ref)
-            dkeys *= past
-            dvalues *= past
+            dkeys *= kept
+            dvalues *= kept
     for it in range(total):
         if GATED:
             if it == R * after:

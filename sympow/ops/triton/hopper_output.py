@@ -328,7 +328,11 @@ def output_pass(
     acc = gl.zeros([BLOCK, V], gl.float32, mma)
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
     if STATES:
-        if INIT or begin > 0:
+        entering = INIT or begin > 0
+        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+            kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+            entering &= kept > 0.0
+        if entering:
             if PACKED:
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
@@ -410,8 +414,8 @@ def output_pass(
         ref = gl.load(here + gl.maximum(first - 1, 0))
         ref = gl.where(first > begin, ref, 0.0)
         if STATES:
-            acc *= exp2(ref)
-            total *= exp2(ref)
+            acc *= kept
+            total *= kept
         since = exp2(own - ref)
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
-# Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops.
-MOST_SPILLED = 64
+# Bytes a thread. Spills in a loop cost more than the registers they free; these come from code around the loops,
+# the most of the key pass at K = 128.
+MOST_SPILLED = 96
 # Registers of a thread with which three programs of 128 fit on a multiprocessor.
 THREE_PROGRAMS = 168
 

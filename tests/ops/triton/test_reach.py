@@ -1,10 +1,11 @@
-"""The quadratic form leaves out tiles that the gate has decayed to nothing: to the same numbers, bit for bit."""
+"""What the gate has decayed to nothing is left out: tiles of the quadratic form, to the same numbers bit for bit, and
+states of the chunked one."""
 
 import pytest
 import torch
 
 from sympow.ops import power_attention
-from tests.ops.contract import DEVICE
+from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs, run
 
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 from sympow.ops.triton import op, states  # noqa: E402
@@ -67,3 +68,14 @@ def test_the_numbers_are_the_same(monkeypatch, shape, dtype):
 
     for whole, cut in zip(results(time + 1), results(0), strict=True):
         assert whole.isfinite().all() and cut.equal(whole)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("width", [8] if DEVICE == "cpu" else [16, 32, 64, 128])
+def test_states_are_read_as_far_as_they_count(width, dtype):
+    """Blocks after a chunk's first see nothing of its state where the first head is concerned, others more and more."""
+    heads, time, chunk = (2, 300, 256) if DEVICE == "cpu" else (4, 1100, 512)
+    case = Case(B=1, T=time, H=heads, G=heads, K=width, V=width, state=True)
+    inputs = make_inputs(case, dtype=dtype)
+    inputs["log_g"] = gates(1, time, heads).requires_grad_()
+    assert_within_budget(run(case, inputs, "triton", chunk), case, inputs)
