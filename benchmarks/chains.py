@@ -1,9 +1,10 @@
 """Rows that a model can learn to predict from their own past, at any length: Markov chains, each row another one.
 
 A row has an alphabet of its own, of which every token has a few successors, drawn with the row; each follows with the
-same chance. A model that has seen nothing of the row loses the logarithm of the vocabulary, one that knows its alphabet
-that of the alphabet's size, one that has read its transitions that of the successors: the curve of the loss over
-positions falls, and stays low as long as the model's memory holds.
+same chance, and all letters come again and again: were a row to end in one letter that follows itself, one rounding
+would move the loss of all its tokens alike. A model that has seen nothing of the row loses the logarithm of the
+vocabulary, one that knows its alphabet that of the alphabet's size, one that has read its transitions that of the
+successors: the curve of the loss over positions falls, and stays low as long as the model's memory holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sympow.training.ranks import Part
 
 @dataclass(frozen=True)
 class Chains:
-    """Batches by index, endless, for `sympow.training.train`: `rows` rows of `context` tokens and their targets."""
+    """Batches by index, endless, for `sympow.training.train`: `rows` rows of `context` tokens and their targets. Row by
+    row they are the same whatever the number of rows in a batch."""
 
     context: int
     rows: int
@@ -31,17 +33,20 @@ class Chains:
     seed: int = 0
 
     def __getitem__(self, index: int) -> Part:
-        rng = np.random.default_rng((self.seed, index))
-        letters = rng.permuted(np.tile(np.arange(self.vocabulary), (self.rows, 1)), axis=1)[:, : self.alphabet]
-        drawn = rng.integers(letters.shape[1], size=(self.rows, self.vocabulary * self.successors))
-        table = np.take_along_axis(letters, drawn, 1).reshape(self.rows, self.vocabulary, self.successors)
-        picks = rng.integers(self.successors, size=(self.context + 1, self.rows))
-        tokens = np.empty((self.context + 1, self.rows), dtype=np.int64)
-        row, current = np.arange(self.rows), np.zeros(self.rows, dtype=np.int64)
-        for place, pick in enumerate(picks):
-            current = tokens[place] = table[row, current, pick]
-        whole = torch.from_numpy(tokens.T.copy())
+        first = index * self.rows
+        whole = torch.from_numpy(np.stack([self._row(number) for number in range(first, first + self.rows)]))
         return Part(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
+
+    def _row(self, number: int) -> np.ndarray:
+        rng = np.random.default_rng((self.seed, number))
+        letters = rng.permutation(self.vocabulary)[: self.alphabet]
+        following = rng.integers(len(letters), size=(len(letters), self.successors))
+        following[:, 0] = (np.arange(len(letters)) + 1) % len(letters)  # from any letter a way to every other
+        table, place, places = following.tolist(), 0, []
+        for pick in rng.integers(self.successors, size=self.context + 1).tolist():
+            place = table[place][pick]
+            places.append(place)
+        return letters[places]
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

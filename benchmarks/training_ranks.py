@@ -1,5 +1,6 @@
 """Holds training on several ranks to training on one: the same run on one rank, on several that share every row, and
-continued on one from the middle of that.
+continued on one from the middle of that. How far roundings alone carry, a run on one rank shows whose rows pass in two
+halves.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
@@ -47,13 +48,16 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def train_missing(config: RunConfig, out: Path, batches: Chains) -> None:
-    """On several ranks the run "several"; on one rank "one" and, once there is "several", "continued"."""
+    """On several ranks the run "several"; on one rank "one", "halves" and, once there is "several", "continued"."""
     steps = config.training.steps
     if world_size() > 1:
         execution = ExecutionConfig(context_parallel=world_size())
         train(dataclasses.replace(config, execution=execution), batches, out / "several", quiet=True)
         return
     train(config, batches, out / "one", quiet=True)
+    half = config.training.batch_size // 2
+    halves = dataclasses.replace(config, training=dataclasses.replace(config.training, micro_batch_size=half))
+    train(halves, dataclasses.replace(batches, rows=half), out / "halves", quiet=True)
     if latest_step(out / "several") < steps:
         return
     if not (out / "continued").exists():
@@ -67,10 +71,11 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def compare(out: Path, steps: int) -> list[dict]:
-    """Of "several" against "one" and "continued" against "several": the largest relative difference of losses, over the
-    steps that the first one took itself."""
+    """Of "several" and "halves" against "one", and of "continued" against "several": the largest relative difference of
+    losses, over the steps that the first one took itself."""
     rows = []
-    for run, reference, first in (("several", "one", 1), ("continued", "several", steps // 2 + 1)):
+    pairs = [("several", "one", 1), ("halves", "one", 1), ("continued", "several", steps // 2 + 1)]
+    for run, reference, first in pairs:
         a, b = losses(out / run), losses(out / reference)
         errors = {step: abs(a[step] - b[step]) / b[step] for step in range(first, steps + 1)}
         worst = max(errors, key=errors.__getitem__)

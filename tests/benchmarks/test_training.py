@@ -80,6 +80,9 @@ def test_chains():
     assert all(len({b for _, b in table}) <= 5 for table in tables)
     assert tables[0] != tables[1] and torch.equal(chains[3].tokens, batch.tokens)
     assert not torch.equal(chains[4].tokens, batch.tokens)
+    assert torch.equal(dataclasses.replace(chains, rows=1)[7].tokens[0], batch.tokens[1])
+    last = Chains(context=1000, rows=64, alphabet=16)[0].tokens[:, -500:]
+    assert all(len(set(row)) > 8 for row in last.tolist()), "a row goes round in few letters"
     chains.check_state(chains.state())
     with pytest.raises(ValueError, match="the run was made on other chains"):
         Chains(context=300, rows=2).check_state(chains.state())

@@ -26,6 +26,7 @@ def test_three_calls(tmp_path, monkeypatch, capsys):
     rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
     assert [(row["run"], row["against"], row["first_step"]) for row in rows] == [
         ("several", "one", 1),
+        ("halves", "one", 1),
         ("continued", "several", 3),
     ]
     assert all(row["difference"] < row["allowed"] for row in rows) and rows[0]["difference"] > 0
