@@ -117,7 +117,7 @@ def query_pass(
 
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+        if GATED:  # the decay from the state to this block; where it is 0 no row is read
             kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -223,7 +223,7 @@ def key_pass(
 
     if STATES:
         leaving = FINAL or end < length
-        if GATED:  # what it leaves of this block by the end of the chunk
+        if GATED:  # the decay from this block to the end of the chunk
             block_end = sums + g * tokens + start + tl.minimum(first + BLOCK, length) - 1
             kept = tl.exp2(tl.load(sums + g * tokens + start + end - 1) - tl.load(block_end))
             leaving &= kept > 0.0

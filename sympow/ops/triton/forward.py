@@ -40,7 +40,7 @@ def output_pass(
 
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+        if GATED:  # the decay from the state to this block; where it is 0 no row is read
             kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:

@@ -129,7 +129,7 @@ def query_pass(
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+        if GATED:  # the decay from the state to this block; where it is 0 no row is read
             kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -355,7 +355,7 @@ def key_pass(
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     if STATES:
         leaving = FINAL or end < length
-        if GATED:  # what it leaves of this block by the end of the chunk
+        if GATED:  # the decay from this block to the end of the chunk
             sums_at = sums + g * tokens + start
             kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
             leaving &= kept > 0.0

@@ -329,7 +329,7 @@ def output_pass(
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # what it leaves, up to this block, of the state; of nothing the rows are not read
+        if GATED:  # the decay from the state to this block; where it is 0 no row is read
             kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:

@@ -39,7 +39,7 @@ def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def reach_tile(n, g, token, T, tokens, TILE: tl.constexpr):
-    """Where `states.gate_reach` writes of the tile of TILE tokens that holds `token`, of sequence n and kv head g."""
+    """Where `states.gate_sums` writes of the tile of TILE tokens that holds `token`, of sequence n and kv head g."""
     return (g * (tokens // T) + n) * tl.cdiv(T, TILE) + token // TILE
 
 
