@@ -90,6 +90,8 @@ def compare(out: Path, steps: int) -> list[dict]:
 def main() -> int:
     parser = options("benchmarks.training_ranks", __doc__, rows=8, steps=100, learning_rate=3e-4)
     args = parser.parse_args()
+    if args.rows % 2:
+        parser.error(f"--rows must be even, as they also pass in two halves; got {args.rows}")
     config, batches = run_config(args), Chains(args.context, args.rows, args.vocabulary)
     with launched(torch.device(args.device)):
         train_missing(config, args.out, batches)

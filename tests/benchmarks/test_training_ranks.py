@@ -17,6 +17,13 @@ def call(out) -> int:
     return training_ranks.main()
 
 
+def test_rows_that_have_no_halves_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["training_ranks", "--device", "cpu", "--rows", "3", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        training_ranks.main()
+    assert "--rows must be even, as they also pass in two halves; got 3" in capsys.readouterr().err
+
+
 def test_three_calls(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [])  # and back
     assert call(tmp_path) == 0 and "start this with torchrun" in capsys.readouterr().out

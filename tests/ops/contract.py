@@ -209,7 +209,8 @@ def assert_within_budget(
         rows = 1.0
         if row_weights is not None:
             rows = row_weights if name == "out" else 1.0
-            rounding += case.p / 2 * eps * norm if case.p > 2 else 0.0
+            if case.p > 2:
+                rounding += case.p / 2 * eps * norm
         budget = 2 * ((peer[name].double() - want) * rows).norm().item() + rounding
         error = ((got.double() - want) * rows).norm().item()
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
