@@ -15,9 +15,10 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
   another one: their roundings, p each, grow by the condition of the sums, and so does the gradient through that row.
   Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
-  drown the others; what is left are p roundings. With p = 2 and a state from before, which kernels and peer read at the
-  lower precision, the same holds: one such row may be most of the state's gradient, and its error for the one and for
-  the other are two draws of which either may be the smaller by far.
+  drown the others; what is left are p roundings. With p = 2 the same is done where one such row may be most of a
+  gradient, its error here and in the peer two draws of which either may be the smaller by far: with a state from
+  before, which both read at the lower precision, and at one token, where the gradients of q and k are what is left of
+  terms that cancel.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
   Errors are norms of differences from float64.
@@ -231,19 +232,24 @@ def _with_two_tokens(
 @torch.no_grad()
 def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | None:
     """[B, T, H, 1], at most 1: one over the square of the condition of each row's normalizer, the norm of its terms
-    phi(q)_d z_d over their sum. None where the condition does not matter: p <= 2 and no state, or no normalizer."""
-    if not case.divides or (case.p <= 2 and not case.state):
+    phi(q)_d z_d over their sum. None without a normalizer, or where the condition does not matter: p <= 2, no state,
+    more than one token."""
+    if not case.divides or (case.p <= 2 and not case.state and case.T > 1):
         return None
 
     def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:
         state = state or PowerState.zeros(k.shape[0], case.G, case.K, case.V, case.p, dtype=k.dtype, device=DEVICE)
         z, outs = state.z, []
-        for i in range(k.shape[1]):
-            gamma = 1.0 if log_g is None else log_g[:, i, :, None].exp()
-            z = gamma * z + spow(k[:, i], case.p)
-            terms = spow(q[:, i].unflatten(1, (case.G, -1)), case.p) * z[:, :, None]
-            outs.append((terms.sum(-1) / terms.norm(dim=-1)).clamp(max=1.0).square().flatten(1))
-        return torch.stack(outs, 1)[..., None], state
+        log_g = k.new_zeros(k.shape[:3]) if log_g is None else log_g
+        for queries, keys, gates in zip(*(x.split(32, 1) for x in (q, k, log_g)), strict=True):
+            sums = gates.cumsum(1)
+            past = sums.new_ones(sums.shape[1], sums.shape[1]).tril().log()
+            decay = (sums[:, :, None] - sums[:, None] + past[..., None]).exp()
+            zs = torch.einsum("btsg,bsgd->btgd", decay, spow(keys, case.p)) + sums.exp()[..., None] * z[:, None]
+            terms = spow(queries.unflatten(2, (case.G, -1)), case.p) * zs[:, :, :, None]
+            outs.append((terms.sum(-1) / terms.norm(dim=-1)).clamp(max=1.0).square().flatten(2))
+            z = zs[:, -1]
+        return torch.cat(outs, 1)[..., None], state
 
     high = {name: None if x is None else x.double() for name, x in inputs.items()}
     return by_document(replace(case, return_state=False), high, form)["out"]

@@ -48,7 +48,7 @@ LARGE_QUADRATIC = {
         "neither": {"B": 1, "T": 333, "H": 2, "G": 2, "K": 64, "gate": False, "normalize": False},
         "aligned": {"B": 2, "T": 1024, "H": 2, "G": 2, "K": 64},
         "short": {"B": 3, "T": 37, "H": 4, "G": 2, "K": 64},
-        "one token": {"B": 2, "T": 1, "H": 2, "G": 1, "K": 64},
+        "one token": {"B": 64, "T": 1, "H": 2, "G": 1, "K": 64},
         "packed": {"T": 700, "H": 2, "G": 1, "K": 64, "ends": (0, 1, 300, 300, 700)},
     }.items()
 }
