@@ -11,7 +11,8 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   their gradients, whose terms are products of p entries and a decay, each of which a kernel may round where the peer
   rounds the whole, p roundings to nearest; for other results, if p > 2, the p - 2 such roundings that phi(q) and phi(k)
   have more than for p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
-  products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number.
+  products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number,
+  and what dq and dk may err by, which at one token is all there is.
   With a normalizer and p > 2, a query that is nearly orthogonal to all keys divides a small sum of large terms by
   another one: their roundings, p each, grow by the condition of the sums, and so does the gradient through that row.
   Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
@@ -205,8 +206,11 @@ def assert_within_budget(
         eps = torch.finfo(dtype).eps
         rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
         if name == "dlog_g":
-            terms = [(high[x].norm(dim=-1) * oracle["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk"]
-            rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * sum(terms)
+            terms, errors = (
+                sum((high[x].norm(dim=-1) * grad["d" + x].norm(dim=-1)).norm().item() / case.p for x in "qk")
+                for grad in (oracle, {n: peer[n].double() - oracle[n] for n in ("dq", "dk")})
+            )
+            rounding += (eps + EPS32 * case.T**0.5) * case.T**0.5 * terms + 2 * errors
         rows = 1.0
         if row_weights is not None:
             rows = row_weights if name == "out" else 1.0
