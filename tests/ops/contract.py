@@ -59,6 +59,7 @@ class Case:
     state: bool = False
     return_state: bool = True
     normalize: bool | None = None
+    eps: float = 1e-6
     ends: tuple[int, ...] | None = None
 
     @property
@@ -78,6 +79,7 @@ CASES = {
     "long": Case(B=1, T=301, H=2, G=2, K=8, V=8, state=True),
     "no state out": Case(B=1, T=150, H=2, G=1, K=4, V=5, return_state=False),
     "even p, no normalization": Case(B=2, T=33, H=2, G=2, K=4, V=4, normalize=False, state=True),
+    "large eps": Case(B=2, T=33, H=4, G=2, K=4, V=4, eps=0.5, state=True),
     "p 1": Case(B=2, T=70, H=2, G=1, K=5, V=4, p=1, state=True),
     "p 1, no gate": Case(B=2, T=70, H=2, G=1, K=5, V=4, p=1, gate=False),
     "p 3": Case(B=1, T=45, H=2, G=1, K=5, V=4, p=3, state=True),
@@ -124,6 +126,7 @@ def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int
         *(inputs[name] for name in ("q", "k", "v", "log_g")),
         p=case.p,
         normalize=case.divides,
+        eps=case.eps,
         chunk_size=chunk_size,
         initial_state=state,
         return_state=case.return_state,
@@ -190,7 +193,7 @@ def assert_within_budget(
     high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
     oracle = run(case, high, "reference")
     low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in inputs.items()}
-    options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": 1e-6}
+    options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": case.eps}
     row_weights = row_weights_of(case, high)
     with torch.autocast(DEVICE, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         form = partial(reference.quadratic, **options)

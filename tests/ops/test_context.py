@@ -51,8 +51,9 @@ def part(case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> d
     start, stop = case.T * rank // size, case.T * (rank + 1) // size  # parts of different lengths
     tokens = [None if inputs[x] is None else inputs[x][:, start:stop] for x in ("q", "k", "v", "log_g")]
     out = power_attention(
-        *tokens, p=case.p, normalize=case.divides, chunk_size=chunk_size, impl=impl, context_group=dist.group.WORLD
-    ).out
+        *tokens, p=case.p, normalize=case.divides, eps=case.eps, chunk_size=chunk_size, impl=impl,
+        context_group=dist.group.WORLD,
+    ).out  # fmt: skip
     before, after = (out.new_zeros(case.B, n, case.H, case.V) for n in (start, case.T - stop))
     return with_gradients({"out": torch.cat([before, out, after], 1)}, inputs, row_weights_of(case, inputs))
 

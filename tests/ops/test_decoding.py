@@ -51,7 +51,7 @@ def decode(case: Case, inputs: dict, impl: str, tokens: int = 1, capacity: int =
     whole = tensors(inputs)
     for start in range(0, case.T, tokens):
         part = [None if x is None else x[:, start : start + tokens] for x in whole]
-        options = {"p": case.p, "normalize": case.divides, "inplace": True}
+        options = {"p": case.p, "normalize": case.divides, "eps": case.eps, "inplace": True}
         out, state = power_attention_step(*part, state=state, impl=impl, **options)
         outs.append(out)
     after = state.folded()
@@ -65,7 +65,7 @@ def test_steps_are_the_sequence(impl, name, tokens):
     case = WHOLE[name]
     inputs = make_inputs(case)
     before = initial_state(case, inputs).folded() if case.state else None
-    options = {"p": case.p, "normalize": case.divides, "initial_state": before, "return_state": True}
+    options = {"p": case.p, "normalize": case.divides, "eps": case.eps, "initial_state": before, "return_state": True}
     whole, last = power_attention(*tensors(inputs), **options, impl="reference")
     assert_equal_float64(decode(case, inputs, impl, tokens), {"out": whole, "s": last.s, "z": last.z})
 

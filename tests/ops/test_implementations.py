@@ -48,7 +48,7 @@ def test_step_continues_a_sequence(impl, name, inplace):
     case = CASES[name]
     inputs = {n: None if x is None else x.detach() for n, x in make_inputs(case).items()}
     s, z = inputs.pop("s"), inputs.pop("z")
-    options = {"p": case.p, "normalize": case.divides}
+    options = {"p": case.p, "normalize": case.divides, "eps": case.eps}
     state = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, dtype=torch.float64, device=DEVICE)
     state = PowerState(s, z, case.p, case.K) if case.state else state
     whole, last = power_attention(**inputs, **options, initial_state=state, return_state=True, impl="reference")

@@ -48,7 +48,7 @@ FORMS = {
 @given(cases(), st.integers(1, 30), st.booleans(), st.integers(0, 1000))
 def test_forms_agree(case, chunk_size, rotation, seed):
     """Outputs, states and all gradients, rotation's included, of every form; packed documents against each alone."""
-    options = {"p": case.p, "scale": 0.7, "normalize": case.divides, "eps": 1e-6}
+    options = {"p": case.p, "scale": 0.7, "normalize": case.divides, "eps": case.eps}
     results = {}
     for name, form in FORMS.items():
         inputs = make_inputs(case, seed)
