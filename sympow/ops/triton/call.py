@@ -165,8 +165,11 @@ class Call(Shapes):
         if not self.chunk and not self.layout.packed and size >= config.LEAST_REACH:
             tiles = self.layout.blocks(states.REACH_TILE.value)
             self.begins, self.ends = torch.empty(2, self.G, tiles, device=log_g.device, dtype=torch.int32)
+        # Kept to the end of the call: a kernel that begins early may write before this one has read all, and must not
+        # write to memory that a copy of log_g has left.
+        self.log_g = log_g.float().contiguous()
         states.gate_sums[(self.layout.blocks(size), self.G)](
-            log_g.float().contiguous(), sums, self.begins, self.ends, self.layout.cu_seqlens, self.layout.table(size),
+            self.log_g, sums, self.begins, self.ends, self.layout.cu_seqlens, self.layout.table(size),
             self.layout.length, self.layout.tokens, self.G, size, self._vanishing(),
             BLOCK=SUM_BLOCK if self.chunk else LONG_SUM_BLOCK, PACKED=self.layout.packed, OVERLAP=self.overlap,
         )  # fmt: skip

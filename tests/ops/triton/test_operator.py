@@ -95,6 +95,21 @@ def test_views_of_one_projection():
 
 
 @gpu
+def test_strided_gate():
+    """Of heads before tokens, as some have them: a copy of it lives as long as it is read, by any run."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 2048, 12, 64, generator=gen).to(DEVICE, torch.bfloat16).requires_grad_() for _ in "qkv")
+    heads_first = -torch.rand(4, 12, 2048, generator=gen).to(DEVICE)
+
+    def gradients(log_g):
+        return results(lambda *x: attend(*x, chunk_size=4096), [q, k, v, log_g.requires_grad_()])
+
+    expected = gradients(heads_first.transpose(1, 2).contiguous())
+    for _ in range(20):
+        assert_same(gradients(heads_first.detach().transpose(1, 2)), expected)
+
+
+@gpu
 def test_state_continues_in_the_eager_path():
     q, k, v, log_g = (x.detach() for x in inputs(T=600))
     parts = [[x[:, a:b] for x in (q, k, v, log_g)] for a, b in ((0, 333), (333, 600))]
