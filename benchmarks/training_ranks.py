@@ -1,6 +1,6 @@
 """Holds training on several ranks to training on one: the same run on one rank, on several that share every row, and
 continued on one from the middle of that. How far roundings alone carry, a run on one rank shows whose rows pass in two
-halves.
+halves. Rows are Markov chains (`benchmarks.chains`), with --text pieces of Python's standard library in bytes.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
@@ -24,21 +24,29 @@ import torch
 from benchmarks.chains import Chains, options
 from benchmarks.measure import commit, processor
 from benchmarks.training import world_size
-from sympow.data import DataConfig
+from sympow.data import Batches, ByteTokenizer, DataConfig, open_corpus
 from sympow.models import MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, read_metrics, train
 from sympow.training.checkpoint import checkpoint_path, latest_step
 from sympow.training.ranks import launched
 
 ALLOWED = 1e-3  # of the loss, relative, at every step
+DATA = DataConfig(tokenizer="bytes", pack=False)  # with --text
+
+
+def batches(args: argparse.Namespace, rows: int) -> Chains | Batches:
+    """What is trained on, `rows` rows at once; row by row the same whatever their number."""
+    if args.text:
+        return Batches(open_corpus(DATA).train, args.context, rows, pack=DATA.pack)
+    return Chains(args.context, rows, args.vocabulary)
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
     """Of the run on one rank. Half way and in the end it leaves a checkpoint."""
     return RunConfig(
         name="ranks",
-        model=preset(args.preset, args.vocabulary, MixerConfig("power")),
-        data=DataConfig(tokenizer="bytes", pack=False),
+        model=preset(args.preset, ByteTokenizer.vocab_size if args.text else args.vocabulary, MixerConfig("power")),
+        data=DATA,
         training=TrainingConfig(
             context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.steps // 10,
             learning_rate=args.learning_rate, precision="bf16", log_every=1, checkpoint_every=args.steps // 2,
@@ -47,23 +55,24 @@ def run_config(args: argparse.Namespace) -> RunConfig:
     )  # fmt: skip
 
 
-def train_missing(config: RunConfig, out: Path, batches: Chains) -> None:
+def train_missing(args: argparse.Namespace) -> None:
     """On several ranks the run "several"; on one rank "one", "halves" and, once there is "several", "continued"."""
-    steps = config.training.steps
+    config, whole = run_config(args), batches(args, args.rows)
+    out, steps = args.out, args.steps
     if world_size() > 1:
         execution = ExecutionConfig(context_parallel=world_size())
-        train(dataclasses.replace(config, execution=execution), batches, out / "several", quiet=True)
+        train(dataclasses.replace(config, execution=execution), whole, out / "several", quiet=True)
         return
-    train(config, batches, out / "one", quiet=True)
-    half = config.training.batch_size // 2
+    train(config, whole, out / "one", quiet=True)
+    half = args.rows // 2
     halves = dataclasses.replace(config, training=dataclasses.replace(config.training, micro_batch_size=half))
-    train(halves, dataclasses.replace(batches, rows=half), out / "halves", quiet=True)
+    train(halves, batches(args, half), out / "halves", quiet=True)
     if latest_step(out / "several") < steps:
         return
     if not (out / "continued").exists():
         shutil.copytree(out / "several", out / "continued")
         shutil.rmtree(checkpoint_path(out / "continued", steps, sharded=True))
-    train(config, batches, out / "continued", quiet=True)
+    train(config, whole, out / "continued", quiet=True)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -89,12 +98,12 @@ def compare(out: Path, steps: int) -> list[dict]:
 
 def main() -> int:
     parser = options("benchmarks.training_ranks", __doc__, rows=8, steps=100, learning_rate=3e-4)
+    parser.add_argument("--text", action="store_true", help="train on Python's standard library, in bytes, not chains")
     args = parser.parse_args()
     if args.rows % 2:
         parser.error(f"--rows must be even, as they also pass in two halves; got {args.rows}")
-    config, batches = run_config(args), Chains(args.context, args.rows, args.vocabulary)
     with launched(torch.device(args.device)):
-        train_missing(config, args.out, batches)
+        train_missing(args)
         if world_size() > 1:
             return 0
     if latest_step(args.out / "continued") < args.steps:
@@ -108,7 +117,8 @@ def main() -> int:
             f"(step {row['worst_step']}); {row['allowed']:.0e} is allowed"
         )
     about = {"processor": processor(args.device), "commit": commit(), "torch": torch.__version__}
-    settings = {"model": config.model.to_dict(), "training": config.training.to_dict()}
+    config = run_config(args)
+    settings = {"model": config.model.to_dict(), "training": config.training.to_dict(), "text": args.text}
     (args.out / "ranks.json").write_text(json.dumps({"rows": rows, **settings, **about}, indent=1) + "\n")
     return int(any(row["difference"] > row["allowed"] for row in rows))
 

@@ -1,9 +1,11 @@
 """The benchmark that holds several ranks to one: three calls, of which each trains what is missing."""
 
+import argparse
 import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks import training_ranks
 from sympow.training import latest
@@ -22,6 +24,14 @@ def test_rows_that_have_no_halves_are_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         training_ranks.main()
     assert "--rows must be even, as they also pass in two halves; got 3" in capsys.readouterr().err
+
+
+def test_text_comes_in_the_same_rows_whatever_their_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    args = argparse.Namespace(text=True, context=300)
+    whole, halves = training_ranks.batches(args, 4), training_ranks.batches(args, 2)
+    assert torch.equal(whole[3].tokens, torch.cat([halves[6].tokens, halves[7].tokens]))
+    assert (whole[3].tokens == ord(" ")).any()
 
 
 def test_three_calls(tmp_path, monkeypatch, capsys):
