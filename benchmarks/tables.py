@@ -163,6 +163,7 @@ TABLES = {
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,
+    "training_ranks_text_h200.json": ranks_table,
     "training_ranks_learning_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
 }

@@ -1,5 +1,5 @@
-"""For every test: one thread a process, so that parallel workers do not fight, reproducible examples, and a way to run
-kernels."""
+"""For every test: one thread a process, so that parallel workers do not fight, reproducible examples and random
+numbers, and a way to run kernels."""
 
 import os
 
@@ -7,9 +7,18 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited b
 if not any(os.path.exists(x) for x in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels run in Triton's interpreter
 
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws without a generator of its own, such as a layer's weights, is the same in any order of tests.
+    Of 1,500 draws of a small layer of power attention 8 had a first token with a score near zero, where the slope
+    carries float32's roundings beyond what comparisons allow."""
+    torch.manual_seed(0)

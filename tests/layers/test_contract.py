@@ -276,9 +276,10 @@ def test_bfloat16_autocast_is_close_to_float32(case):
         with torch.no_grad():
             stepped = in_steps(mixer, x, [40] + [1] * 30) if mixer.causal else half
     half.float().sum().backward()
-    scale = y.square().mean().sqrt()
+    # Without first tokens: what these see is one score over its own size, and near zero roundings choose its sign.
+    scale = y[:, 1:].square().mean().sqrt()
     for close in (half, stepped):
-        assert (close.float() - y).square().mean().sqrt() < 0.03 * scale
+        assert (close.float() - y)[:, 1:].square().mean().sqrt() < 0.03 * scale
 
 
 @pytest.mark.parametrize("case", CASES)
