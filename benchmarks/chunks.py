@@ -2,8 +2,9 @@
 
 At contexts from 256 tokens on: the quadratic form, the chunked form at several chunk sizes, and impl="auto", which is
 to choose as well as the fastest of them. On a GPU, at the longest context, also the time of each pass against the chunk
-size. Every call is checked against float64 before it is timed, as in `ops.py`; one that fails is a row without a time,
-does not stop the others, and makes the command exit 1.
+size. With --no-gate the same without a gate: the kernels leave out what a gate has decayed to nothing. Every call is
+checked against float64 before it is timed, as in `ops.py`; one that fails is a row without a time, does not stop the
+others, and makes the command exit 1.
 """
 
 from __future__ import annotations
@@ -92,33 +93,35 @@ def _compile(case: Case, chunk: int, device: str) -> None:
 
 
 def advice(rows: Sequence[dict]) -> Iterator[str]:
-    """A line for each p and K: the chunk size, and the context up to which the quadratic form is taken, that are least
-    behind the fastest choice where they are furthest behind. For a GPU, tables of sympow/ops/triton/config.py."""
-    for p, key_dim in sorted({(row["p"], row["K"]) for row in rows}):
-        same = [row for row in rows if (row["p"], row["K"]) == (p, key_dim)]
-        ratios = {(row["T"], row["mode"], row["chunk"]): row["ratio"] for row in same if row["impl"] != "auto"}
-        times, chunks = {row["T"] for row in same}, {chunk for time, _, chunk in ratios if chunk < time}
+    """A line for each p, K and mode: the chunk size, and the context up to which the quadratic form is taken, that are
+    least behind the fastest choice where they are furthest behind. For a GPU, tables of sympow/ops/triton/config.py."""
+    for p, key_dim, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
+        same = [row for row in rows if (row["p"], row["K"], row["mode"]) == (p, key_dim, mode)]
+        ratios = {(row["T"], row["chunk"]): row["ratio"] for row in same if row["impl"] != "auto"}
+        times, chunks = {row["T"] for row in same}, {chunk for time, chunk in ratios if chunk < time}
         worst, chunk, quadratic = min(
             (_worst(ratios, chunk, quadratic), chunk, quadratic) for chunk in chunks for quadratic in {chunk} | times
         )
         now = max(row["ratio"] or float("inf") for row in same if row["impl"] == "auto")
-        yield f"p {p}, K {key_dim}: chunk {chunk:,}, quadratic up to {quadratic:,}: {worst:.3f}x; auto now {now:.3f}x"
+        taken = f"chunk {chunk:,}, quadratic up to {quadratic:,}"
+        yield f"p {p}, K {key_dim}, {mode}: {taken}: {worst:.3f}x; auto now {now:.3f}x"
 
 
-def _worst(ratios: dict[tuple[int, str, int], float | None], chunk: int, quadratic: int) -> float:
+def _worst(ratios: dict[tuple[int, int], float | None], chunk: int, quadratic: int) -> float:
     """The largest ratio to the fastest choice, if up to `quadratic` and `chunk` tokens the quadratic form is taken."""
-    taken = {(time, mode, time if time <= max(quadratic, chunk) else chunk) for time, mode, _ in ratios}
+    taken = {(time, time if time <= max(quadratic, chunk) else chunk) for time, _ in ratios}
     return max(ratios.get(choice) or float("inf") for choice in taken)
 
 
 def main() -> int:
     parser = options("benchmarks.chunks", __doc__)
+    parser.add_argument("--no-gate", action="store_true", help="of calls without a gate")
     parser.add_argument("--plot", type=Path, help="PNG of the passes' times against chunk size, GPU only")
     args = parser.parse_args()
     if args.plot and args.device == "cpu":
         parser.error("--plot shows the passes, kernels of --device cuda; on the CPU there are none")
     torch.set_num_threads(args.threads)
-    forms = FORMS[args.device]
+    forms = [(replace(case, gated=not args.no_gate), chunks) for case, chunks in FORMS[args.device]]
     if args.device == "cuda":
         compile_kernels(forms, args.device)
     rows: list[dict] = []
@@ -167,7 +170,8 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=7, ncols=len(PASSES) + 1, loc="lower center")
     figure.supylabel("ms", fontsize=9)
     row = some[0]
-    figure.suptitle(f"{row['processor']}, T {row['T']:,}, H {row['H']}, K = V, gated, {row['dtype']}", fontsize=10)
+    shape = f"T {row['T']:,}, H {row['H']}, K = V, {'gated' if row['gated'] else 'no gate'}, {row['dtype']}"
+    figure.suptitle(f"{row['processor']}, {shape}", fontsize=10)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=130)
 

@@ -94,7 +94,8 @@ def chunks_table(rows: list[dict]) -> str:
         lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
     row = rows[0]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    shape = f"H {row['H']}, gated, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {commits}"
+    gate = "gated" if row["gated"] else "no gate"
+    shape = f"H {row['H']}, {gate}, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {commits}"
     return "\n".join([*lines, "", f"{shape}."])
 
 

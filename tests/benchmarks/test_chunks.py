@@ -28,10 +28,10 @@ def no_timing(monkeypatch):
     monkeypatch.setitem(FORMS, "cpu", [(SMALL, (8, 16))])
 
 
-def run(monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path, *options):
     """Exit status and rows of the command."""
     file = tmp_path / "chunks.json"
-    monkeypatch.setattr("sys.argv", ["chunks", "--threads", "1", "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["chunks", "--threads", "1", "--json", str(file), *options])
     return chunks.main(), json.loads(file.read_text())
 
 
@@ -48,7 +48,13 @@ def test_rows(monkeypatch, tmp_path, capsys):
     assert all(0 < row["err"] < 1e-5 for row in rows)
     printed = capsys.readouterr().out
     assert "| 2 | 4 | forward | quadratic, 1.50x | 16, 1.50x |" in printed
-    assert "p 2, K 4: chunk 16, quadratic up to 16: 1.000x; auto now 1.500x" in printed
+    assert "p 2, K 4, forward: chunk 16, quadratic up to 16: 1.000x; auto now 1.500x" in printed
+
+
+def test_without_a_gate(monkeypatch, tmp_path, capsys):
+    status, rows = run(monkeypatch, tmp_path, "--no-gate")
+    assert status == 0 and not any(row["gated"] for row in rows)
+    assert "H 2, no gate, float32" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_not_timed_and_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
@@ -67,8 +73,8 @@ def test_a_wrong_result_is_not_timed_and_does_not_stop_the_others(monkeypatch, t
     assert "failed: RuntimeError: Case(" in capsys.readouterr().out
 
 
-def test_advice_looks_at_every_context_and_mode():
-    """Chunks of 16 are best at 64 tokens, by much; the quadratic form at 32, by little, but with a backward."""
+def test_advice_looks_at_every_context():
+    """Chunks of 16 are best at 64 tokens, by much; the quadratic form at 32, with a backward, by much as well."""
     ms = {(16, 16): 1, (32, 16): 10, (32, 32): 11, (64, 16): 10, (64, 32): 20, (64, 64): 30}
     rows = []
     for mode in chunks.MODES:
@@ -79,7 +85,11 @@ def test_advice_looks_at_every_context_and_mode():
         same = [x["ms"] for x in rows if (x["T"], x["mode"]) == (row["T"], row["mode"])]
         row["ratio"] = row["ms"] / min(same)
     rows.append({"p": 2, "K": 4, "T": 64, "mode": "forward", "chunk": 32, "impl": "auto", "ms": 20, "ratio": 2.0})
-    assert list(chunks.advice(rows)) == ["p 2, K 4: chunk 16, quadratic up to 32: 1.100x; auto now 2.000x"]
+    rows.append(rows[-1] | {"mode": "forward+backward"})
+    assert list(chunks.advice(rows)) == [
+        "p 2, K 4, forward: chunk 16, quadratic up to 16: 1.000x; auto now 2.000x",
+        "p 2, K 4, forward+backward: chunk 16, quadratic up to 32: 1.000x; auto now 2.000x",
+    ]
 
 
 def test_passes_are_kernels_by_name():
@@ -109,7 +119,7 @@ def test_kernel_times_are_those_on_the_gpu_alone(monkeypatch):
 
 
 def test_figure(tmp_path):
-    row = {"p": 2, "K": 4, "B": 1, "T": 32, "H": 2, "dtype": "bfloat16", "processor": "a GPU"}
+    row = {"p": 2, "K": 4, "B": 1, "T": 32, "H": 2, "dtype": "bfloat16", "gated": True, "processor": "a GPU"}
     passes = chunks.by_pass({"state_pass": 1.0, "output_pass": 2.0})
     rows = [row | {"mode": mode, "chunk": chunk, "passes": passes} for mode in chunks.MODES for chunk in (8, 16)]
     chunks.plot([*rows, row | {"mode": "forward", "chunk": 32, "passes": None}], tmp_path / "chunks.png")
@@ -124,7 +134,7 @@ def test_the_cpu_has_no_passes_to_draw(monkeypatch, tmp_path, capsys):
 
 
 def test_table_with_failures():
-    row = {"p": 2, "K": 4, "T": 64, "H": 2, "mode": "forward", "dtype": "bfloat16", "processor": "a GPU"}
+    row = {"p": 2, "K": 4, "T": 64, "H": 2, "mode": "forward", "dtype": "bfloat16", "gated": True, "processor": "a GPU"}
     row |= {"impl": "triton", "chunk": 64, "ms": None, "ratio": None, "torch": "2", "commit": "c"}
     assert "| 2 | 4 | forward |  |" in tables.chunks_table([row, row | {"impl": "auto"}])
 
