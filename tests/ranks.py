@@ -40,6 +40,7 @@ def _rank(rank: int, function: Callable, size: int, folder: str, arguments: tupl
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # as `launched` does
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.all_reduce(torch.zeros(1))  # one with nothing to say must not leave while others still connect
     try:
         torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
     finally:
