@@ -214,7 +214,7 @@ def chunk_size(case: Case, inputs: dict[str, Tensor], device: str, mode: str) ->
     from sympow.ops import triton
 
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    return min(case.T, triton.automatic_chunk_size(q, k, v, None, case.p, mode != "forward"))
+    return min(case.T, triton.automatic_chunk_size(q, k, v, inputs.get("log_g"), None, case.p, mode != "forward"))
 
 
 def main() -> None:

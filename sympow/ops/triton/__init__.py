@@ -56,7 +56,7 @@ def attention(
     width = padded_key_dim(key_dim)
     q, k = _pad(q), _pad(k)
     if chunk_size is None:
-        chunk_size = automatic_chunk_size(q, k, v, cu_seqlens, p, gradient)
+        chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
         refusal = _without_states(p, key_dim)
@@ -99,10 +99,14 @@ def attention(
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
 
 
-def automatic_chunk_size(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, gradient: bool) -> int:
+def automatic_chunk_size(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, gradient: bool,
+    has_state: bool = False,
+) -> int:  # fmt: skip
     """What chunk_size=None stands for. q and k have a key dim that the kernels hold; `gradient`: of a training step."""
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
-    chunk = config.chunk_size(key_dim, p, time, gradient)
+    reach = log_g is not None and cu_seqlens is None and not has_state
+    chunk = config.chunk_size(key_dim, p, time, gradient, reach)
     if gradient and chunk < min(wider, time):
         kept = [kept_shapes(q, k, v, cu_seqlens, p, size, True) is not None for size in (chunk, wider)]
         return wider if kept == [False, True] else chunk

@@ -111,35 +111,47 @@ HOPPER_QUADRATIC = {
 HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
 
-# Tokens of a chunk where states pay, by p and K: a larger state is read and written less often. Measured on an H200.
-_CHUNKS = {
-    1: {16: 128, 32: 128, 64: 128, 128: 256},
-    2: {16: 256, 32: 256, 64: 768, 128: 2048},
-    3: {16: 1024, 32: 2048, 64: 8192},
-    4: {16: 1024, 32: 16384},
+# By p and K, for calls without gradients and for training: the longest row that the quadratic form is the fastest for,
+# and tokens of a chunk for longer ones; a larger state is read and written less often. Measured on an H200.
+_FORMS = {
+    (1, 16): ((512, 128), (512, 128)),
+    (1, 32): ((512, 128), (512, 128)),
+    (1, 64): ((512, 128), (512, 128)),
+    (1, 128): ((1024, 256), (1024, 256)),
+    (2, 16): ((1024, 256), (1024, 256)),
+    (2, 32): ((2048, 256), (1536, 256)),
+    (2, 64): ((4096, 1024), (4096, 1024)),
+    (2, 128): ((16384, 2048), (16384, 1024)),
+    (3, 16): ((4096, 1024), (4096, 1024)),
+    (3, 32): ((16384, 2048), (32768, 8192)),
+    (3, 64): ((262144, 8192), (262144, 8192)),
+    (4, 16): ((16384, 2048), (32768, 8192)),
+    (4, 32): ((524288, 16384), (524288, 16384)),
 }
-# The same where gradients will be taken, and states of those chunks are too large to be kept but of these are not.
+# The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
+# layers have them.
+_FORMS_GATED = {
+    (2, 64): ((8192, 1024), (8192, 1024)),
+    (2, 128): ((32768, 1024), (16384, 1024)),
+    (3, 32): ((32768, 2048), (65536, 8192)),
+    (4, 16): ((32768, 2048), (65536, 8192)),
+}
+# Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
 KEPT_CHUNKS = {(2, 32): 512}
 # Tokens of a row from which the quadratic form asks which tiles its gate leaves anything of: that takes a few
 # microseconds, and the first copies wait for the answer.
 LEAST_REACH = 2048
-# Up to here the quadratic form is the faster one, where it is not 4 chunks.
-_QUADRATIC = {
-    (2, 32): 2048, (2, 64): 4096, (2, 128): 16384, (3, 32): 16384, (3, 64): 262144, (4, 16): 16384, (4, 32): 524288,
-}  # fmt: skip
-# The same where gradients will be taken, if it is another.
-_QUADRATIC_IN_TRAINING = {(2, 32): 1536}
 
 
-def chunk_size(key_dim: int, p: int, time: int, gradient: bool) -> int:
+def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> int:
     """The chunk size for a padded key dim, with the backward or without; `time` where the quadratic form is faster or
-    the only one."""
-    chunk = _CHUNKS.get(p, {}).get(key_dim)
-    if chunk is None:
+    the only one. reach: it would leave out what a gate has decayed to nothing."""
+    forms = _FORMS.get((p, key_dim))
+    if forms is None:
         return time
-    longest = _QUADRATIC.get((p, key_dim), 4 * chunk)
-    if gradient:
-        longest = _QUADRATIC_IN_TRAINING.get((p, key_dim), longest)
+    if reach:
+        forms = _FORMS_GATED.get((p, key_dim), forms)
+    longest, chunk = forms[gradient]
     return time if time <= longest else chunk
 
 

@@ -171,12 +171,24 @@ def test_chunks_are_wider_where_only_those_states_can_be_kept(monkeypatch):
 
     def chosen(most: int, gradient: bool = True) -> int:
         monkeypatch.setattr(triton.config, "most_kept", lambda device: most)
-        return triton.automatic_chunk_size(q, q, q, None, 2, gradient)
+        return triton.automatic_chunk_size(q, q, q, None, None, 2, gradient)
 
     monkeypatch.setattr(triton.config, "most_kept", lambda device: 1 << 40)
     narrow, wide = (2 * math.prod(triton.kept_shapes(q, q, q, None, 2, size, True)[0]) for size in (256, 512))
     assert [chosen(narrow), chosen(narrow - 1), chosen(wide), chosen(wide - 1)] == [256, 512, 512, 256]
     assert chosen(narrow - 1, gradient=False) == 256
+
+
+def test_the_form_depends_on_what_a_gate_leaves_out():
+    """That is tiles of the quadratic form, of rows that are neither packed nor in need of a state."""
+    q = torch.empty(1, 8192, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    gate, documents = torch.empty(1, 8192, 2, device=DEVICE), torch.tensor([0, 8192], device=DEVICE)
+
+    def chosen(*about, **more) -> int:
+        return triton.automatic_chunk_size(q, q, q, *about, 2, True, **more)
+
+    assert chosen(gate, None) == 8192
+    assert chosen(None, None) == chosen(gate, documents) == chosen(gate, None, has_state=True) == 1024
 
 
 @pytest.mark.parametrize("used", ["s", "z"])
