@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import subprocess
 import time
@@ -21,7 +22,8 @@ def milliseconds(
     """Median time of each call, in milliseconds.
 
     The calls take turns, so that a machine that slows down or speeds up over minutes does so for all of them and their
-    ratios stand. In a turn a call is repeated for `least` seconds; one turn before the first warms up.
+    ratios stand. Each round has another order, as what follows a call that heats a GPU takes longer. In a turn
+    a call is repeated for `least` seconds; one turn before the first warms up.
     """
 
     def timed(call: Callable[[], object]) -> float:
@@ -35,9 +37,10 @@ def milliseconds(
         timed(call)
     repeats = [max(1, min(50, int(least * 1e3 / timed(call)))) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
+    order = random.Random(0)
     for _ in range(rounds):
-        for call, count, kept in zip(calls, repeats, times, strict=True):
-            kept += [timed(call) for _ in range(count)]
+        for i in order.sample(range(len(calls)), len(calls)):
+            times[i] += [timed(calls[i]) for _ in range(repeats[i])]
     return [statistics.median(kept) for kept in times]
 
 

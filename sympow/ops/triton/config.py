@@ -120,24 +120,23 @@ _FORMS = {
     (1, 128): ((1024, 256), (1024, 256)),
     (2, 16): ((1024, 256), (1024, 256)),
     (2, 32): ((2048, 256), (1536, 256)),
-    (2, 64): ((4096, 1024), (4096, 1024)),
-    (2, 128): ((16384, 2048), (16384, 1024)),
+    (2, 64): ((4096, 768), (4096, 768)),
+    (2, 128): ((16384, 1024), (16384, 1024)),
     (3, 16): ((4096, 1024), (4096, 1024)),
     (3, 32): ((16384, 2048), (32768, 8192)),
     (3, 64): ((262144, 8192), (262144, 8192)),
-    (4, 16): ((16384, 2048), (32768, 8192)),
+    (4, 16): ((32768, 2048), (65536, 8192)),
     (4, 32): ((524288, 16384), (524288, 16384)),
 }
 # The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
 # layers have them.
 _FORMS_GATED = {
-    (2, 64): ((8192, 1024), (8192, 1024)),
+    (2, 64): ((8192, 768), (8192, 768)),
     (2, 128): ((32768, 1024), (16384, 1024)),
     (3, 32): ((32768, 2048), (65536, 8192)),
-    (4, 16): ((32768, 2048), (65536, 8192)),
 }
 # Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
-KEPT_CHUNKS = {(2, 32): 512}
+KEPT_CHUNKS = {(2, 32): 512, (2, 128): 4096}
 # Tokens of a row from which the quadratic form asks which tiles its gate leaves anything of: that takes a few
 # microseconds, and the first copies wait for the answer.
 LEAST_REACH = 2048

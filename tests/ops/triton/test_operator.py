@@ -188,7 +188,7 @@ def test_the_form_depends_on_what_a_gate_leaves_out():
         return triton.automatic_chunk_size(q, q, q, *about, 2, True, **more)
 
     assert chosen(gate, None) == 8192
-    assert chosen(None, None) == chosen(gate, documents) == chosen(gate, None, has_state=True) == 1024
+    assert chosen(None, None) == chosen(gate, documents) == chosen(gate, None, has_state=True) == 768
 
 
 @pytest.mark.parametrize("used", ["s", "z"])
