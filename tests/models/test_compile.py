@@ -10,11 +10,11 @@ from tests.ops.contract import DEVICE
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 
 
-@pytest.mark.parametrize(("rotation", "recompute"), [("data", False), ("fixed", True)])
-def test_each_part_is_one_graph(monkeypatch, rotation, recompute):
+@pytest.mark.parametrize(("rotation", "chunk_size", "recompute"), [("data", None, False), ("fixed", 16, True)])
+def test_each_part_is_one_graph(monkeypatch, rotation, chunk_size, recompute):
     if DEVICE == "cpu":  # in Triton's interpreter, of which the compiler cannot see whether it is on
         monkeypatch.setattr(triton, "unsupported_tensors", lambda device, dtype: None)
-    mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": 16})
+    mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": chunk_size})
     model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=1, mixers=(mixer,)), seed=0).to(DEVICE)
     if recompute:
         model.checkpoint_activations()

@@ -150,7 +150,8 @@ def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> 
         return time
     if reach:
         forms = _FORMS_GATED.get((p, key_dim), forms)
-    longest, chunk = forms[gradient]
+    forward, training = forms
+    longest, chunk = training if gradient else forward
     return time if time <= longest else chunk
 
 

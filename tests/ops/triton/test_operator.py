@@ -1,6 +1,7 @@
 """The kernels as PyTorch operators: compilation, autocast, checkpointing, streams, graphs, refusals."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -36,9 +37,10 @@ def assert_same(actual, expected):
 
 
 @gpu
-def test_compile_fullgraph():
-    compiled = torch.compile(attend, fullgraph=True)
-    assert_same(results(compiled, inputs()), results(attend, inputs()))
+@pytest.mark.parametrize("chunk_size", [256, None])
+def test_compile_fullgraph(chunk_size):
+    call = partial(attend, chunk_size=chunk_size)
+    assert_same(results(torch.compile(call, fullgraph=True), inputs()), results(call, inputs()))
 
 
 @gpu
