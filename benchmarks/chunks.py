@@ -62,7 +62,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False
                 row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             rows.append(row)
         able = [row for row in rows if row["failure"] is None]
-        for row, ms in zip(able, milliseconds(calls, device, rounds=3, least=0.15), strict=True):
+        for row, ms in zip(able, milliseconds(calls, device, rounds=3, least=0.1), strict=True):
             row["ms"] = round(ms, 4)
         best = min((row["ms"] for row in able if row["impl"] != "auto"), default=None)
         for row in able:

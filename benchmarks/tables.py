@@ -161,6 +161,7 @@ TABLES = {
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
     "chunks_h200.json": chunks_table,
+    "chunks_no_gate_h200.json": chunks_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,

@@ -1,18 +1,36 @@
-"""Whether there are kernels for a device and a dtype, also where the package triton is missing."""
+"""Whether there are kernels for a device and a dtype, also where the package triton is missing or too old."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from contextlib import suppress
+from importlib import metadata
 
 import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-NO_TRITON = "needs the package triton, which is not installed"
+_LEAST = (3, 6)  # before it Gluon, and what it compiles, were others
+_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
+
+
+def _refusal_of_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+            too_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < _LEAST
+            return f"needs triton >= {'.'.join(map(str, _LEAST))}; found {version}" if too_old else None
+    return None
+
+
+# Why there are no kernels at all, as the end of a sentence; None if there are. Asked once, without loading triton.
+NO_TRITON = _refusal_of_triton()
 
 
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
-    if not HAS_TRITON:
+    if NO_TRITON:
         return NO_TRITON
     from sympow.ops import triton
 

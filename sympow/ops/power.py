@@ -14,7 +14,7 @@ from torch import Tensor
 from sympow.ops import eager, reference
 from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.kernels import HAS_TRITON, NO_TRITON, has_kernels, refusal_of_kernels
+from sympow.ops.kernels import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)
@@ -233,7 +233,7 @@ def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
 
 def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     """Why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
-    if not HAS_TRITON:
+    if NO_TRITON:
         return NO_TRITON
     from sympow.ops import triton
 

@@ -173,7 +173,7 @@ def _pairs(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # Not as complex numbers: they are slower on a CPU, and torch.compile fuses real arithmetic alone.
     a, b = _pairs(x, cos.shape[2])
-    # Nor .to last: where that changes nothing, torch.compile of torch 2.11 loses the gradient of what `_Rotate` returns.
+    # Nor .to last: where it changes nothing, torch.compile of torch 2.11 loses the gradient of what `_Rotate` returns.
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype).reshape(x.shape)
 
 

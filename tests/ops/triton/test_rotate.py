@@ -220,9 +220,17 @@ def test_who_takes_it(monkeypatch):
     assert not kernels.has_kernels(torch.device("cpu"), torch.float32)
     assert not kernels.has_kernels(torch.device("cuda"), torch.float64)
     assert kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
-    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    monkeypatch.setattr(kernels, "NO_TRITON", "needs the package triton")
     assert not kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
     assert "package triton" in kernels.refusal_of_kernels(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"), [("3.5.1", "needs triton >= 3.6; found 3.5.1"), ("3.6.0+git1", None), ("3.10.0", None)]
+)
+def test_triton_must_be_new_enough(version, refusal, monkeypatch):
+    monkeypatch.setattr(kernels.metadata, "version", lambda name: version)
+    assert kernels._refusal_of_triton() == refusal
 
 
 @gpu
