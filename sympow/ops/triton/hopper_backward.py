@@ -18,6 +18,7 @@ from sympow.ops.triton.hopper_output import (
 )
 from sympow.ops.triton.hopper_quarters import key_states, query_states
 from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.renamed import load_async
 
 
 @gluon.jit
@@ -36,7 +37,7 @@ def copy_state(
     upper = gl.where(j >= HALF, HALF * K + (a - HALF) * (K - HALF) + (j - HALF), j * K + a)
     row = gl.where(a < HALF, a * K + j, upper)
     wanted = (a < gl.where(i < stop, K, 0))[:, None]
-    async_copy.async_copy_global_to_shared(buffer, state + (row[:, None] * V + c[None, :]), mask=wanted)
+    load_async(buffer, state + (row[:, None] * V + c[None, :]), mask=wanted)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton import states
 from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.renamed import load_async, reinterpret
 
 REACH_TILE = gl.constexpr(states.REACH_TILE.value)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
@@ -94,7 +95,7 @@ def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(buffer, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
+    load_async(buffer, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def stage_columns(x, K: gl.constexpr, BLOCK: gl.constexpr):
     """x [BLOCK, K] in shared memory by columns, for `column`."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     columns = gl.allocate_shared_memory(gl.bfloat16, [K, 1, BLOCK], flat)
-    columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).store(x.permute([1, 0]))
+    reinterpret(columns, gl.bfloat16, [K, BLOCK], flat).store(x.permute([1, 0]))
     return columns
 
 
@@ -246,8 +247,8 @@ def _from_level(
     by_prefix: gl.constexpr = gl.SliceLayout(1, by_half)
     half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(0, by_half)))[:, None]
     member = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(0, by_half)))[None, :]
-    grouped = products._reinterpret(gl.bfloat16, [products.shape[0] // GROUP, GROUP, BLOCK], flat)
-    last = columns._reinterpret(gl.bfloat16, [K, BLOCK], flat).slice(K - WIDTH, WIDTH, 0).permute([1, 0])
+    grouped = reinterpret(products, gl.bfloat16, [products.shape[0] // GROUP, GROUP, BLOCK], flat)
+    last = reinterpret(columns, gl.bfloat16, [K, BLOCK], flat).slice(K - WIDTH, WIDTH, 0).permute([1, 0])
     base = last.load(of_last_indices(BLOCK, DEPTH, GROUP, WARPS)).reshape([BLOCK, 2, WIDTH // 2])
     base = gl.convert_layout(base, gl.SliceLayout(2, layout), assert_trivial=True).expand_dims(2)
     for i in range(GROUPS // EACH):

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper_states import exp2, step_pointers
+from sympow.ops.triton.renamed import load_async
 
 LAST = gl.constexpr(4)  # last indices of a tile
 
@@ -77,15 +78,13 @@ def _copy_step(
     m = gl.arange(0, ROWS, gl.SliceLayout(1, x_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, x_layout))
     some = (m < gl.where(left > 0, ROWS, 0))[:, None]
-    async_copy.async_copy_global_to_shared(xs.index(stage), x + (m[:, None] * stride + t[None, :]), mask=some)
+    load_async(xs.index(stage), x + (m[:, None] * stride + t[None, :]), mask=some)
     y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
     i = gl.arange(0, STEP, gl.SliceLayout(1, y_layout))
     # Of 16 places a thread's are 0, 1, 8 and 9 and the like: its tokens, in a row, go there.
     t = i % 2 + i // 8 % 2 * 2 + i // 16 * 4 + i // 2 % 4 * (STEP // 4)
     col = gl.arange(0, V, gl.SliceLayout(0, y_layout))
-    async_copy.async_copy_global_to_shared(
-        ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None]
-    )
+    load_async(ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None])
     async_copy.commit_group()
 
 

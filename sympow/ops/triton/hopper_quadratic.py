@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sympow.ops.triton.hopper_backward import query_step
 from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, reach_tile, start_next
 from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.renamed import load_async, load_tile, reinterpret
 
 _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
 
@@ -58,7 +58,7 @@ def _vectors(COUNT: gl.constexpr, ROWS: gl.constexpr):
 def _copy_vector(buffer, ptr, left, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """As `copy_rows`, of one number a row."""
     i = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    async_copy.async_copy_global_to_shared(buffer, ptr + i, mask=i < left)
+    load_async(buffer, ptr + i, mask=i < left)
 
 
 @gluon.jit
@@ -75,8 +75,8 @@ def _store_rows(ptr, stride, x, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, W
 def _bring(buffer, descriptor, n, token, head, bar, wanted, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Has the copy engine fill a tile [ROWS, WIDTH]; `bar` tells when it has."""
     BLOCK: gl.constexpr = [1, ROWS, 1, WIDTH]
-    tile = buffer._reinterpret(gl.bfloat16, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.bfloat16))
-    tma.async_copy_global_to_shared(descriptor, [n, token, head, 0], bar, tile, wanted)
+    tile = reinterpret(buffer, gl.bfloat16, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.bfloat16))
+    load_tile(descriptor, [n, token, head, 0], bar, tile, wanted)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper_output import barrier, column, copy_rows, stage_columns
+from sympow.ops.triton.renamed import reinterpret
 
 
 @gluon.constexpr_function
@@ -35,7 +36,7 @@ def by_column(block, prefixes, width, warps):
 def _by_prefix(buffer, i, COUNT: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr):
     """[BLOCK, COUNT]: of a buffer [K, 1, BLOCK], a row a prefix, the i-th COUNT rows, tokens first."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return buffer._reinterpret(buffer.dtype, [K // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
+    return reinterpret(buffer, buffer.dtype, [K // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
 
 
 @gluon.jit

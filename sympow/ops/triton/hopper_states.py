@@ -9,6 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.renamed import load_async
+
 
 @gluon.jit
 def exp2(x):
@@ -107,20 +109,16 @@ def _load_step(
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
     t = gl.arange(0, STEP, gl.SliceLayout(1, x_layout))
     m = gl.arange(0, M, gl.SliceLayout(0, x_layout))
-    async_copy.async_copy_global_to_shared(
-        xs.index(stage), x + (t[:, None] * x_st + (m % WIDTH)[None, :]), mask=(t < left)[:, None]
-    )
+    load_async(xs.index(stage), x + (t[:, None] * x_st + (m % WIDTH)[None, :]), mask=(t < left)[:, None])
     y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
     t = gl.arange(0, STEP, gl.SliceLayout(1, y_layout))
     col = gl.arange(0, V, gl.SliceLayout(0, y_layout))
-    async_copy.async_copy_global_to_shared(
-        ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None]
-    )
+    load_async(ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None])
     f_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, FACTORS, gl.SliceLayout(1, f_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, f_layout))
     some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # past the sequence's end there is not even padding
-    async_copy.async_copy_global_to_shared(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
+    load_async(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
     async_copy.commit_group()
 
 

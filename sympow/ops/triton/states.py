@@ -125,7 +125,7 @@ def weigh(
 @triton.jit
 def _factor(xt, stride, t, valid, i, count, prefixes, K: tl.constexpr, P: tl.constexpr):
     """[STEP]: the weighted product of the entries of prefix i for tokens t."""
-    here = valid & (i < count)
+    here = tl.where(i < count, valid, False)  # valid & (i < count) is no mask to the interpreter of Triton 3.9
     if P == 1:  # the empty product
         return tl.load(xt + K * stride + t, mask=here, other=0.0)
     elif P == 2:
