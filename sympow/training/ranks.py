@@ -155,6 +155,8 @@ def launched(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # No device_id: groups of ranks would then be split off this one, which not every torch can with gloo in it.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # Until all have met: where one refused its config and left, others would add a lost connection to what it says.
+    dist.all_reduce(torch.zeros(1))
     yield
     dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
 
