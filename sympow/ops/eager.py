@@ -114,7 +114,7 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
         return flops * batch * groups + _CALL_FLOPS * calls * chunks
 
     sizes = [2**i for i in range(6, 14) if 2**i < time]
-    return min((cost(chunk), chunk) for chunk in [*sizes, time])[1]  # torch.compile did not know min's key till 2.10
+    return min((cost(chunk), chunk) for chunk in [*sizes, time])[1]  # min's key is unknown to torch.compile of 2.10
 
 
 class _Options(NamedTuple):
