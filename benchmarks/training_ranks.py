@@ -48,7 +48,7 @@ def run_config(args: argparse.Namespace) -> RunConfig:
         model=preset(args.preset, ByteTokenizer.vocab_size if args.text else args.vocabulary, MixerConfig("power")),
         data=DATA,
         training=TrainingConfig(
-            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.steps // 10,
+            context=args.context, batch_size=args.rows, steps=args.steps, warmup_steps=args.warmup,
             learning_rate=args.learning_rate, precision="bf16", log_every=1, checkpoint_every=args.steps // 2,
             keep_checkpoints=2, device=args.device,
         ),
@@ -99,7 +99,10 @@ def compare(out: Path, steps: int) -> list[dict]:
 def main() -> int:
     parser = options("benchmarks.training_ranks", __doc__, rows=8, steps=100, learning_rate=3e-4)
     parser.add_argument("--text", action="store_true", help="train on Python's standard library, in bytes, not chains")
+    parser.add_argument("--warmup", type=int, help="steps that the learning rate rises over (default: a tenth of all)")
     args = parser.parse_args()
+    if args.warmup is None:
+        args.warmup = args.steps // 10
     if args.rows % 2:
         parser.error(f"--rows must be even, as they also pass in two halves; got {args.rows}")
     with launched(torch.device(args.device)):

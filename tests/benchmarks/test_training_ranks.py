@@ -11,7 +11,8 @@ from benchmarks import training_ranks
 from sympow.training import latest
 from tests.ranks import run_ranks
 
-WORDS = ["--device", "cpu", "--preset", "nano", "--vocabulary", "8", "--context", "16", "--rows", "2", "--steps", "4"]
+WORDS = ["--device", "cpu", "--preset", "nano", "--vocabulary", "8", "--context", "16", "--rows", "2", "--steps", "4",
+         "--warmup", "3"]  # fmt: skip
 
 
 def call(out) -> int:
@@ -40,7 +41,9 @@ def test_three_calls(tmp_path, monkeypatch, capsys):
     assert run_ranks(call, 2, tmp_path) == [0, 0]
     assert not (tmp_path / "continued").exists()
     assert call(tmp_path) == 0
-    rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
+    written = json.loads((tmp_path / "ranks.json").read_text())
+    rows = written["rows"]
+    assert written["training"]["warmup_steps"] == 3
     assert [(row["run"], row["against"], row["first_step"]) for row in rows] == [
         ("several", "one", 1),
         ("halves", "one", 1),
