@@ -13,7 +13,7 @@ _LEAST = (3, 6)  # before it Gluon, and what it compiles, were others
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
 
 
-def _refusal_of_triton() -> str | None:
+def _why_no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     for name in _DISTRIBUTIONS:
@@ -25,7 +25,7 @@ def _refusal_of_triton() -> str | None:
 
 
 # Why there are no kernels at all, as the end of a sentence; None if there are. Asked once, without loading triton.
-NO_TRITON = _refusal_of_triton()
+NO_TRITON = _why_no_triton()
 
 
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

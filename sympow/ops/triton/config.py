@@ -112,7 +112,8 @@ HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3)
 
 
 # By p and K, for calls without gradients and for training: the longest row that the quadratic form is the fastest for,
-# and tokens of a chunk for longer ones; a larger state is read and written less often. Measured on an H200.
+# and tokens of a chunk for longer ones; a larger state is read and written less often. Measured on an H200 where
+# `python -m benchmarks.chunks` does, estimated for other p and K.
 _FORMS = {
     (1, 16): ((512, 128), (512, 128)),
     (1, 32): ((512, 128), (512, 128)),

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sympow.layers import PowerAttention, SoftmaxAttention
 from sympow.layers.linear import LinearAttention
-from sympow.ops import kernels, rotary, rotary_frequencies, rotate_heads
+from sympow.ops import rotary, rotary_frequencies, rotate_heads
 from tests.ops.contract import DEVICE, EPS32
 
 pytest.importorskip("triton", reason="needs triton")
@@ -214,23 +214,6 @@ def take_kernels(monkeypatch) -> list:
     monkeypatch.setattr(kernel, "_launch", lambda *x, **options: launched.append(1) or launch(*x, **options))
     monkeypatch.setattr(rotary, "has_kernels", lambda device, dtype: True)
     return launched
-
-
-def test_who_takes_it(monkeypatch):
-    assert not kernels.has_kernels(torch.device("cpu"), torch.float32)
-    assert not kernels.has_kernels(torch.device("cuda"), torch.float64)
-    assert kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
-    monkeypatch.setattr(kernels, "NO_TRITON", "needs the package triton")
-    assert not kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
-    assert "package triton" in kernels.refusal_of_kernels(torch.device("cuda"), torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("version", "refusal"), [("3.5.1", "needs triton >= 3.6; found 3.5.1"), ("3.6.0+git1", None), ("3.10.0", None)]
-)
-def test_triton_must_be_new_enough(version, refusal, monkeypatch):
-    monkeypatch.setattr(kernels.metadata, "version", lambda name: version)
-    assert kernels._refusal_of_triton() == refusal
 
 
 @gpu

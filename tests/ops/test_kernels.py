@@ -1,0 +1,40 @@
+"""For which devices and dtypes kernels are taken, and what is said where there are none."""
+
+import pytest
+import torch
+
+from sympow.ops import kernels
+
+pytest.importorskip("triton", reason="needs triton")
+
+
+def test_who_takes_them(monkeypatch):
+    assert not kernels.has_kernels(torch.device("cpu"), torch.float32)
+    assert not kernels.has_kernels(torch.device("cuda"), torch.float64)
+    assert kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(kernels, "NO_TRITON", "needs another triton")
+    assert not kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
+    assert kernels.refusal_of_kernels(torch.device("cuda"), torch.bfloat16) == "needs another triton"
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({"triton": "3.5.1"}, "needs triton >= 3.6; found 3.5.1"),
+        ({"triton": "3.6.0"}, None),
+        ({"pytorch-triton": "3.10.0+git1"}, None),
+        ({"pytorch-triton-rocm": "3.4.0"}, "needs triton >= 3.6; found 3.4.0"),
+        ({}, None),  # built from source
+        (None, "needs the package triton, which is not installed"),
+    ],
+)
+def test_triton_must_be_there_and_new_enough(versions, reason, monkeypatch):
+    def version(name):
+        if name not in versions:
+            raise kernels.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(kernels.metadata, "version", version)
+    if versions is None:
+        monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert kernels._why_no_triton() == reason
