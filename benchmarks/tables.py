@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from sympow.recall.results import chosen, read_results
 
@@ -81,8 +82,10 @@ def decoding_gpu_table(rows: list[dict]) -> str:
 
 
 def chunks_table(rows: list[dict]) -> str:
-    """A row a p, K and mode, a column a context: the fastest choice, and where "auto" stands to it."""
+    """A row a p, K and mode, a column a context: the fastest choice, and where "auto" stands to it. Below, where the
+    form that "auto" takes stands, called by name, and "auto" to that."""
     times = sorted({row["T"] for row in rows})
+    choices, calls = [], []
     lines = [f"| p | K = V | mode | {' | '.join(f'T {time:,}' for time in times)} |"]
     lines.append("|---:|---:|---|" + "---|" * len(times))
     for p, width, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
@@ -94,12 +97,20 @@ def chunks_table(rows: list[dict]) -> str:
             auto = next((x for x in same if x["impl"] == "auto"), None)
             form = "" if best is None else "quadratic" if best["chunk"] >= time else f"{best['chunk']:,}"
             cells.append(form if auto is None else f"{form}, {auto['ratio']:.2f}x")
+            for named in same:
+                if best and auto and named["impl"] != "auto" and named["chunk"] == auto["chunk"]:
+                    choices.append(named["ms"] / best["ms"])
+                    calls.append(auto["ms"] / named["ms"])
         lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
     row = rows[0]
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     gate = "gated" if row["gated"] else "no gate"
     shape = f"H {row['H']}, {gate}, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {commits}"
-    return "\n".join([*lines, "", f"{shape}."])
+    taken = ""
+    if choices:
+        spread = f"{min(calls):.3f}x to {max(calls):.3f}x, median {median(calls):.3f}x"
+        taken = f' The form "auto" takes, by name: at most {max(choices):.3f}x the fastest; "auto" over it: {spread}.'
+    return "\n".join([*lines, "", f"{shape}.{taken}"])
 
 
 def training_table(rows: list[dict]) -> str:

@@ -133,10 +133,18 @@ def test_the_cpu_has_no_passes_to_draw(monkeypatch, tmp_path, capsys):
     assert "--plot shows the passes, kernels of --device cuda" in capsys.readouterr().err
 
 
-def test_table_with_failures():
+def test_table():
     row = {"p": 2, "K": 4, "T": 64, "H": 2, "mode": "forward", "dtype": "bfloat16", "gated": True, "processor": "a GPU"}
     row |= {"impl": "triton", "chunk": 64, "ms": None, "ratio": None, "torch": "2", "commit": "c"}
-    assert "| 2 | 4 | forward |  |" in tables.chunks_table([row, row | {"impl": "auto"}])
+    failed = [row, row | {"impl": "auto"}]
+    assert "| 2 | 4 | forward |  |" in tables.chunks_table(failed)
+    timings = [("triton", 8, 2.0, "forward"), ("triton", 16, 2.1, "forward"), ("auto", 16, 2.31, "forward"),
+               ("triton", 8, 2.0, "forward+backward"), ("auto", 8, 1.8, "forward+backward")]  # fmt: skip
+    names = ("impl", "chunk", "ms", "mode")
+    timed = [row | {"T": 32, "ratio": timing[2] / 2} | dict(zip(names, timing, strict=True)) for timing in timings]
+    written = tables.chunks_table([*failed, *timed])
+    assert "| 2 | 4 | forward | 8, 1.16x |  |" in written and "| 2 | 4 | forward+backward | 8, 0.90x |  |" in written
+    assert 'by name: at most 1.050x the fastest; "auto" over it: 0.900x to 1.100x, median 1.000x.' in written
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capsys):
