@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
@@ -25,6 +26,9 @@ from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
 
+# Adam moves every weight by about the learning rate, and a position is a sum over all tokens before it.
+_POSITION_SCALE = 0.1
+
 
 @dataclass
 class PowerAttentionState(MixerState):
@@ -44,11 +48,17 @@ class PowerAttention(AttentionMixer):
             (a single head starts at the middle). A bias b remembers for about exp(b) tokens, so (1, 8)
             spreads the heads over memories of a few to a few thousand tokens. This matters: biases of 0, a
             half-life of one token, learn far worse, and ungated p = 2 worse still.
-        rotation: "data": positions advance by 1 + tanh(W x) at every token (M14), W = 0 at first, which is
+        rotation: "data": positions advance by 1 + tanh(W x / 10) at every token (M14), W = 0 at first, which is
             "fixed"; "fixed": by 1; "none".
-        normalize: divide by the sum of the weights (M5), even p only. If not, every head's output is
+        initial_score: the score (M1) that the biases of queries and keys give every pair at first (before `qk_norm`);
+            even p only, and with `bias`. So attention starts as an average of the past, as softmax attention
+            does. From 0 its first weights are squares of noise, and which sign all scores take together is
+            decided by roundings: docs/decisions/0006-start-of-training.md.
+        normalize: divide by the sum of the weights and `eps` (M5), even p only. If not, every head's output is
             RMS-normalized.
             None: True for even p.
+        eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
+            tokens, or only weak ones, are in sight. 1e-6 is that of the sources.
         chunk_size, impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`.
     """
@@ -64,7 +74,9 @@ class PowerAttention(AttentionMixer):
         gate: bool = True,
         gate_bias: Sequence[float] = (1.0, 8.0),
         rotation: str = "data",
+        initial_score: float = 1.0,
         normalize: bool | None = None,
+        eps: float = 1.0,
         chunk_size: int | None = None,
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
@@ -78,9 +90,13 @@ class PowerAttention(AttentionMixer):
             )
         if len(gate_bias) != 2:
             raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+        if not (math.isfinite(initial_score) and initial_score >= 0):
+            raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
+        if not (math.isfinite(eps) and eps > 0):
+            raise ValueError(f"eps must be positive and finite; got {eps}")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
         self.normalize = p % 2 == 0 if normalize is None else normalize
-        self.gate_bias = tuple(gate_bias)
+        self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
         self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
         self.beta = nn.Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
         self.out_norm = None if self.normalize else nn.RMSNorm(self.value_dim, eps=1e-6)
@@ -88,6 +104,10 @@ class PowerAttention(AttentionMixer):
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
+            if self.p % 2 == 0 and self.qkv.bias is not None:
+                # In the pair that turns most slowly, so that the score holds over long distances.
+                qk = self.qkv.bias[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
+                qk[:, -1] = (self.initial_score * self.head_dim**0.5) ** 0.5
             if self.gate is not None:
                 first, last = self.gate_bias
                 if self.n_kv_heads == 1:
@@ -137,7 +157,7 @@ class PowerAttention(AttentionMixer):
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            steps = 1 + torch.tanh(gates[-1])
+            steps = 1 + torch.tanh(_POSITION_SCALE * gates[-1])
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
@@ -147,7 +167,8 @@ class PowerAttention(AttentionMixer):
         return *self.rotated_heads(x, position), log_g, position + x.shape[1]
 
     def _options(self) -> dict[str, Any]:
-        return {"p": self.p, "normalize": self.normalize, "chunk_size": self.chunk_size, "impl": self.impl}
+        options = {"p": self.p, "normalize": self.normalize, "eps": self.eps}
+        return options | {"chunk_size": self.chunk_size, "impl": self.impl}
 
     def _output(self, y: Tensor) -> Tensor:
         return self.merge(y if self.out_norm is None else normed(self.out_norm, y))

@@ -77,7 +77,10 @@ def relatives() -> Sweep:
 
 
 # With norms on queries and keys scores are of order 1 from the first step on, at every width.
-_POWER: dict[str, Any] = {"p": 2, "gate": False, "rotation": "none", "qk_norm": True}
+# As measured: before `initial_score` and a larger `eps` were the defaults.
+_POWER: dict[str, Any] = {
+    "p": 2, "gate": False, "rotation": "none", "qk_norm": True, "initial_score": 0.0, "eps": 1e-6,
+}  # fmt: skip
 
 
 def _mixers() -> list[Architecture]:

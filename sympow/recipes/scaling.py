@@ -27,7 +27,7 @@ def power_gated() -> RunConfig:
 
 
 def power_ungated() -> RunConfig:
-    """p = 2 without a gate and with fixed rotation: sympow as it was first published [SPT]."""
+    """p = 2 without a gate and with fixed rotation: sympow as it was first published [SPT], but for how it starts."""
     return _power("power_ungated", p=2, gate=False, rotation="fixed")
 
 
@@ -37,12 +37,12 @@ def power4_gated() -> RunConfig:
 
 
 def power4_ungated() -> RunConfig:
-    """p = 4 as first published."""
+    """p = 4 without a gate."""
     return _power("power4_ungated", p=4, gate=False, rotation="fixed")
 
 
 def power6_ungated() -> RunConfig:
-    """p = 6 as first published."""
+    """p = 6 without a gate."""
     return _power("power6_ungated", p=6, gate=False, rotation="fixed")
 
 

@@ -1,5 +1,6 @@
 """Every mixer, under every option set, keeps the contract of `sympow.layers.Mixer` (float64 where exact)."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -319,6 +320,10 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("power", {"p": 0}, "p must be an integer of at least 1; got 0"),
         ("power", {"p": 2.0}, "p must be an integer of at least 1; got 2.0"),
         ("power", {"gate_bias": [1.0]}, "gate_bias is two numbers"),
+        ("power", {"initial_score": -1.0}, "initial_score must be finite and not negative; got -1.0"),
+        ("power", {"initial_score": math.inf}, "initial_score must be finite and not negative; got inf"),
+        ("power", {"eps": 0.0}, "eps must be positive and finite; got 0.0"),
+        ("power", {"eps": math.nan}, "eps must be positive and finite; got nan"),
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
         ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),

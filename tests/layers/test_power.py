@@ -24,7 +24,7 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
     for h in range(heads):
         g = h // (heads // groups)
         decay = F.logsigmoid(layer.gate(x[0])[:, g]).cumsum(0)
-        angle = (1 + torch.tanh(layer.beta(x[0])[:, g])).cumsum(0)[:, None] * theta
+        angle = (1 + torch.tanh(layer.beta(x[0])[:, g] / 10)).cumsum(0)[:, None] * theta
         turn = torch.polar(torch.ones_like(angle), angle)
         pairs = [
             torch.view_as_complex(z.unflatten(-1, (-1, key_dim // 2, 2))[:, head].contiguous())
@@ -34,14 +34,16 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         weight = (score**layer.p * (decay[:, None] - decay).exp()).tril()
         y = weight @ v[:, g * layer.value_dim : (g + 1) * layer.value_dim]
         if layer.normalize:
-            y = y / (weight.sum(-1, keepdim=True) + 1e-6)
+            y = y / (weight.sum(-1, keepdim=True) + layer.eps)
         else:
             y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * layer.out_norm.weight
         outs.append(y)
     return layer.out(torch.cat(outs, dim=-1))[None]
 
 
-@pytest.mark.parametrize("options", [{}, {"p": 3}, {"n_kv_heads": 2, "value_dim": 5}, {"normalize": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"p": 3}, {"n_kv_heads": 2, "value_dim": 5}, {"normalize": False}, {"eps": 1e-6}]
+)
 def test_is_the_formula(options):
     layer = PowerAttention(16, 4, **options).double()
     for parameter in layer.parameters():
@@ -68,6 +70,41 @@ def test_gate_starts_with_memories_from_short_to_long(options, expected):
     assert layer.gate.bias.tolist() == pytest.approx(expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "score"),
+    [
+        ({}, 1.0),
+        ({"initial_score": 0.25, "n_kv_heads": 1, "value_dim": 3}, 0.25),
+        ({"p": 4, "rotation": "none", "head_dim": 5}, 1.0),
+        ({"initial_score": 0}, 0.0),
+        ({"p": 3}, 0.0),
+    ],
+)
+def test_scores_start_alike(options, score):
+    layer = PowerAttention(16, 2, gate=False, **options)
+    q, k, v, *_ = layer._inputs(torch.zeros(1, 50, 16), 0)  # what the biases alone say
+    scores = torch.einsum("bthk,bsgk->hgts", q, k) * layer.head_dim**-0.5
+    torch.testing.assert_close(scores, torch.full_like(scores, score), rtol=2e-2, atol=1e-6)
+    assert not v.any()
+
+
+@torch.no_grad()
+def test_attention_starts_as_an_average_of_the_past():
+    def started(**options):
+        layer = PowerAttention(64, 2, gate=False, rotation="fixed", **options)
+        layer.reset_parameters(generator=torch.Generator().manual_seed(7))
+        return layer.double()
+
+    layer, plain = started(), started(initial_score=0, eps=1e-6)
+    x = F.layer_norm(input_like(layer), (64,))
+    v = layer.heads(x)[2].flatten(2)
+    tokens = torch.arange(1, x.shape[1] + 1)[:, None]
+    average, shrunk = layer.out(v.cumsum(1) / tokens), layer.out(v.cumsum(1) / (tokens + layer.eps))
+    assert (layer(x) - shrunk).norm() < 0.15 * shrunk.norm()
+    assert (plain(x) - average).norm() > 0.5 * average.norm()
+
+
 def test_parameters_of_gate_and_rotation():
     def count(**options):
         return sum(parameter.numel() for parameter in PowerAttention(16, 4, **options).parameters())
@@ -85,7 +122,7 @@ def test_position_is_carried_in_float64_whatever_the_weights():
     state.position += 2.0**26  # where float32 cannot add 1 any more
     before = state.position.clone()
     _, state = layer.step(x, state)
-    beta = 1 + math.tanh(0.01 * x.double().sum().item())
+    beta = 1 + math.tanh(0.001 * x.double().sum().item())
     assert state.position.dtype == torch.float64 and state.memory.s.dtype == torch.float32
     torch.testing.assert_close(state.position - before, torch.full((1, 2), beta).double(), rtol=1e-2, atol=0)
 
