@@ -71,9 +71,10 @@ def _loss(chosen: Results) -> Any:
 
 
 def _learning_rates(runs: Sequence[Row]) -> Any:
-    """All learning rates, a panel a context; what diverged has no point."""
+    """All learning rates, where there are several, a panel a context; what diverged has no point."""
     rows = [run for run in runs if run["status"] == "done"]
-    if not rows:
+    rates = sorted({row["learning_rate"] for row in rows})
+    if len(rates) < 2:
         return None
     contexts = sorted({row["context"] for row in rows})
     figure, axes = _panels(len(contexts))
@@ -83,7 +84,6 @@ def _learning_rates(runs: Sequence[Row]) -> Any:
             losses = [mean(row["held_out_loss"] for row in of_rate) for _, of_rate in points]
             axis.plot([rate for (rate,), _ in points], losses, **_style(variant))
         axis.set_xscale("log")
-        rates = sorted({row["learning_rate"] for row in rows})
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
         axis.set_xlabel("learning rate")

@@ -25,6 +25,7 @@ from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.power import check_options
 
 # Adam moves every weight by about the learning rate, and a position is a sum over all tokens before it.
 _POSITION_SCALE = 0.1
@@ -82,18 +83,11 @@ class PowerAttention(AttentionMixer):
         **heads: Unpack[HeadOptions],
     ):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
-        if not isinstance(p, int) or p < 1:
-            raise ValueError(f"p must be an integer of at least 1; got {p!r}")
-        if normalize and p % 2:
-            raise ValueError(
-                f"normalize=True needs an even p: odd powers of scores may be negative and sum to 0; got {p=}"
-            )
+        check_options(p, None, bool(normalize), eps)
         if len(gate_bias) != 2:
             raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
-        if not (math.isfinite(eps) and eps > 0):
-            raise ValueError(f"eps must be positive and finite; got {eps}")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
         self.normalize = p % 2 == 0 if normalize is None else normalize
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
@@ -167,8 +161,7 @@ class PowerAttention(AttentionMixer):
         return *self.rotated_heads(x, position), log_g, position + x.shape[1]
 
     def _options(self) -> dict[str, Any]:
-        options = {"p": self.p, "normalize": self.normalize, "eps": self.eps}
-        return options | {"chunk_size": self.chunk_size, "impl": self.impl}
+        return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
 
     def _output(self, y: Tensor) -> Tensor:
         return self.merge(y if self.out_norm is None else normed(self.out_norm, y))

@@ -74,7 +74,7 @@ def power_attention(
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
     """
     _check_inputs(q, k, v, log_g)
-    _check_options(p, scale, normalize, eps)
+    check_options(p, scale, normalize, eps)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -132,7 +132,7 @@ def power_attention_step(
         As `power_attention`; and ValueError if inputs of a step on a DecodingState require gradients.
     """
     _check_inputs(q, k, v, log_g)
-    _check_options(p, scale, normalize, eps)
+    check_options(p, scale, normalize, eps)
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
     _check_state(state, q.shape[0], k, v, p)
@@ -310,7 +310,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
             )
 
 
-def _check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
+def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
+    """Refuses, with a ValueError, options that `power_attention` does not take, whatever its tensors."""
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
     if normalize and p % 2:

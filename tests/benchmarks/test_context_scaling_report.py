@@ -2,13 +2,13 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 
 from benchmarks.context_scaling import __main__ as program
-from benchmarks.context_scaling.figures import STYLES
+from benchmarks.context_scaling.figures import STYLES, draw
 from benchmarks.context_scaling.grid import SCALES, Run, grid, parts, settings
 from benchmarks.context_scaling.results import collect, read
 from benchmarks.context_scaling.tables import tables
@@ -79,6 +79,12 @@ def test_report_draws_all_figures_and_fills_the_text(folder, monkeypatch, capsys
     assert drawn == {"loss.png", "learning_rates.png", "evaluation_context.png", "training_curves.png", "compute.png"}
     assert all(f"(context-scaling/{name})" in text.read_text() for name in drawn)
     assert "No results yet" not in text.read_text() and "1.111" in text.read_text()
+
+
+def test_one_learning_rate_is_not_drawn_against_itself(folder, tmp_path):
+    results = read(folder)
+    one = replace(results, runs=[run for run in results.runs if run["learning_rate"] == 2e-3])
+    assert "learning_rates.png" not in {file.name for file in draw(one, tmp_path / "figures")}
 
 
 def test_without_finished_runs_tables_say_so(tmp_path):

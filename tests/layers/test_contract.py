@@ -317,8 +317,8 @@ def test_bad_options_are_refused(name, heads, options, message):
     ("name", "options", "message"),
     [
         ("power", {"p": 3, "normalize": True}, "normalize=True needs an even p"),
-        ("power", {"p": 0}, "p must be an integer of at least 1; got 0"),
-        ("power", {"p": 2.0}, "p must be an integer of at least 1; got 2.0"),
+        ("power", {"p": 0}, "p must be an integer >= 1; got 0"),
+        ("power", {"p": 2.0}, "p must be an integer >= 1; got 2.0"),
         ("power", {"gate_bias": [1.0]}, "gate_bias is two numbers"),
         ("power", {"initial_score": -1.0}, "initial_score must be finite and not negative; got -1.0"),
         ("power", {"initial_score": math.inf}, "initial_score must be finite and not negative; got inf"),

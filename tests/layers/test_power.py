@@ -116,13 +116,13 @@ def test_parameters_of_gate_and_rotation():
 @torch.no_grad()
 def test_position_is_carried_in_float64_whatever_the_weights():
     layer = PowerAttention(16, 2).to(torch.bfloat16)
-    layer.beta.weight.fill_(0.01)
+    layer.beta.weight.fill_(0.1)
     x = input_like(layer, 1, torch.bfloat16)
     state = layer.init_state(1)
     state.position += 2.0**26  # where float32 cannot add 1 any more
     before = state.position.clone()
     _, state = layer.step(x, state)
-    beta = 1 + math.tanh(0.001 * x.double().sum().item())
+    beta = 1 + math.tanh(0.1 / 10 * x.double().sum().item())
     assert state.position.dtype == torch.float64 and state.memory.s.dtype == torch.float32
     torch.testing.assert_close(state.position - before, torch.full((1, 2), beta).double(), rtol=1e-2, atol=0)
 

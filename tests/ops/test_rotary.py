@@ -73,8 +73,10 @@ def test_no_sum_is_longer_than_a_block():
 def test_only_differences_of_positions_matter():
     q, k, frequencies = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1), rotary_frequencies(8)
 
+    def at(x, position):
+        return rotate(x, torch.tensor([position], dtype=F64), frequencies)
+
     def score(i, j):
-        at = lambda x, c: rotate(x, torch.tensor([c], dtype=F64), frequencies)  # noqa: E731
         return (at(q, i) * at(k, j)).sum().item()
 
     assert score(7.5, 3.25) == pytest.approx(score(1007.5, 1003.25), rel=1e-12)
