@@ -99,9 +99,11 @@ class PowerAttention(AttentionMixer):
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
             if self.p % 2 == 0 and self.qkv.bias is not None:
-                # In the pair that turns most slowly, so that the score holds over long distances.
+                # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
+                # as roundings of one that is most of all scores would be the same for all tokens.
                 qk = self.qkv.bias[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
-                qk[:, -1] = (self.initial_score * self.head_dim**0.5) ** 0.5
+                channels = max(1, self.head_dim // 8)
+                qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
             if self.gate is not None:
                 first, last = self.gate_bias
                 if self.n_kv_heads == 1:

@@ -4,8 +4,12 @@ delta_i = y_i . dy_i (0 without normalization):
     dv_j = sum_i n_i a_ij dy_i,   dq_i = p n_i sum_j b_ij s~_ij**(p-1) (dy_i . v_j - delta_i) k_j,   dk_j likewise,
 
 and what goes through a state has the same form: with S = sum_j row(k_j) v_j^T, p sum over the prefixes of q_prefix
-(dy_i S[prefix]^T), the rows of every last index. The gate: the gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, since
-q_i . dq_i = p sum_j a_ij da_ij, and a gate reaches every L after it.
+(dy_i S[prefix]^T), the rows of every last index.
+
+The gate: the gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, since q_i . dq_i = p sum_j a_ij da_ij, and a gate
+reaches every L after it. So its gradient is a sum of these terms from its token on, in which all that later tokens do
+to each other cancels and leaves its rounding: over a long row more than what the gate did. At the end of a chunk the
+sum is known otherwise, as S . dS, and begins anew.
 """
 
 import triton
@@ -26,17 +30,13 @@ from sympow.ops.triton.states import REACH_TILE
 
 @triton.jit
 def row_factors(
-    out, dout, norm, sums, factor, scales, near, delta, dsums, starts, blocks, T, tokens, H, out_scale, eps,
-    V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    out, dout, norm, sums, factor, scales, near, delta, starts, blocks, T, tokens, H, out_scale,
+    V: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. If STEP > 0 two more [H, tokens]: scales, log2 of n
     times the output's scale and the decay since the sequence's start; and near, n times that scale and the decay since
-    the first of STEP tokens. Grid: blocks, heads.
-
-    With a normalizer q . dq is known: p delta eps / (z + eps), as a longer query changes the output only beside eps.
-    Taken from dq it would be the rounding of terms that cancel.
-    """
+    the first of STEP tokens. Grid: blocks, heads."""
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -53,8 +53,6 @@ def row_factors(
         dy = tl.load(dout + tile, mask=mask, other=0.0).to(tl.float32)
         d = tl.sum(y * dy, 1)
         n = 1.0 / tl.load(norm + row, mask=valid, other=1.0)
-        if GATED:
-            tl.store(dsums + row, P * eps * d * n, mask=valid)
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
     await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both have written
@@ -90,7 +88,11 @@ def query_pass(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [tokens, H, K], and unless NORMALIZE dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
+    """dq [tokens, H, K], and dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
+
+    With a normalizer q . dq is p delta eps / (z + eps). But delta is of rounded outputs, by which the keys' part errs
+    too, and only what errs alike on both sides cancels between them.
+
     reach: begins of `states.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
@@ -180,7 +182,7 @@ def query_pass(
         v_tile += KEYS * v_st
 
     acc *= (tl.load(factor + row, mask=valid, other=0.0) * grad_scale)[:, None]
-    if GATED and not NORMALIZE:
+    if GATED:
         tl.store(dsums + row, tl.sum(acc * queries.to(tl.float32), 1), mask=valid)
     dq_tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + width[None, :])
     tl.store(dq_tile, acc.to(dq.dtype.element_ty), mask=valid[:, None])
@@ -372,3 +374,64 @@ def gate_gradient(
     x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
     later = tl.cumsum(x, 0, reverse=True) + carry
     tl.store(dlog_g + token * G + g, later.to(tl.float32), mask=valid)
+
+
+@triton.jit
+def through_states(
+    s, ds, z, dz, weights, through, starts, chunks, T, G, rows,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """through [chunks, G, parts], float64: parts of the sum of S . dS at the end of every chunk that another follows,
+    `weights` [rows] times each row. V is a multiple of 16. Grid: chunks, G, parts."""
+    chunk = tl.cast(tl.program_id(0), tl.int64)
+    _, _, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
+    if first + CHUNK < length:
+        g = tl.program_id(1)
+        size = rows * V
+        s += ((chunk + 1) * G + g) * size
+        ds += (chunk * G + g) * size
+        piece = 16 * tl.arange(0, BLOCK // 16)
+        within = piece[:, None] + tl.arange(0, 16)[None, :]
+        acc = tl.zeros([BLOCK // 16, 16], tl.float32)
+        for i in range(tl.program_id(2) * BLOCK, size, tl.num_programs(2) * BLOCK):
+            here = i + within < size
+            weight = tl.load(weights + (i + piece) // V, mask=i + piece < size, other=0.0)[:, None]
+            a = tl.load(s + i + within, mask=here, other=0.0).to(tl.float32) * weight
+            acc += a * tl.load(ds + i + within, mask=here, other=0.0).to(tl.float32)
+        if Z:
+            z += ((chunk + 1) * G + g) * (K * K)
+            dz += (chunk * G + g) * (K * K)
+            for i in range(tl.program_id(2) * BLOCK, K * K, tl.num_programs(2) * BLOCK):
+                here = i + within < K * K
+                a = tl.load(z + i + within, mask=here, other=0.0).to(tl.float32)
+                acc += a * tl.load(dz + i + within, mask=here, other=0.0).to(tl.float32)
+        part = (chunk * G + g) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(through + part, tl.sum(tl.sum(acc.to(tl.float64), 1), 0))
+
+
+@triton.jit
+def gate_gradient_by_chunk(
+    dq_sums, dk_sums, through, last, dlog_g, starts, chunks, T, tokens, G,
+    R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    FINAL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `gate_gradient`, but the sum of the terms from each token to the end of its chunk, and of what reaches the
+    later chunks, `through` [chunks, G, PARTS]. Grid: chunks, G."""
+    n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    t = tl.arange(0, BLOCK)
+    end = tl.minimum(first + CHUNK, length)
+    carry = tl.zeros([1], tl.float64)
+    if end < length:
+        parts = through + (tl.program_id(0) * G + g) * PARTS + tl.arange(0, PARTS)
+        carry += tl.sum(tl.load(parts), 0)
+    elif FINAL:
+        carry += tl.load(last + n * G + g)
+    count = tl.cdiv(end - first, BLOCK)
+    for i in range(count):
+        token = first + (count - 1 - i) * BLOCK + t
+        valid = token < end
+        x = _gate_terms(dq_sums, dk_sums, tokens, g, start + token, valid, R, P)
+        later = tl.cumsum(x, 0, reverse=True) + carry
+        tl.store(dlog_g + (start + token) * G + g, later.to(tl.float32), mask=valid)
+        carry += tl.sum(x, 0)

@@ -15,7 +15,8 @@ from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
 SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # of the gate's sums, within chunks and along whole rows
-GATE_BLOCK = 1024  # of the gate's gradient
+GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # of the gate's gradient, along whole rows and within chunks
+STATE_BLOCK, STATE_PARTS = 2048, 8  # of a state: elements read at once, and programs that share it
 LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
 
 
@@ -178,6 +179,12 @@ class Call(Shapes):
     def _vanishing(self) -> float:
         """-log2 of a decay that is 0 to the passes, with room for roundings: those for Hopper know no subnormals."""
         return 127.0 if self.hopper or self.hopper_powers else 150.0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the gradient of the gate begins anew at every chunk. States for p > 2 may be too large to be held
+        together with their gradients, and their chunks are long."""
+        return self.gated and self.chunk > 0 and self.p <= 2
 
     def early(self, after: bool = True) -> dict:
         """Of a launch: whether it begins early, after another of this call."""

@@ -29,6 +29,7 @@ from sympow.ops.triton.op import (
     output,
     query_gradient,
     row_factors,
+    through_states,
 )
 
 
@@ -66,14 +67,16 @@ class PowerInContext(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, log_g, out, norm, s, z, incoming, last = ctx.saved_tensors
-        p, scale, normalize, eps, chunk, tf32, _ = ctx.options
+        p, scale, normalize, _, chunk, tf32, _ = ctx.options
         dout = dout.to(v.dtype).contiguous()
-        dq, *factors, ds, dz, sums, decays, message = context_query_gradient(
-            dout, q, k, v, log_g, out, norm, s, z, incoming, p, scale, normalize, eps, chunk, tf32
+        dq, *factors, s_made, z_made, ds, dz, sums, decays, message = context_query_gradient(
+            dout, q, k, v, log_g, out, norm, s, z, incoming, p, scale, normalize, chunk, tf32
         )
+        if not s.numel():
+            s, z = s_made, z_made
         incoming = _exchange(message, ds, dz, k, ctx.group, reverse=True)
         dk, dv, dlog_g = context_key_gradient(
-            dout, q, k, v, log_g, *factors, ds, dz, sums, decays, incoming, last, p, scale, chunk, tf32
+            dout, q, k, v, log_g, *factors, s, z, ds, dz, sums, decays, incoming, last, p, scale, chunk, tf32
         )
         return dq, dk, dv, None if log_g is None else dlog_g, None, None
 
@@ -222,29 +225,33 @@ def context_query_gradient(
     p: int,
     scale: float,
     normalize: bool,
-    eps: float,
     chunk: int,
     tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq; factor, delta and dsums of `RowFactors`; and as `context_states`, of the gradients of the states after each
-    chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were not kept."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq; factor and delta of `RowFactors`; the queries' part in the gradient of the gate's sums; the states before
+    each chunk, empty where they were kept or are not needed any more; and as `context_states`, of the gradients of the
+    states after each chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were
+    not kept."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
-    factors = row_factors(call, dout, out, norm, normalize, eps)
+    factors = row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
     if not s_kept.numel():
-        s, z = call.states(*_in_rows_of(call, incoming), None, p == 2 and normalize)
-    dq = query_gradient(call, dout, factors, s, z, True, normalize)
-    del s, z  # they may be large
+        s, z = call.states(*_in_rows_of(call, incoming), None, p == 2)
+    dq, dsums = query_gradient(call, dout, factors, s, z, True, normalize)
+    if s_kept.numel() or not call.restarts:
+        s, z = s_kept.new_empty(0), z_kept.new_empty(0)
     ds, dz, decays, message = _own_states(call, (dout, factors.factor, factors.delta))
-    return dq, factors.factor, factors.delta, factors.dsums, ds, dz, call.sums, decays, message
+    return dq, factors.factor, factors.delta, dsums, s, z, ds, dz, call.sums, decays, message
 
 
 @context_query_gradient.register_fake
-def _(dout, q, k, v, log_g, out, norm, s_kept, z_kept, incoming, p, scale, normalize, eps, chunk, tf32):
+def _(dout, q, k, v, log_g, out, norm, s_kept, z_kept, incoming, p, scale, normalize, chunk, tf32):
     b, t, h, _ = q.shape
     shapes = Shapes(q, k, v, None, p, chunk, gradient_rows=True)
     rows = [norm.new_empty(n, b * t) for n in (h, h, h if log_g is not None else 0)]
-    return q.new_empty(q.shape), *rows, *_fakes_of_own_states(k, shapes, log_g is not None)
+    made = not s_kept.numel() and log_g is not None and p <= 2
+    states = [k.new_empty(shape if made else (0,)) for shape in shapes.state_shapes(p == 2)]
+    return q.new_empty(q.shape), *rows, *states, *_fakes_of_own_states(k, shapes, log_g is not None)
 
 
 @torch.library.custom_op("sympow::context_key_gradient", mutates_args=())
@@ -257,6 +264,8 @@ def context_key_gradient(
     factor: Tensor,
     delta: Tensor,
     dsums: Tensor,
+    s: Tensor,
+    z: Tensor,
     ds: Tensor,
     dz: Tensor,
     sums: Tensor,
@@ -268,19 +277,21 @@ def context_key_gradient(
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dk, dv and dlog_g (empty without a gate). `last`: of the forward, its last states."""
+    """dk, dv and dlog_g (empty without a gate). s, z: the states before each chunk, where `Call.restarts`; `last`: of
+    the forward, its last states."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, sums=sums)
     ds, dz = _all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)
-    dk, dv, dsums_k = key_gradient(call, dout, RowFactors(factor, none, none, delta, dsums), ds, dz, True, p == 2)
+    dk, dv, dsums_k = key_gradient(call, dout, RowFactors(factor, none, none, delta), ds, dz, True, p == 2)
     if log_g is None:
         return dk, dv, none
     # Through the last state, all of which the whole row's decay multiplies.
-    (s, z), (ds_end, dz_end) = _in_rows_of(call, last), _ends(call, incoming)
-    end = call.rows.inner(s, ds_end)
-    if z.numel():
-        end = end + (z * dz_end).sum((2, 3))
-    return dk, dv, gate_gradient(call, dsums, dsums_k, end).view(log_g.shape).to(log_g.dtype)
+    (s_end, z_end), (ds_end, dz_end) = _in_rows_of(call, last), _ends(call, incoming)
+    end = call.rows.inner(s_end, ds_end)
+    if z_end.numel():
+        end = end + (z_end * dz_end).sum((2, 3))
+    through = through_states(call, s, z, ds, dz, p == 2) if call.restarts else None
+    return dk, dv, gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
 
 
 @context_key_gradient.register_fake

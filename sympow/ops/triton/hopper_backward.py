@@ -205,7 +205,7 @@ def query_pass(
 
     acc *= (gl.load(factor + h * tokens + start + row, mask=row < length, other=0.0) * grad_scale)[:, None]
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
-    if GATED and not NORMALIZE:
+    if GATED:
         queries = queries_s.load(mma).to(gl.float32)
         gl.store(dsums + h * tokens + start + row, gl.sum(acc * queries, 1), mask=row < length)
     result = gl.convert_layout(acc.to(gl.bfloat16), out_layout)

@@ -149,7 +149,7 @@ def _key_steps(
 def query_pass(
     keys, values, q, q_st, q_sh, dout, sums, factor, delta, dq, dsums, reach, T, tokens, spread, H, grad_scale,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
-    GATED: gl.constexpr, NORMALIZE: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
+    GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`keys` and `values` are descriptors of tiles of KEYS tokens."""
     n, start, length, first, h = assign(None, None, T, H, spread, BLOCK, 0, False, False)
@@ -208,7 +208,7 @@ def query_pass(
 
     scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale
     acc *= gl.convert_layout(scale, gl.SliceLayout(1, mma))[:, None]
-    if GATED and not NORMALIZE:
+    if GATED:
         x = queries_s.load(mma).to(gl.float32)
         out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
         gl.store(dsums + h * tokens + start + out_row, gl.sum(acc * x, 1), mask=out_row < length)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output, hopper_quadratic
-from sympow.ops.triton.call import GATE_BLOCK, WEIGH_BLOCK, Call, Shapes
+from sympow.ops.triton.call import (
+    GATE_BLOCK,
+    SHORT_GATE_BLOCK,
+    STATE_BLOCK,
+    STATE_PARTS,
+    WEIGH_BLOCK,
+    Call,
+    Shapes,
+)
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -141,27 +149,31 @@ def power_backward(
     """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
     dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True)
-    factors = row_factors(call, dout, out, norm, normalize, eps)
+    factors = row_factors(call, dout, out, norm, normalize)
     has_init, has_final = s_init is not None, ds_final is not None
-    s = z = ds = dz = starts = None
+    reads_z = p == 2 and (normalize or has_final)
+    s = z = ds = dz = starts = through = None
     if s_kept.numel():
         s, z = s_kept, z_kept
     elif call.chunk:
         if s_init is not None:
             s_init, z_init = _from_public(call.rows, s_init, z_init)
-        s, z = call.states(s_init, z_init, None, p == 2 and normalize)
-    dq = query_gradient(call, dout, factors, s, z, has_init, normalize)
-    del s, z
-    reads_z = p == 2 and (normalize or has_final)
+        s, z = call.states(s_init, z_init, None, reads_z)
+    dq, dsums_q = query_gradient(call, dout, factors, s, z, has_init, normalize)
+    if not call.restarts:
+        s = z = None  # they may be large
     if call.chunk:
         s_end, z_end = (None, None) if ds_final is None else _from_public(call.rows, ds_final, dz_final)
         starts = call.new_ends(reads_z) if has_init else None
         ds, dz = call.states(s_end, z_end, starts, reads_z, (dout, factors.factor, factors.delta))
+        if s is not None:
+            through = through_states(call, s, z, ds, dz, reads_z)
+            del s, z
     dk, dv, dsums_k = key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
     dlog_g = norm.new_empty(0)
     if log_g is not None:
         last = None if ds_final is None else _final_gate_gradient(s_final, z_final, ds_final, dz_final)
-        dlog_g = gate_gradient(call, factors.dsums, dsums_k, last).view(log_g.shape).to(log_g.dtype)
+        dlog_g = gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
     if starts is None:
         return dq, dk, dv, dlog_g, norm.new_empty(0), norm.new_empty(0)
     return dq, dk, dv, dlog_g, *_to_public(call.rows, *starts)
@@ -169,12 +181,14 @@ def power_backward(
 
 def query_gradient(
     call: Call, dout: Tensor, factors: RowFactors, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool
-) -> Tensor:
-    """dq, given the states before each chunk. `init`: that before the first is not zero. Finishes `factors.dsums`."""
+) -> tuple[Tensor, Tensor]:
+    """dq and the queries' part in the gradient of the gate's sums, [H, B T] (empty without a gate), given the states
+    before each chunk. `init`: that before the first is not zero."""
     q, k, v, layout = call.q, call.k, call.v, call.layout
     strides = _strided(q, k, v)
-    factor, _, _, delta, dsums_q = factors
+    factor, _, _, delta = factors
     dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=q.device, dtype=torch.float32)
     prefixes, _, grad_weights, mirror = call.tables()
     if call.quadratic:
         launch = call.hopper_launches.query
@@ -182,7 +196,7 @@ def query_gradient(
             *(hopper_quadratic.tile_descriptor(x, launch.step) for x in (k, v)), *strides[:3], dout, call.sums, factor,
             delta, dq, dsums_q, call.begins, layout.length, layout.tokens, call.spread(launch, call.H), call.H,
             call.grad_scale * call.out_scale, K=call.K, V=call.V, R=call.H // call.G, BLOCK=launch.block,
-            KEYS=launch.step, GATED=call.gated, NORMALIZE=normalize, num_warps=launch.warps, **call.early(),
+            KEYS=launch.step, GATED=call.gated, num_warps=launch.warps, **call.early(),
         )  # fmt: skip
     elif call.hopper:
         launch = call.hopper_launches.query
@@ -200,7 +214,7 @@ def query_gradient(
             call.grad_scale * call.out_scale, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
             STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    return dq
+    return dq, dsums_q
 
 
 def key_gradient(
@@ -210,7 +224,7 @@ def key_gradient(
     gradients of the states after each chunk. `final`: the one after the last is not zero; `z`: dz is read."""
     q, k, v, layout = call.q, call.k, call.v, call.layout
     strides = _strided(q, k, v)
-    factor, scales, near, delta, _ = factors
+    factor, scales, near, delta = factors
     dk = torch.empty(k.shape, device=k.device, dtype=k.dtype)
     dv = torch.empty(v.shape, device=k.device, dtype=v.dtype)
     prefixes, weights, grad_weights, mirror = call.tables()
@@ -254,40 +268,64 @@ def _(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out,
 
 
 class RowFactors(NamedTuple):
-    """Of every query, as `row_factors` of `backward.py` and its query pass make them; float32 [H, B T]."""
+    """Of every query, as `row_factors` of `backward.py` makes them; float32 [H, B T]."""
 
     factor: Tensor  # what the output's gradient is multiplied with
     scales: Tensor  # that with scale and decay, as log2 and from the first token of a step of the key pass on:
     near: Tensor  # empty unless that reads them
     delta: Tensor  # its part in the normalizer's gradient
-    dsums: Tensor  # the queries' part in the gradient of the gate's sums; empty without a gate
 
 
-def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, eps: float) -> RowFactors:
+def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool) -> RowFactors:
     """What all passes of the backward read of the outputs and their gradients [B, T, H, V]."""
     layout = call.layout
     factor = torch.empty(call.H, layout.tokens, device=dout.device, dtype=torch.float32)
     scales, near = (torch.empty_like(factor if call.quadratic else factor[:0]) for _ in range(2))
     delta = torch.empty_like(factor)
-    dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=dout.device, dtype=torch.float32)
     backward.row_factors[(layout.blocks(WEIGH_BLOCK), call.H)](
-        out, dout, norm, call.sums, factor, scales, near, delta, dsums_q, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
-        layout.length, layout.tokens, call.H, call.out_scale, eps, V=call.V, P=call.p, COLUMNS=call.columns,
+        out, dout, norm, call.sums, factor, scales, near, delta, layout.cu_seqlens, layout.table(WEIGH_BLOCK),
+        layout.length, layout.tokens, call.H, call.out_scale, V=call.V, COLUMNS=call.columns,
         R=call.H // call.G, BLOCK=WEIGH_BLOCK, GATED=call.gated, NORMALIZE=normalize,
         STEP=call.hopper_launches.key.step if call.quadratic else 0, PACKED=layout.packed, **call.early(call.gated),
     )  # fmt: skip
-    return RowFactors(factor, scales, near, delta, dsums_q)
+    return RowFactors(factor, scales, near, delta)
 
 
-def gate_gradient(call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None) -> Tensor:
-    """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], and by the last state [N, G].
+def through_states(
+    call: Call, s: Tensor, z: Tensor | None, ds: Tensor, dz: Tensor | None, reads_z: bool
+) -> Tensor:
+    """[chunks, G, STATE_PARTS], float64: the gradient of the gate's sums at the end of every chunk that another
+    follows, in parts, given the states before each chunk and the gradients of those after."""
+    layout = call.layout
+    through = torch.empty(s.shape[0], call.G, STATE_PARTS, device=s.device, dtype=torch.float64)
+    backward.through_states[through.shape](
+        s, ds, z, dz, call.rows.shares_on(s.device), through, layout.cu_seqlens, layout.table(call.chunk),
+        layout.length, call.G, call.row_count, K=call.K, V=call.V, CHUNK=call.chunk, BLOCK=STATE_BLOCK, Z=reads_z,
+        PACKED=layout.packed,
+    )  # fmt: skip
+    return through
 
-    Two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums after each token.
+
+def gate_gradient(
+    call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
+) -> Tensor:
+    """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], by the last state [N, G], and
+    `through_states`.
+
+    Without these, two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums
+    after each token.
     """
     layout = call.layout
+    dlog_g = torch.empty(layout.tokens, call.G, device=dsums_k.device, dtype=torch.float32)
+    if through is not None:
+        backward.gate_gradient_by_chunk[through.shape[:2]](
+            dsums_q, dsums_k, through, last, dlog_g, layout.cu_seqlens, layout.table(call.chunk), layout.length,
+            layout.tokens, call.G, R=call.H // call.G, P=call.p, CHUNK=call.chunk, PARTS=STATE_PARTS,
+            BLOCK=SHORT_GATE_BLOCK, FINAL=last is not None, PACKED=layout.packed,
+        )  # fmt: skip
+        return dlog_g
     grid = (layout.blocks(GATE_BLOCK), call.G)
     totals = torch.empty(call.G, grid[0], device=dsums_k.device, dtype=torch.float64)
-    dlog_g = torch.empty(layout.tokens, call.G, device=dsums_k.device, dtype=torch.float32)
     sequences = (layout.cu_seqlens, layout.table(GATE_BLOCK), layout.length, layout.tokens)
     options = {"R": call.H // call.G, "P": call.p, "BLOCK": GATE_BLOCK, "PACKED": layout.packed} | call.early()
     backward.gate_totals[grid](dsums_q, dsums_k, totals, *sequences, **options)

@@ -56,26 +56,31 @@ class Basis:
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index] = torch.arange(self.count)
         self.roots = multinomials(key_dim, p).sqrt()
+        # Of each row its part in an inner product: the orderings of its monomial, shared by the rows that hold it.
+        self.shares = (self.roots.square() / self.index.bincount())[self.index].float()
         self._public: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def from_public(self, s: Tensor) -> Tensor:
         """[..., D, V] of (M7) to [..., rows, V]."""
-        index, _, roots, _, _ = self._public_on(s.device)
+        index, _, roots, *_ = self._public_on(s.device)
         return s.index_select(-2, index) / roots.to(s.dtype)[index, None]
 
     def to_public(self, rows: Tensor) -> Tensor:
         """[..., rows, V] to [..., D, V] of (M7)."""
-        _, representative, roots, _, _ = self._public_on(rows.device)
+        _, representative, roots, *_ = self._public_on(rows.device)
         return rows.index_select(-2, representative) * roots.to(rows.dtype)[:, None]
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """[...]: the sum over (M7) of the product of two that are held as rows [..., rows, V]."""
-        _, representative, roots, _, _ = self._public_on(a.device)
-        return (a * b).sum(-1).index_select(-1, representative) @ roots.to(a.dtype).square()
+        return (a * b).sum(-1) @ self.shares_on(a.device).to(a.dtype)
+
+    def shares_on(self, device: torch.device) -> Tensor:
+        """`shares`, float32 [rows], on a device."""
+        return self._public_on(device)[-1]
 
     def matrix_from_public(self, z: Tensor) -> Tensor:
         """p = 2: [..., D] of (M7) to the [..., K, K] sum of k k^T."""
-        _, _, roots, a, b = self._public_on(z.device)
+        _, _, roots, a, b, _ = self._public_on(z.device)
         half = z / roots.to(z.dtype)
         full = z.new_zeros(*z.shape[:-1], self.key_dim, self.key_dim)
         full[..., a, b] = half
@@ -84,15 +89,15 @@ class Basis:
 
     def matrix_to_public(self, matrix: Tensor) -> Tensor:
         """p = 2: the [..., K, K] sum of k k^T to [..., D] of (M7)."""
-        _, _, roots, a, b = self._public_on(matrix.device)
+        _, _, roots, a, b, _ = self._public_on(matrix.device)
         return matrix[..., a, b] * roots.to(matrix.dtype)
 
     def _public_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """index, representative, roots, and the row and column of each of (M7) for p = 2, on a device. Copied once: the
-        host waits for the device where it copies."""
+        """index, representative, roots, the row and column of each of (M7) for p = 2, and shares, on a device. Copied
+        once: the host waits for the device where it copies."""
         if device not in self._public:
             a, b = torch.triu_indices(self.key_dim, self.key_dim)
-            tables = (self.index, self.representative, self.roots, a, b)
+            tables = (self.index, self.representative, self.roots, a, b, self.shares)
             self._public[device] = tuple(table.to(device) for table in tables)
         return self._public[device]
 

@@ -24,6 +24,7 @@ def test_kernels_compile(target):
     results = json.loads(run.stdout.splitlines()[-1])
     passes = {"state_pass", "output_pass", "query_pass", "key_pass", "weigh"}
     passes |= {"gate_sums", "gate_totals", "gate_gradient", "sum_decays", "carry_states"}
+    passes |= {"through_states", "gate_gradient_by_chunk"}
     assert passes | {"decode", "turn_heads"} <= {row["kernel"].split(".")[1] for row in results}
     if target == "cuda":
         files = {"hopper_powers", "hopper_states", "hopper_output", "hopper_backward", "hopper_quadratic"}
