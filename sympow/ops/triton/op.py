@@ -142,7 +142,6 @@ def power_backward(
     p: int,
     scale: float,
     normalize: bool,
-    eps: float,
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -351,9 +350,9 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, *_ = inputs
+    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, _, chunk, final, tf32, *_ = inputs
     ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *output)
-    ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, eps, chunk, tf32)
+    ctx.p, ctx.final, ctx.options = p, final, (p, scale, normalize, chunk, tf32)
     ctx.set_materialize_grads(False)  # kept states have none: zeros as large as they are would be made
 
 
