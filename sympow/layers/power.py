@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linears_float32, normed
+from sympow.layers.base import AttentionMixer, HeadOptions, linears_float32
+from sympow.layers.state import MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -82,6 +83,9 @@ class PowerAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
+        heads.setdefault("short_convolution", 4)
+        heads.setdefault("head_norm", True)
+        heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
         if len(gate_bias) != 2:
@@ -93,7 +97,6 @@ class PowerAttention(AttentionMixer):
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
         self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
         self.beta = nn.Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
-        self.out_norm = None if self.normalize else nn.RMSNorm(self.value_dim, eps=1e-6)
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
@@ -113,13 +116,12 @@ class PowerAttention(AttentionMixer):
                 # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.
                 self.beta.weight.zero_()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        y = power_attention(q, k, v, log_g, **self._options() | split).out
-        return self._output(y)
+        return power_attention(q, k, v, log_g, **self._options() | split).out
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
         device = self.out.weight.device if device is None else torch.device(device)
@@ -128,12 +130,12 @@ class PowerAttention(AttentionMixer):
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
         return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
 
-    def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+    def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         q, k, v, log_g, position = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
-        return self._output(y), PowerAttentionState(memory, position)
+        return y, PowerAttentionState(memory, position)
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         position = self.n_kv_heads if self.rotation == "data" else 0
         return memory_size(self, self.p, self.impl) + position
 
@@ -148,7 +150,6 @@ class PowerAttention(AttentionMixer):
         self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
-        self.check_input(x, self.qkv.weight)
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
@@ -164,9 +165,6 @@ class PowerAttention(AttentionMixer):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
-
-    def _output(self, y: Tensor) -> Tensor:
-        return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
 
 
 def initial_memory(

@@ -30,22 +30,22 @@ class SoftmaxAttention(AttentionMixer):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         self.reset_parameters()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
-        return self.merge(per_document(_causal, cu_seqlens, q, k, v))
+        return per_document(_causal, cu_seqlens, q, k, v)
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> KVCache:
         return empty_cache(self, batch_size, device, dtype)
 
-    def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def mix_step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         q, k, v = self.rotated_heads(x, state.length)
         state = state.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
-        return self.merge(y.transpose(1, 2).to(x.dtype)), state
+        return y.transpose(1, 2).to(x.dtype), state
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
 
     def training_flops(self, time: int) -> int:

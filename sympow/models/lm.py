@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState, make_mixer
-from sympow.layers.base import draw_normal, init_linear
+from sympow.layers.initial import draw_normal, init_linear
 from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 

@@ -119,3 +119,60 @@ class _ExclusiveSum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return exclusive_scan(grad, None, ctx.group, reverse=True), None
+
+
+def previous_tokens(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """Returns the last `count` tokens of the rank before, [B, count, C] of x [B, T, C]; zeros on the first rank.
+
+    Every rank of the group calls it, with tensors of one shape, also in the backward.
+
+    Raises ValueError where a rank has fewer than `count` tokens.
+    """
+    if x.shape[1] < count:
+        raise ValueError(f"each rank needs a part of at least {count} tokens of a row; got {x.shape[1]}")
+    return _PreviousTokens.apply(x[:, x.shape[1] - count :], group)
+
+
+class _PreviousTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tail, group):
+        ctx.group = group
+        return _neighbour(tail, group, reverse=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return _neighbour(grad, ctx.group, reverse=True), None
+
+
+def _neighbour(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
+    """What the rank before has in the place of x, the rank after in reverse; zeros where there is none."""
+    if torch.compiler.is_compiling():
+        return _neighbour_as_operator(x, group.group_name, reverse)
+    return _exchanged(x, group, reverse)
+
+
+def _exchanged(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+    sent, received = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
+    transfers = []
+    if x.numel() and 0 <= after < size:
+        transfers.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
+    if x.numel() and 0 <= before < size:
+        transfers.append(dist.P2POp(dist.irecv, received, group=group, group_peer=before))
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
+        work.wait()
+    return received
+
+
+@torch.library.custom_op("sympow::neighbour", mutates_args=())
+def _neighbour_as_operator(x: Tensor, group: str, reverse: bool) -> Tensor:
+    """In a graph of torch.compile: whole, for the reason of `_scan_as_operator`."""
+    resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return _exchanged(x, resolve(group), reverse)
+
+
+@_neighbour_as_operator.register_fake
+def _(x, group, reverse):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

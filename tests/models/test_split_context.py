@@ -10,9 +10,16 @@ from tests.ranks import run_ranks
 
 MIXERS = {
     "power, gate, data rotation": (MixerConfig("power", {"chunk_size": 4}),),
+    "power alone": (
+        MixerConfig("power", {"short_convolution": 0, "head_norm": False, "output_gate": False, "chunk_size": 4}),
+    ),
     "power, fixed rotation": (MixerConfig("power", {"rotation": "fixed", "gate": False, "n_kv_heads": 1}),),
     "power p 3": (MixerConfig("power", {"p": 3, "rotation": "none"}),),
-    "linear": (MixerConfig("linear"), MixerConfig("linear", {"feature_map": "elu+1"})),
+    "linear": (MixerConfig("linear"), MixerConfig("linear", {"feature_map": "elu+1", "short_convolution": 3})),
+    "behind a convolution": (
+        MixerConfig("short_convolution", {"mixer": "linear", "options": {"output_gate": True}}),
+        MixerConfig("short_convolution"),
+    ),
 }
 TIME = 24
 
