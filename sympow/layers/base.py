@@ -31,8 +31,10 @@ class HeadOptions(TypedDict, total=False):
     value_dim: int | None
     frequencies: str
     max_length: float | None
+    rope_base: float | None
     qk_norm: bool
     bias: bool
+    out_bias: bool | None
 
 
 @dataclass
@@ -193,8 +195,10 @@ class AttentionMixer(Mixer):
             lists what the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
+        rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         bias: biases in the input and output projections.
+        out_bias: a bias in the output projection; None: as `bias` says.
 
     Raises ValueError for a width that the heads do not divide and for options it does not know.
     """
@@ -212,8 +216,10 @@ class AttentionMixer(Mixer):
         rotation: str = "fixed",
         frequencies: str = "standard",
         max_length: float | None = None,
+        rope_base: float | None = None,
         qk_norm: bool = False,
         bias: bool = True,
+        out_bias: bool | None = None,
     ):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
@@ -236,12 +242,14 @@ class AttentionMixer(Mixer):
         self.n_kv_heads = n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
+        self.rope_base = rope_base
         # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
         # device, whose arithmetic imports torch._dynamo.
-        rotary_frequencies(2 if rotation == "none" else head_dim, frequencies, max_length, device="cpu")
+        turned = 2 if rotation == "none" else head_dim
+        rotary_frequencies(turned, frequencies, max_length, base=rope_base, device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
-        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)
+        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
 
@@ -288,7 +296,9 @@ class AttentionMixer(Mixer):
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
-        return position, frequencies(self.head_dim, self.frequencies, self.max_length, device=x.device)
+        return position, frequencies(
+            self.head_dim, self.frequencies, self.max_length, base=self.rope_base, device=x.device
+        )
 
     def merge(self, y: Tensor) -> Tensor:
         """The output projection: y [B, T, H, V] -> [B, T, d]."""
@@ -397,11 +407,13 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
 
 
 @lru_cache(maxsize=64)
-def _frequencies(key_dim: int, rule: str, max_length: float | None, *, device: torch.device) -> Tensor:
+def _frequencies(
+    key_dim: int, rule: str, max_length: float | None, *, base: float | None, device: torch.device
+) -> Tensor:
     # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
     # that training can use it afterwards.
     with torch.inference_mode(False):
-        return rotary_frequencies(key_dim, rule, max_length, device=device)
+        return rotary_frequencies(key_dim, rule, max_length, base=base, device=device)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -24,7 +24,12 @@ OPTIONS: dict[str, list[dict]] = {
         {"p": 1, "frequencies": "conformal", "max_length": 64},
         {"normalize": False, "impl": "reference"},
     ],
-    "softmax": [{}, {"n_kv_heads": 2, "value_dim": 10}, {"rotation": "none", "qk_norm": True, "bias": False}],
+    "softmax": [
+        {},
+        {"n_kv_heads": 2, "value_dim": 10},
+        {"rotation": "none", "qk_norm": True, "bias": False},
+        {"rope_base": 5e5, "out_bias": False},
+    ],
     "linear": [
         {},
         {"feature_map": "elu+1"},

@@ -11,7 +11,10 @@ from sympow.ops.feature_map import spow_dim
 LINES = (Path(__file__).resolve().parents[2] / "docs/mixers.md").read_text().splitlines()
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
 ROWS = {cells[0]: cells[1:] for cells in CELLS[1:]}  # after the heading
-HEADS = {"n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "qk_norm", "bias"}
+HEADS = {
+    "n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "rope_base", "qk_norm", "bias",
+    "out_bias",
+}  # fmt: skip
 REQUIRED = {
     "window": {"window": 24},
     "blocked_window": {"window": 48},
