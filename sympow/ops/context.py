@@ -119,3 +119,62 @@ class _ExclusiveSum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return exclusive_scan(grad, None, ctx.group, reverse=True), None
+
+
+def previous_tokens(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """The last `count` tokens of the part of the rank before, zeros on the first: x [B, T, ...] -> [B, count, ...].
+
+    Every rank of the group calls it, with parts of one shape, also in the backward.
+    """
+    if not 1 <= count <= x.shape[1]:
+        raise ValueError(f"a part of {x.shape[1]} tokens has no last {count} of them to pass on")
+    return _PreviousTokens.apply(x, count, group)
+
+
+class _PreviousTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count, group):
+        ctx.time, ctx.group = x.shape[1], group
+        return _from_neighbour(x[:, x.shape[1] - count :].contiguous(), group, reverse=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        own = _from_neighbour(grad.contiguous(), ctx.group, reverse=True)
+        before = own.new_zeros(own.shape[0], ctx.time - own.shape[1], *own.shape[2:])
+        return torch.cat([before, own], dim=1), None, None
+
+
+def _from_neighbour(x: Tensor, group: dist.ProcessGroup, *, reverse: bool) -> Tensor:
+    """x of the rank before, zeros on the first; of the rank behind, zeros on the last, in reverse."""
+    if torch.compiler.is_compiling():
+        return _exchange_as_operator(x, group.group_name, reverse)
+    return _exchange(x, group, reverse)
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
+    """All pairs of neighbours at once, not as a chain: what is sent does not depend on what comes."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    source, target = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+    first = not 0 <= source < size
+    incoming = torch.zeros_like(x) if first else torch.empty_like(x)
+    transfers = []
+    if not first:
+        transfers.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=source))
+    if 0 <= target < size:
+        transfers.append(dist.P2POp(dist.isend, x, group=group, group_peer=target))
+    for transfer in dist.batch_isend_irecv(transfers) if transfers and x.numel() else ():
+        transfer.wait()
+    return incoming
+
+
+@torch.library.custom_op("sympow::from_neighbour", mutates_args=())
+def _exchange_as_operator(x: Tensor, group: str, reverse: bool) -> Tensor:
+    """In a graph of torch.compile: whole, as `_scan_as_operator` is."""
+    resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+    return _exchange(x, resolve(group), reverse)
+
+
+@_exchange_as_operator.register_fake
+def _(x, group, reverse):
+    return torch.empty_like(x)
