@@ -33,6 +33,7 @@ class HeadOptions(TypedDict, total=False):
     max_length: float | None
     rope_base: float | None
     qk_norm: bool
+    qk_norm_eps: float
     bias: bool
     out_bias: bool | None
 
@@ -69,12 +70,14 @@ class Mixer(nn.Module, ABC):
         causal: row t of the output depends on rows 0..t of the input only. A mixer of which this is not true has
             no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
         reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids that x stands for.
+        shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
 
     Raises ValueError for options it does not know or that do not fit.
     """
 
     causal: bool = True
     reads_tokens: bool = False
+    shifts_tokens: bool = False
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, d_model: int, n_heads: int):
@@ -197,6 +200,7 @@ class AttentionMixer(Mixer):
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
+        qk_norm_eps: what that norm adds to the mean square.
         bias: biases in the input and output projections.
         out_bias: a bias in the output projection; None: as `bias` says.
 
@@ -218,6 +222,7 @@ class AttentionMixer(Mixer):
         max_length: float | None = None,
         rope_base: float | None = None,
         qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
         bias: bool = True,
         out_bias: bool | None = None,
     ):
@@ -250,8 +255,8 @@ class AttentionMixer(Mixer):
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
         self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""

@@ -29,6 +29,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"n_kv_heads": 2, "value_dim": 10},
         {"rotation": "none", "qk_norm": True, "bias": False},
         {"rope_base": 5e5, "out_bias": False},
+        {"qk_norm": True, "qk_norm_eps": 1e-3},
     ],
     "linear": [
         {},
