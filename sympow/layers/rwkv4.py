@@ -38,6 +38,8 @@ class RWKV4(Mixer):
             and token shifts depends on it.
     """
 
+    shifts_tokens = True
+
     def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
         super().__init__(d_model, n_heads)
         if not 0 <= depth <= 1:

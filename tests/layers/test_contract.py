@@ -32,6 +32,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"rotation": "none", "qk_norm": True, "bias": False},
         {"short_convolution": 4, "head_norm": True, "output_gate": True},
         {"output_gate": True, "rotary_dim": 4},
+        {"rope_base": 5e5, "out_bias": False},
+        {"qk_norm": True, "qk_norm_eps": 1e-3},
     ],
     "linear": [
         {},
