@@ -380,6 +380,18 @@ class AttentionMixer(Mixer):
         )
 
 
+def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
+    """The initial biases [G] of a gate for each key/value head: from the first of `gate_bias` to the last on a line,
+    a single one in the middle. On the CPU.
+
+    Raises ValueError unless `gate_bias` is two numbers.
+    """
+    if len(gate_bias) != 2:
+        raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+    first, last = gate_bias
+    return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")
+
+
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)

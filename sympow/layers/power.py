@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, linears_float32
+from sympow.layers.base import AttentionMixer, HeadOptions, gate_biases, linears_float32
 from sympow.layers.state import MixerState
 from sympow.ops import (
     DecodingState,
@@ -88,8 +88,7 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
-        if len(gate_bias) != 2:
-            raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
@@ -108,10 +107,7 @@ class PowerAttention(AttentionMixer):
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
             if self.gate is not None:
-                first, last = self.gate_bias
-                if self.n_kv_heads == 1:
-                    first = (first + last) / 2
-                self.gate.bias.copy_(torch.linspace(first, last, self.n_kv_heads, device="cpu"))
+                self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.beta is not None:
                 # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.
                 self.beta.weight.zero_()

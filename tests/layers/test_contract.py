@@ -34,6 +34,9 @@ OPTIONS: dict[str, list[dict]] = {
         {"output_gate": True, "rotary_dim": 4},
         {"rope_base": 5e5, "out_bias": False},
         {"qk_norm": True, "qk_norm_eps": 1e-3},
+        {"gate": True, "short_convolution": 4, "head_norm": True, "output_gate": True},
+        {"gate": True, "gate_bias": (0, 2), "n_kv_heads": 2, "value_dim": 30},
+        {"gate": True, "n_kv_heads": 1, "rotation": "none", "qk_norm": True, "bias": False},
     ],
     "linear": [
         {},
@@ -341,6 +344,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("power", {"initial_score": math.inf}, "initial_score must be finite and not negative; got inf"),
         ("power", {"eps": 0.0}, "eps must be positive and finite; got 0.0"),
         ("power", {"eps": math.nan}, "eps must be positive and finite; got nan"),
+        ("softmax", {"gate": True, "gate_bias": [1.0]}, "gate_bias is two numbers"),
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
         ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
