@@ -41,6 +41,7 @@ class HeadOptions(TypedDict, total=False):
     bias: bool
     out_bias: bool | None
     short_convolution: int
+    conv_identity: bool
     head_norm: bool
     output_gate: bool
 
@@ -227,6 +228,7 @@ class AttentionMixer(Mixer):
         bias: bool = True,
         out_bias: bool | None = None,
         short_convolution: int = 0,
+        conv_identity: bool = True,
         head_norm: bool = False,
         output_gate: bool = False,
     ):
@@ -262,7 +264,7 @@ class AttentionMixer(Mixer):
         rotary_frequencies(turned, frequencies, max_length, rope_base, rotary_dim, device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.convolution = (
-            DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
+            DepthwiseConvolution(d_model, short_convolution, identity=conv_identity) if short_convolution else None
         )
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
         self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
