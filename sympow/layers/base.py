@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar, TypedDict
@@ -17,9 +17,9 @@ from typing import Any, ClassVar, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.state import MixerState
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
@@ -150,6 +150,8 @@ class Mixer(nn.Module, ABC):
             if isinstance(module, nn.Linear):
                 own = out_std if module is out and out_std is not None else std
                 init_linear(module, own, generator)
+            elif isinstance(module, Float32Linear):
+                module.reset_parameters(std, generator)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
         self.reset_own_parameters(generator)
@@ -382,42 +384,9 @@ class AttentionMixer(Mixer):
         )
 
 
-def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
-    """The initial biases [G] of a gate for each key/value head: from the first of `gate_bias` to the last on a line,
-    a single one in the middle. On the CPU.
-
-    Raises ValueError unless `gate_bias` is two numbers.
-    """
-    if len(gate_bias) != 2:
-        raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
-    first, last = gate_bias
-    return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")
-
-
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
-
-
-def linears_float32(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """`linear_float32` of each, x [B, T, d]; in one product, as all of x is read for a few numbers a token."""
-    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
-        return tuple(linear_float32(linear, x) for linear in linears)
-    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
-    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
-    biases = [x.new_zeros(n.out_features, dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([n.out_features for n in linears], -1)
 
 
 def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, gate_biases, linears_float32
+from sympow.layers.base import AttentionMixer, HeadOptions
+from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.state import MixerState
 from sympow.ops import (
     DecodingState,
@@ -99,8 +100,8 @@ class PowerAttention(AttentionMixer):
         self.position_rate, self.qk_gain = position_rate, qk_gain
         self.normalize = p % 2 == 0 if normalize is None else normalize
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
-        self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
-        self.beta = nn.Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
+        self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
+        self.beta = Float32Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
@@ -112,7 +113,7 @@ class PowerAttention(AttentionMixer):
                 qk = self.qkv.bias[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
-            if self.gate is not None:
+            if self.gate is not None and self.gate.bias is not None:
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.beta is not None:
                 # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.

@@ -7,18 +7,12 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import (
-    AttentionMixer,
-    HeadOptions,
-    gate_biases,
-    linear_float32,
-    per_document,
-    state_options,
-)
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import KVCache, capacity
+from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
 from sympow.layers.state import MixerState
 from sympow.ops.cost import softmax_flops
@@ -61,11 +55,11 @@ class SoftmaxAttention(AttentionMixer):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
         self.gate_bias = tuple(gate_bias)
-        self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
+        self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        if self.gate is not None:
+        if self.gate is not None and self.gate.bias is not None:
             with torch.no_grad():
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
 
@@ -73,7 +67,7 @@ class SoftmaxAttention(AttentionMixer):
         q, k, v = self.rotated_heads(x)
         if self.gate is None:
             return per_document(_causal, cu_seqlens, q, k, v)
-        log_g = F.logsigmoid(linear_float32(self.gate, x))
+        log_g = F.logsigmoid(self.gate(x))
         return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
 
     def mix_state(
@@ -103,11 +97,11 @@ class SoftmaxAttention(AttentionMixer):
     def training_flops(self, time: int) -> int:
         return both_ways(time, self)
 
-    def _gated_step(self, x: Tensor, state: KVCache | GatedCache, gate: nn.Linear) -> tuple[Tensor, GatedCache]:
+    def _gated_step(self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear) -> tuple[Tensor, GatedCache]:
         if not isinstance(state, GatedCache):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
-        log_g = F.logsigmoid(linear_float32(gate, x))
+        log_g = F.logsigmoid(gate(x))
         sums = state.log_sum[:, None] + log_g.cumsum(1, dtype=torch.float64)
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
