@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar, TypedDict
@@ -17,9 +17,9 @@ from typing import Any, ClassVar, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.state import MixerState
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
@@ -35,9 +35,13 @@ class HeadOptions(TypedDict, total=False):
     frequencies: str
     max_length: float | None
     rotary_dim: int | None
+    rope_base: float | None
     qk_norm: bool
+    qk_norm_eps: float
     bias: bool
+    out_bias: bool | None
     short_convolution: int
+    conv_identity: bool
     head_norm: bool
     output_gate: bool
 
@@ -56,12 +60,14 @@ class Mixer(nn.Module, ABC):
         causal: row t of the output depends on rows 0..t of the input only. A mixer of which this is not true has
             no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
         reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids that x stands for.
+        shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
 
     Raises ValueError for options it does not know or that do not fit.
     """
 
     causal: bool = True
     reads_tokens: bool = False
+    shifts_tokens: bool = False
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, d_model: int, n_heads: int):
@@ -144,6 +150,8 @@ class Mixer(nn.Module, ABC):
             if isinstance(module, nn.Linear):
                 own = out_std if module is out and out_std is not None else std
                 init_linear(module, own, generator)
+            elif isinstance(module, Float32Linear):
+                module.reset_parameters(std, generator)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
         self.reset_own_parameters(generator)
@@ -188,8 +196,11 @@ class AttentionMixer(Mixer):
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
         rotary_dim: channels of every query and key that turn, the first ones, even; None: all.
+        rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
+        qk_norm_eps: what that norm adds to the mean square.
         bias: biases in the input and output projections.
+        out_bias: a bias in the output projection; None: as `bias` says.
         short_convolution: taps of a causal depthwise convolution of x, in front of everything else; 0: none.
         head_norm: RMSNorm over the channels of every head's output.
         output_gate: multiply every head's output by silu(W_g c).
@@ -213,9 +224,13 @@ class AttentionMixer(Mixer):
         frequencies: str = "standard",
         max_length: float | None = None,
         rotary_dim: int | None = None,
+        rope_base: float | None = None,
         qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
         bias: bool = True,
+        out_bias: bool | None = None,
         short_convolution: int = 0,
+        conv_identity: bool = True,
         head_norm: bool = False,
         output_gate: bool = False,
     ):
@@ -244,20 +259,19 @@ class AttentionMixer(Mixer):
         self.n_kv_heads = n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        self.rotary_dim = rotary_dim
+        self.rope_base, self.rotary_dim = rope_base, rotary_dim
         # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
         # device, whose arithmetic imports torch._dynamo.
-        rotary_frequencies(
-            2 if rotation == "none" else head_dim, frequencies, max_length, rotary_dim=rotary_dim, device="cpu"
-        )
+        turned = 2 if rotation == "none" else head_dim
+        rotary_frequencies(turned, frequencies, max_length, rope_base, rotary_dim, device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.convolution = (
-            DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
+            DepthwiseConvolution(d_model, short_convolution, identity=conv_identity) if short_convolution else None
         )
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
-        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
         self.head_norm = nn.RMSNorm(value_dim, eps=1e-6) if head_norm else None
         self.output_gate = nn.Linear(d_model, n_heads * value_dim, bias=False) if output_gate else None
 
@@ -360,9 +374,8 @@ class AttentionMixer(Mixer):
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
-        return position, frequencies(
-            self.head_dim, self.frequencies, self.max_length, rotary_dim=self.rotary_dim, device=x.device
-        )
+        key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
+        return position, frequencies(*key, device=x.device)
 
     def extra_repr(self) -> str:
         return (
@@ -374,27 +387,6 @@ class AttentionMixer(Mixer):
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
-
-
-def linears_float32(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """`linear_float32` of each, x [B, T, d]; in one product, as all of x is read for a few numbers a token."""
-    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
-        return tuple(linear_float32(linear, x) for linear in linears)
-    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
-    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
-    biases = [x.new_zeros(n.out_features, dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([n.out_features for n in linears], -1)
 
 
 def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
@@ -439,9 +431,15 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
 
 @lru_cache(maxsize=64)
 def _frequencies(
-    key_dim: int, rule: str, max_length: float | None, *, rotary_dim: int | None, device: torch.device
+    key_dim: int,
+    rule: str,
+    max_length: float | None,
+    base: float | None,
+    rotary_dim: int | None,
+    *,
+    device: torch.device,
 ) -> Tensor:
     # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
     # that training can use it afterwards.
     with torch.inference_mode(False):
-        return rotary_frequencies(key_dim, rule, max_length, rotary_dim=rotary_dim, device=device)
+        return rotary_frequencies(key_dim, rule, max_length, base, rotary_dim, device=device)

@@ -71,3 +71,15 @@ def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]
     """The mixer `name` of width `d_model`; raises ValueError as `check_mixer` does, and for options that do not fit."""
     check_mixer(name, options)
     return (MIXERS | FLA_MIXERS)[name](d_model, n_heads, **options)
+
+
+def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds those of `given` that the mixer has and `options` do not name, also of a mixer behind a convolution."""
+    known = (MIXERS | FLA_MIXERS)[name].option_names()
+    filled = {option: value for option, value in given.items() if option in known} | dict(options)
+    behind = options.get("mixer")
+    if (MIXERS | FLA_MIXERS)[name] is ShortConvolution and behind is not None:
+        inner = fill_options(behind, options.get("options") or {}, given)
+        if inner:
+            filled["options"] = inner
+    return filled

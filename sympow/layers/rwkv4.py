@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, linear_float32, per_document, state_options
+from sympow.layers.base import Mixer, per_document, state_options
+from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import MixerState
 
@@ -37,6 +38,8 @@ class RWKV4(Mixer):
         depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
             and token shifts depends on it.
     """
+
+    shifts_tokens = True
 
     def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
         super().__init__(d_model, n_heads)

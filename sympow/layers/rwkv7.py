@@ -28,7 +28,7 @@ class LowRank(nn.Module):
 
     def __init__(self, d_model: int, rank_factor: float, activation: nn.Module | None = None, bias: bool = True):
         super().__init__()
-        rank = max(32, round(rank_factor * sqrt(d_model) / 32) * 32)
+        rank = low_rank(d_model, rank_factor)
         self.a, self.b = nn.Parameter(torch.empty(d_model, rank)), nn.Parameter(torch.empty(rank, d_model))
         self.c = nn.Parameter(torch.empty(d_model)) if bias else None
         self.activation = nn.Identity() if activation is None else activation
@@ -46,6 +46,11 @@ class LowRank(nn.Module):
         return y if self.c is None else y + self.c
 
 
+def low_rank(d_model: int, factor: float) -> int:
+    """The rank of a `LowRank`: about factor sqrt(d), a multiple of 32."""
+    return max(32, round(factor * sqrt(d_model) / 32) * 32)
+
+
 class RWKV7(Mixer):
     """The time mixing of RWKV-7 (Peng et al., "RWKV-7 Goose", 2025, section 4), in its recurrent form, in heads.
 
@@ -57,6 +62,8 @@ class RWKV7(Mixer):
         depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
             and token shifts depends on it.
     """
+
+    shifts_tokens = True
 
     def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
         super().__init__(d_model, n_heads)

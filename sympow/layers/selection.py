@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import AttentionMixer, HeadOptions, linear_float32, per_document, state_options
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
 from sympow.layers.state import MixerState

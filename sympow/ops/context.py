@@ -122,14 +122,14 @@ class _ExclusiveSum(torch.autograd.Function):
 
 
 def previous_tokens(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the last `count` tokens of the rank before, [B, count, C] of x [B, T, C]; zeros on the first rank.
+    """Returns the last `count` tokens of the rank before, [B, count, ...] of x [B, T, ...]; zeros on the first.
 
     Every rank of the group calls it, with tensors of one shape, also in the backward.
 
     Raises ValueError where a rank has fewer than `count` tokens.
     """
     if x.shape[1] < count:
-        raise ValueError(f"each rank needs a part of at least {count} tokens of a row; got {x.shape[1]}")
+        raise ValueError(f"a part of {x.shape[1]} tokens has no last {count} of them to pass on")
     return _PreviousTokens.apply(x[:, x.shape[1] - count :], group)
 
 

@@ -103,6 +103,24 @@ def test_only_differences_of_positions_count():
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-7)
 
 
+def test_the_base_of_the_rotation():
+    """A pair m turns by base**(-2m / K) at every token."""
+    layer = SoftmaxAttention(8, 2, rope_base=1e6).double()
+    q, k, _ = layer.heads(random(1, 5, 8))
+    turned, _ = layer.rotate(q, k)
+    angle = torch.arange(5.0, dtype=torch.float64)[:, None] * torch.tensor([1.0, 1e-3], dtype=torch.float64)
+    pairs = torch.view_as_complex(q.unflatten(-1, (2, 2)).contiguous()) * torch.exp(1j * angle)[:, None]
+    torch.testing.assert_close(turned, torch.view_as_real(pairs).flatten(-2), **TIGHT)
+    assert not torch.allclose(turned, SoftmaxAttention(8, 2).double().rotate(q, k)[0])
+
+
+@pytest.mark.parametrize(("bias", "out_bias", "has"), [(True, None, True), (True, False, False), (False, True, True)])
+def test_the_bias_of_the_output_projection(bias, out_bias, has):
+    layer = SoftmaxAttention(8, 2, bias=bias, out_bias=out_bias)
+    assert (layer.qkv.bias is not None) == bias
+    assert (layer.out.bias is not None) == has
+
+
 @given(length=st.integers(0, 1 << 22), more=st.integers(0, 1 << 12), limit=st.none() | st.integers(1, 1 << 22))
 def test_capacity_grows_by_an_eighth_and_does_not_depend_on_the_way(length, more, limit):
     room = capacity(length, limit)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops import PowerState, power_attention
-from sympow.ops.context import exclusive_scan, exclusive_sum
+from sympow.ops.context import exclusive_scan, exclusive_sum, previous_tokens
 from tests.ops.contract import (
     DEVICE,
     Case,
@@ -138,6 +138,39 @@ def test_scans():
     torch.testing.assert_close(grad, (torch.full_like(x, 5), torch.full_like(x, 3), 0 * x))
     torch.testing.assert_close(before, (0 * x, x, 2 * x + decay**2 * x))
     torch.testing.assert_close(after, (2 * x + decay**2 * 3 * x, 3 * x, 0 * x))
+
+
+def neighbours() -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    # Tokens 0 to 11 of two rows, 4 on each of three ranks.
+    x = (torch.arange(4.0) + 4 * rank).repeat(2, 1).mul(torch.tensor([[1.0], [-1.0]]))[..., None].requires_grad_()
+
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        before = checkpoint(lambda x: previous_tokens(x.square(), 3, dist.group.WORLD), x, use_reentrant=False)
+        return before * (rank + 1)
+
+    results = []
+    # Compiled: the last rank's tokens are read by nobody, and the first rank reads none.
+    for call in (weighted, torch.compile(weighted, backend="aot_eager", fullgraph=True)):
+        out = call(x)
+        results += [out.detach(), *torch.autograd.grad(out.sum(), x)]
+    return results
+
+
+def test_previous_tokens():
+    """The last of the rank before, the weight of whose squares is that rank's number plus two."""
+    for rank, results in enumerate(run_ranks(neighbours, 3)):
+        before = (torch.arange(1.0, 4.0) + 4 * (rank - 1)).square() * (rank + 1) * (rank > 0)
+        after = (torch.arange(4.0) + 4 * rank) * 2 * (rank + 2) * torch.tensor([0, 1, 1, 1]) * (rank < 2)
+        for out, grad in (results[:2], results[2:]):
+            torch.testing.assert_close(out, before.repeat(2, 1)[..., None])
+            torch.testing.assert_close(grad, torch.stack([after, -after])[..., None])
+
+
+@pytest.mark.parametrize("count", [5])
+def test_a_part_too_short_to_pass_tokens_on_is_refused(count):
+    with pytest.raises(ValueError, match=f"a part of 4 tokens has no last {count} of them"):
+        previous_tokens(torch.zeros(1, 4, 2), count, object())
 
 
 def test_what_split_rows_do_not_have():

@@ -19,6 +19,7 @@ def normal(*shape, seed=0, dtype=F64):
 def test_frequencies():
     standard = rotary_frequencies(8)
     assert standard.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    assert rotary_frequencies(8, base=1e8).tolist() == pytest.approx([1.0, 1e-2, 1e-4, 1e-6])
     conformal = rotary_frequencies(4, "conformal", max_length=100)
     assert conformal.tolist() == pytest.approx([2 * pi, 2 * pi / 10])
 
@@ -154,6 +155,9 @@ def test_dtype_is_kept(dtype):
         (lambda: rotary_frequencies(8, "alibi"), "one of standard, conformal; got 'alibi'"),
         (lambda: rotary_frequencies(8, "conformal"), "max_length belongs to the conformal rule"),
         (lambda: rotary_frequencies(8, max_length=9), "max_length belongs to the conformal rule"),
+        (lambda: rotary_frequencies(8, "conformal", 9, base=5e5), "the rotation's base belongs to the standard rule"),
+        (lambda: rotary_frequencies(8, base=1.0), "the rotation's base must be greater than 1; got 1"),
+        (lambda: rotary_frequencies(8, "conformal", 0.5), "max_length must be greater than 1; got 0.5"),
         (lambda: rotate(torch.ones(1, 3, 1, 6), torch.ones(3), rotary_frequencies(8)), r"x is \[B, T, H, 8\]"),
         (lambda: rotate(torch.ones(1, 3, 1, 8), torch.ones(4), rotary_frequencies(8)), r"got \[4\]"),
         (lambda: rotate(torch.ones(1, 3, 3, 8), torch.ones(1, 3, 2), rotary_frequencies(8)), "G dividing H"),
