@@ -39,7 +39,7 @@ def _open_run_folder(path: Path, config: RunConfig) -> None:
         raise FileExistsError(f"{path} is a file; a run needs a folder")
     file = path / "config.json"
     if file.exists():
-        stored = _read_json(file)
+        stored = _with_all_fields(_read_json(file))
         if stored == config.to_dict():
             return
         if latest(path):
@@ -107,6 +107,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
 
 def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
+    stored = _with_all_fields(stored)
     difference = first_difference(without_execution(stored), without_execution(config.to_dict()))
     if difference:
         field, old, new = difference
@@ -114,6 +115,14 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
             f"{where} holds a run with {field} = {old!r}, not {new!r}: "
             "continue with the same config, or restart, or give another folder"
         )
+
+
+def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
+    """Adds the fields that are newer than the run to what it stored of its config, if that can be read."""
+    try:
+        return RunConfig.from_dict(stored).to_dict()
+    except (KeyError, TypeError, ValueError):
+        return stored
 
 
 def _read_json(file: Path) -> dict[str, Any]:
