@@ -23,21 +23,17 @@ ABLATIONS = ("power_eps", "power_score", "power_gate_bias_0", "power_gate_bias_7
              "power_no_convolution", "power_no_head_norm", "power_no_output_gate", "power_plain")  # fmt: skip
 # What was tried for the defaults: docs/decisions/0007-block.md.
 SEARCH = (
-    "softmax", "power", "power+normalize=false", "power+rotary_dim=16", "softmax+rotary_dim=16", "power+rotation=none",
-    "power_gated", "power_gated+rotary_dim=16", "power+qk_gain=4", "power+initial_score=0", "power_p4_k24", "power4",
-    "hybrid_softmax", "hybrid_window", "power+qk_gain=4+initial_score=0", "power+rotary_dim=32",
-    "power+rotary_dim=16+qk_gain=4", "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+window=512",
-    "power+qk_norm=true", "power+qk_norm=true+rotary_dim=16", "power+conv_identity=false", "power+short_convolution=8",
-    "power+gate_bias=[4,9]", "power+bias=false", "power+initial_score=0.5", "power+qk_gain=2",
-    "power+n_heads=3", "power+n_heads=12", "power3", "power3+head_dim=48+rotary_dim=16", "power_p4_k24+head_dim=32",
-    "power+n_kv_heads=3+head_dim=96+value_dim=64", "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=16",
-    "softmax+body=llama", "power+body=llama", "power+normalize=false+rotary_dim=16", "softmax+conv_identity=false",
-    "softmax+qk_norm=true", "power_plain", "softmax_plain", "linear_gated", "softmax_gate", "power+head_norm=false",
+    "softmax", "power", "power+rotary_dim=16", "softmax+rotary_dim=16", "power+normalize=false", "power+qk_gain=4",
+    "power+initial_score=0", "power+rotation=none", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window",
+    "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+window=512", "power+rotary_dim=16+qk_gain=4",
+    "power_gated+rotary_dim=16", "power+bias=false", "power+n_heads=3", "power+qk_norm=true+rotary_dim=16",
+    "power+conv_identity=false", "power3+head_dim=48+rotary_dim=16", "power+body=llama", "softmax+body=llama",
+    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=16", "power+short_convolution=8",
+    "power+gate_bias=[4,9]", "power+n_heads=12", "power_p4_k24+head_dim=32", "softmax+qk_norm=true", "power_plain",
+    "softmax_plain", "linear_gated", "softmax_gate",
 )  # fmt: skip
-SEARCH_LONG = (
-    "softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512", "hybrid_softmax",
-    "power_p4_k24", "power4", "softmax+rotary_dim=16", "power+normalize=false",
-)  # fmt: skip
+SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
+               "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 
@@ -73,12 +69,6 @@ def _axes() -> list[Run]:
 STUDIES = {
     study.name: study
     for study in (
-        Study("search", "Which options make power attention learn, and softmax attention?",
-              tuple(_runs(SEARCH, [1024])), seeds=1),
-        Study("search_rates", "At which rates?",
-              tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3, 6e-3)
-                    for variant in ("softmax", "power", "power+rotary_dim=16", "power_p4_k24")), seeds=1),
-        Study("search_long", "And at 4,096 tokens?", tuple(_runs(SEARCH_LONG, [4096])), seeds=1),
         Study("bars_1024", "How far is power attention from softmax attention at 1,024 tokens?",
               tuple(_runs(BARS, [1024]))),
         Study("bars_4096", "How far is it at 4,096 tokens?", tuple(_runs(BARS, [4096]))),
@@ -116,6 +106,12 @@ STUDIES = {
         Study("beyond", "What happens beyond the context trained at, up to 16 times?",
               tuple(_runs(("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "hybrid_softmax",
                            "hybrid_window"), [1024, 4096]))),
+        Study("search", "Which options make power attention learn, and softmax attention?",
+              tuple(_runs(SEARCH, [1024])), seeds=1),
+        Study("search_rates", "At which rates?",
+              tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
+                    for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
+        Study("search_long", "And at 4,096 tokens?", tuple(_runs(SEARCH_LONG, [4096])), seeds=1),
     )
 }  # fmt: skip
 
