@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.grid import Run, recipe
 from sympow.models import preset
-from sympow.recipes import load_recipe
 
 OVERHEAD = 15.0  # seconds of a run that are not training: its model, its evaluations, kernels to compile
 # Seconds a token of the mini shape on an H200: of all but attention; of softmax attention over a token of context; and
@@ -16,7 +15,7 @@ SEQUENTIAL = 4e-6  # of the mixers whose kernels take turns with plain torch
 
 def guess(run: Run) -> float:
     """Returns seconds of a run alone on an H200, to a factor of two or so."""
-    model = load_recipe(f"scaling:{run.variant}").model
+    model = recipe(run.variant).model
     size = model if run.size is None else preset(run.size)
     share = size.d_model * size.n_layers / (384 * 6)
     per_token = TOKEN * max(0.3, share * size.d_model / 384)

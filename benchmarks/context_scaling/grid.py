@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from sympow.models import preset
+from sympow.layers import FLA_MIXERS, MIXERS
+from sympow.models import ModelConfig, preset
 from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override
 
@@ -42,12 +43,34 @@ SCALES = {
 }  # fmt: skip
 
 
+def recipe(variant: str) -> RunConfig:
+    """Returns the config of a variant: a recipe of sympow/recipes/scaling.py, and "+field=value" for what differs.
+
+    The field is one of the model's, or an option of its mixers: of all that have it. "power+rotary_dim=16+n_heads=3"
+    changes one of each. Raises ValueError for a recipe or a field that does not exist.
+    """
+    name, *changes = variant.split("+")
+    config = load_recipe(f"scaling:{name}")
+    assignments = []
+    for change in changes:
+        key = change.partition("=")[0]
+        if key in (field.name for field in fields(ModelConfig)):
+            assignments.append(f"model.{change}")
+            continue
+        options = [(MIXERS | FLA_MIXERS)[mixer.name].option_names() for mixer in config.model.mixers]
+        found = [f"model.mixers.{i}.options.{change}" for i, known in enumerate(options) if key in known]
+        if not found:
+            raise ValueError(f"neither the model nor a mixer of {name!r} has a field {key!r}")
+        assignments += found
+    return override(config, assignments)
+
+
 @dataclass(frozen=True)
 class Run:
-    """A recipe of sympow/recipes/scaling.py, and what is trained on.
+    """A variant, and what it is trained on.
 
     Attributes:
-        variant: the name of the recipe.
+        variant: what is trained, see `recipe`.
         context: tokens of the stretches that documents are cut into; every step draws some of them.
         tokens: of the whole run.
         documents: tokens of a step, in documents.
@@ -91,26 +114,26 @@ class Run:
 
         A pass is one document at a time, whatever the documents of a step.
         """
-        config = load_recipe(f"scaling:{self.variant}")
+        config = recipe(self.variant)
         if self.size is not None:
             shape = preset(self.size)
             model = replace(config.model, d_model=shape.d_model, n_layers=shape.n_layers, n_heads=shape.n_heads)
             config = replace(config, model=model)
         paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
         config = override(config, [*scale.overrides, *paths])
-        recipe, steps = config.training, scale.steps or self.steps
+        training, steps = config.training, scale.steps or self.steps
         rows = DOCUMENT // self.trained_at
         return replace(
             config,
             name=self.name,
             execution=replace(config.execution, compile=compiled),
             training=replace(
-                recipe,
+                training,
                 context=self.trained_at // scale.shrink,
                 batch_size=self.documents * rows,
                 micro_batch_size=rows,
                 steps=steps,
-                warmup_steps=round(steps * recipe.warmup_steps / recipe.steps),
+                warmup_steps=round(steps * training.warmup_steps / training.steps),
                 learning_rate=self.learning_rate,
                 seed=self.seed,
                 device=device,

@@ -21,6 +21,19 @@ CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p
 ABLATIONS = ("power_eps", "power_score", "power_gate_bias_0", "power_gate_bias_7", "power_frequencies",
              "power_positions", "power_gated", "power_warmup", "power_no_bias", "power_unnormalized",
              "power_no_convolution", "power_no_head_norm", "power_no_output_gate", "power_plain")  # fmt: skip
+# What was tried for the defaults: docs/decisions/0007-block.md.
+SEARCH = (
+    "softmax", "power", "power+rotary_dim=16", "softmax+rotary_dim=16", "power+normalize=false", "power+qk_gain=4",
+    "power+initial_score=0", "power+rotation=none", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window",
+    "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+window=512", "power+rotary_dim=16+qk_gain=4",
+    "power_gated+rotary_dim=16", "power+bias=false", "power+n_heads=3", "power+qk_norm=true+rotary_dim=16",
+    "power+conv_identity=false", "power3+head_dim=48+rotary_dim=16", "power+body=llama", "softmax+body=llama",
+    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=16", "power+short_convolution=8",
+    "power+gate_bias=[4,9]", "power+n_heads=12", "power_p4_k24+head_dim=32", "softmax+qk_norm=true", "power_plain",
+    "softmax_plain", "linear_gated", "softmax_gate",
+)  # fmt: skip
+SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
+               "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 
@@ -93,6 +106,12 @@ STUDIES = {
         Study("beyond", "What happens beyond the context trained at, up to 16 times?",
               tuple(_runs(("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "hybrid_softmax",
                            "hybrid_window"), [1024, 4096]))),
+        Study("search", "Which options make power attention learn, and softmax attention?",
+              tuple(_runs(SEARCH, [1024])), seeds=1),
+        Study("search_rates", "At which rates?",
+              tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
+                    for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
+        Study("search_long", "And at 4,096 tokens?", tuple(_runs(SEARCH_LONG, [4096])), seeds=1),
     )
 }  # fmt: skip
 
@@ -120,7 +139,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 
 def with_rate(run: Run, study: Study) -> Run:
     """Returns the run with its variant's learning rate, unless the study is about rates."""
-    return run if study.name == "rates" else replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
+    return run if "rates" in study.name else replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
 
 
 def selected(names: Sequence[str], condition: Callable[[Run], bool]) -> list[Run]:

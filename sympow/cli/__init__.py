@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
+    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="(default: gpt2)")
     for name, what in (("d-model", "width"), ("layers", "layers"), ("heads", "query heads"),
                        ("kv-heads", "key/value heads"), ("key-dim", "K"), ("value-dim", "V")):  # fmt: skip
         sizes.add_argument(f"--{name}", metavar="N", type=_positive, help=f"{what}, in place of the preset's")
@@ -141,7 +142,7 @@ output, the state's size and the speed to standard error."""
 
 
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
-for a model shape: a preset, with single sizes changed."""
+for a model shape: a preset, in a body, with single sizes changed."""
 
 MQAR = """Trains models on multi-query associative recall and reports how many queries they answer. A recipe is a Python
 function that returns a RecallConfig, or a Sweep of them. Results go to results.csv in the sweep's folder; the same

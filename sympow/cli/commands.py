@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from sympow.cli.runs import Run, load_run, train_run
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
-from sympow.models import PRESETS, stream
+from sympow.models import BODIES, preset, stream
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
@@ -63,17 +64,16 @@ def generate(options: argparse.Namespace) -> None:
 
 def sizes(options: argparse.Namespace) -> None:
     """`sympow sizes`."""
-    if options.preset not in PRESETS:
-        raise ValueError(f"a preset is one of {', '.join(PRESETS)}; got {options.preset!r}")
-    d_model, n_layers, n_heads = PRESETS[options.preset]
-    d_model = options.d_model or d_model
-    n_layers = options.layers or n_layers
-    n_heads = options.heads or n_heads
+    model = preset(options.preset, body=options.body)
+    d_model = options.d_model or model.d_model
+    n_layers = options.layers or model.n_layers
+    n_heads = options.heads or model.n_heads
+    others = BODIES[options.body].other_weights(replace(model, d_model=d_model))
     key_dim = options.key_dim or ModelShape.of(d_model, n_layers, n_heads).key_dim
     value_dim, kv_heads = options.value_dim or key_dim, options.kv_heads or n_heads
     choices = {"powers": options.p, "contexts": options.context, "window": options.window,
                "element_bytes": options.element_bytes}  # fmt: skip
-    shape = ModelShape(d_model, n_layers, n_heads, key_dim, value_dim, kv_heads)
+    shape = ModelShape(d_model, n_layers, n_heads, key_dim, value_dim, kv_heads, other_weights=others)
     tables = size_tables(shape, **{name: choice for name, choice in choices.items() if choice is not None})
     if options.json:
         print(json.dumps([table.to_dict() for table in tables], indent=2))

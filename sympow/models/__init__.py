@@ -1,11 +1,14 @@
 """Language models built from a config, and generation."""
 
-from sympow.models.config import PRESETS, MixerConfig, ModelConfig, preset
+from sympow.models.bodies import BODIES
+from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.presets import PRESETS, preset
 from sympow.models.recall import RecallModel
 
 __all__ = [
+    "BODIES",
     "PRESETS",
     "Drawn",
     "Generation",

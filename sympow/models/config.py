@@ -1,12 +1,22 @@
-"""What a language model is: its shape, and the mixer of every layer."""
+"""What a language model is: its body, its shape, and the mixer of every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sympow.layers import check_mixer
+from sympow.layers.registry import fill_options, options_of_older
+
+Body = Literal["gpt2", "llama", "rwkv7"]
+
+# The bodies that have a field; every body has those that are not listed.
+_FIELDS_OF: dict[str, tuple[Body, ...]] = {
+    "mlp_ratio": ("gpt2", "rwkv7"),
+    "mlp_hidden": ("llama",),
+    "norm_eps": ("llama",),
+}
 
 
 def _with_lists(value: Any) -> Any:
@@ -31,28 +41,37 @@ class MixerConfig:
         object.__setattr__(self, "options", _with_lists(self.options))
 
     def to_dict(self) -> dict[str, Any]:
+        """Gives plain values only, as JSON keeps them."""
         return {"name": self.name, "options": _with_lists(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:
+        """Reads what `to_dict` gives. Raises ValueError for a field that is missing or unknown."""
         return cls(**_known_fields(cls, data))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT-2-shaped language model.
+    """Describes a language model: a body (docs/bodies.md), its sizes, and the mixers in it.
 
     Attributes:
         vocab_size: tokens in the vocabulary.
         d_model: width of the residual stream.
-        n_layers: blocks of a mixer and an MLP.
+        n_layers: blocks.
         n_heads: query heads of every mixer; their width is d_model / n_heads unless a mixer's options give
-        `head_dim`.
+            `head_dim`.
         mixers: a pattern repeated over the layers; of length 1 all layers are alike, longer ones make
-        hybrids.
-        mlp_ratio: hidden width of the MLP over d_model; 0 for blocks without one.
+            hybrids.
+        mlp_ratio: hidden width of the MLP over d_model; 0 for blocks without one. Not in the llama body.
+        body: "gpt2", "llama" or "rwkv7": norms, MLP, and what stands around the mixers.
+        n_kv_heads: key/value heads of every mixer that has such heads and whose options do not name them.
+            None leaves the choice to the mixers.
+        mlp_hidden: hidden width of the MLP of the llama body; 0 for blocks without one. None takes 8/3 of
+            d_model, rounded up to a multiple of 64: as many weights as `mlp_ratio` 4 gives the other bodies.
+        norm_eps: what the RMSNorms of the llama body add to the mean square.
+        tie_embeddings: whether the head is the embedding. If not, it has weights of its own.
 
-    Raises ValueError for sizes that are not positive and for an empty pattern.
+    Raises ValueError for sizes out of range, an empty pattern, and a field that the body does not have.
     """
 
     vocab_size: int
@@ -61,62 +80,97 @@ class ModelConfig:
     n_heads: int
     mixers: tuple[MixerConfig, ...] = (MixerConfig("power"),)
     mlp_ratio: int = 4
+    body: Body = "gpt2"
+    n_kv_heads: int | None = None
+    mlp_hidden: int | None = None
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "mlp_ratio"):
+        if self.body not in get_args(Body):
+            raise ValueError(f"body is one of {', '.join(get_args(Body))}; got {self.body!r}")
+        for entry in fields(self):
+            if not self.has(entry.name) and getattr(self, entry.name) != entry.default:
+                raise ValueError(self._lacks(self.body, entry.name))
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "mlp_ratio", "n_kv_heads", "mlp_hidden"):
             value = getattr(self, name)
-            least = 0 if name == "mlp_ratio" else 1
+            least = 0 if name.startswith("mlp") else 1
+            if value is None and name in ("n_kv_heads", "mlp_hidden"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings must be true or false; got {self.tie_embeddings!r}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
         if not self.mixers or not all(isinstance(mixer, MixerConfig) for mixer in self.mixers):
             raise ValueError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")
+        if self.n_kv_heads is not None and all(self._filled(m, n_kv_heads=1) == m.options for m in self.mixers):
+            names = ", ".join(dict.fromkeys(mixer.name for mixer in self.mixers))
+            raise ValueError(f"n_kv_heads = {self.n_kv_heads} reaches none of the mixers: {names}")
+
+    @property
+    def mlp_width(self) -> int:
+        """The hidden width of the MLP; 0 if the blocks have none."""
+        if self.body != "llama":
+            return self.mlp_ratio * self.d_model
+        return -(-8 * self.d_model // (3 * 64)) * 64 if self.mlp_hidden is None else self.mlp_hidden
+
+    def has(self, field: str) -> bool:
+        """Tells whether the body has a field."""
+        return self.body in _FIELDS_OF.get(field, (self.body,))
 
     def mixer(self, layer: int) -> MixerConfig:
-        """The mixer of layer 0, 1, ..."""
+        """Gives the mixer of layer 0, 1, ..."""
         return self.mixers[layer % len(self.mixers)]
 
+    def mixer_options(self, layer: int) -> dict[str, Any]:
+        """Gives the options of the mixer of a layer, with those that the model gives all its mixers.
+
+        These are `n_kv_heads`, and in the rwkv7 body `depth`, where the layer stands. They do not replace what
+        the mixer's own options name.
+        """
+        given: dict[str, Any] = {} if self.n_kv_heads is None else {"n_kv_heads": self.n_kv_heads}
+        if self.body == "rwkv7":
+            given["depth"] = layer / max(1, self.n_layers - 1)
+        return self._filled(self.mixer(layer), **given)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, as JSON keeps them; `from_dict` gives back an equal config."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        """Gives the fields of the body as plain values, as JSON keeps them; `from_dict` gives back an equal config."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if self.has(entry.name)}
         return values | {"mixers": [mixer.to_dict() for mixer in self.mixers]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Raises ValueError for a field that is missing or unknown."""
+        """Reads what `to_dict` gives, also what that of version 0.1 gave, in which there is no "body".
+
+        Such a model has the gpt2 body and mixers as they were by default then; see `options_of_older`.
+
+        Raises ValueError for a field that is missing or unknown, or that the body does not have.
+        """
         values = _known_fields(cls, data)
+        body = values.get("body", "gpt2")
+        for name in values:
+            if body in get_args(Body) and body not in _FIELDS_OF.get(name, (body,)):
+                raise ValueError(cls._lacks(body, name))
         if "mixers" in values:
-            values["mixers"] = tuple(MixerConfig.from_dict(mixer) for mixer in values["mixers"])
+            mixers = [MixerConfig.from_dict(mixer) for mixer in values["mixers"]]
+            if "body" not in values:
+                mixers = [MixerConfig(mixer.name, options_of_older(mixer.name, mixer.options)) for mixer in mixers]
+            values["mixers"] = tuple(mixers)
+        elif "body" not in values:
+            values["mixers"] = (MixerConfig("power", options_of_older("power", {})),)
         return cls(**values)
 
+    @classmethod
+    def _lacks(cls, body: Body, name: str) -> str:
+        has = ", ".join(entry.name for entry in fields(cls) if body in _FIELDS_OF.get(entry.name, (body,)))
+        return f"the {body} body has no field {name!r}; it has {has}"
 
-# name: (d_model, n_layers, n_heads). The last three are GPT-2's; see `preset` for their parameters.
-PRESETS: dict[str, tuple[int, int, int]] = {
-    "nano": (64, 2, 2),
-    "tiny": (128, 4, 4),
-    "mini": (384, 6, 6),
-    "small": (768, 12, 12),
-    "medium": (1024, 24, 16),
-    "large": (1280, 36, 20),
-}
-
-
-def preset(
-    name: str, vocab_size: int = 50_257, mixers: Sequence[MixerConfig] | MixerConfig = MixerConfig("power")
-) -> ModelConfig:
-    """A shape of `PRESETS` with a vocabulary and mixers.
-
-    With 50,257 tokens and softmax attention "small" counts 123,654,912 parameters, "medium" 353,776,640 and
-    "large" 772,721,920. They are published as 124M, 335M and 774M: the first as counted, the last with the
-    1,024 learned positions that rotation replaces here, while no count of the medium shape gives 335M (354M,
-    or 302M without the embedding). The gate adds 0.09% to "small", gate and data-dependent rotation together
-    0.18%.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"a preset is one of {', '.join(PRESETS)}; got {name!r}")
-    d_model, n_layers, n_heads = PRESETS[name]
-    pattern = (mixers,) if isinstance(mixers, MixerConfig) else tuple(mixers)
-    return ModelConfig(vocab_size, d_model, n_layers, n_heads, pattern)
+    @staticmethod
+    def _filled(mixer: MixerConfig, **given: Any) -> dict[str, Any]:
+        return fill_options(mixer.name, mixer.options, given)
 
 
 def _known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:

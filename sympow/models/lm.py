@@ -1,12 +1,11 @@
-"""A GPT-2-shaped language model on any mixers.
+"""A language model: token embedding, the blocks of a body on any mixers, a final norm and a head.
 
-Token embedding, an extra LayerNorm after it, pre-norm blocks (mixer, then a GELU MLP), a final LayerNorm and
-a head tied to the embedding. No learned positions: the mixers rotate.
+There are no learned positions: the mixers rotate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, cast
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sympow.layers import MixerState, make_mixer
-from sympow.layers.initial import draw_normal, init_linear
-from sympow.models.config import MixerConfig, ModelConfig
+from sympow.layers import MixerState
+from sympow.layers.initial import draw_normal
+from sympow.models.bodies import BODIES, Block
+from sympow.models.bodies.base import reset_norm
+from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
@@ -28,71 +29,16 @@ _LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 @dataclass
 class ModelState(MixerState):
-    """One state a layer."""
+    """One state a block: that of its mixer, with what the body adds to it."""
 
     layers: list[MixerState]
-
-
-class Norm(nn.LayerNorm):
-    """A LayerNorm that can be compiled by itself: torch.compile skips a forward that lies in torch.nn."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input)
-
-
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) unless `mlp_ratio` is 0."""
-
-    def __init__(self, config: ModelConfig, mixer: MixerConfig):
-        super().__init__()
-        d = config.d_model
-        self.mixer_norm = nn.LayerNorm(d)
-        self.mixer = make_mixer(mixer.name, d, config.n_heads, mixer.options)
-        self.has_mlp = config.mlp_ratio > 0
-        if self.has_mlp:
-            self.mlp_norm = nn.LayerNorm(d)
-            self.mlp_in = nn.Linear(d, config.mlp_ratio * d)
-            self.mlp_out = nn.Linear(config.mlp_ratio * d, d)
-        self.recompute = False
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._mixed, x, cu_seqlens, tokens, use_reentrant=False, preserve_rng_state=False)
-        return self._mixed(x, cu_seqlens, tokens)
-
-    def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
-        y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
-        return self._mlp(x + y), state
-
-    def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
-        self.mixer_norm.reset_parameters()
-        self.mixer.reset_parameters(std=std, out_std=residual_std, generator=generator)
-        if self.has_mlp:
-            self.mlp_norm.reset_parameters()
-            init_linear(self.mlp_in, std, generator)
-            init_linear(self.mlp_out, residual_std, generator)
-
-    def _mixed(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        if not self.has_mlp:
-            return x
-        hidden = self.mlp_in(self.mlp_norm(x))
-        if self.recompute or not torch.is_grad_enabled():
-            return x + self._narrowed(hidden)
-        # The GELU again in the backward: keeping its output too would add a fifth to what a block keeps.
-        return x + checkpoint(self._narrowed, hidden, use_reentrant=False, preserve_rng_state=False)
-
-    def _narrowed(self, hidden: Tensor) -> Tensor:
-        return self.mlp_out(F.gelu(hidden, approximate="tanh"))
 
 
 class LanguageModel(nn.Module):
     """Logits of the next token for every token of a sequence.
 
     Args:
-        config: the shape and the mixers.
+        config: the body, the shape and the mixers.
         seed: of the initial weights, which do not depend on the device. None draws one from torch's default
             generator, as torch's own modules do.
     """
@@ -105,10 +51,14 @@ class LanguageModel(nn.Module):
             # Not nn.Embedding(...): drawing from N(0, 1) on the meta device imports torch._dynamo, for seconds.
             table = torch.empty(config.vocab_size, config.d_model)
             self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
-            self.embedding_norm = Norm(config.d_model)
-            blocks = [Block(config, config.mixer(layer)) for layer in range(config.n_layers)]
+            body: Callable[[ModelConfig, int], Block] = BODIES[config.body]
+            norm, normed = BODIES[config.body].norm, BODIES[config.body].norms_embedding
+            self.embedding_norm = norm(config) if normed else None
+            blocks = [body(config, layer) for layer in range(config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
-            self.final_norm = Norm(config.d_model)
+            self.final_norm = norm(config)
+            untied = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = untied
         self.cross_entropy = CrossEntropy()
         # Not to_empty: an empty_like of a meta tensor imports sympy.
         empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.named_parameters()}
@@ -116,16 +66,22 @@ class LanguageModel(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """GPT-2's initialisation: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual stream."""
+        """Draws the weights: embedding and head N(0, 0.02), the rest as the docstring of the body's block says.
+
+        In the gpt2 and the llama body it is GPT-2's initialisation: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into
+        the residual stream.
+        """
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         generator = torch.Generator(device="cpu").manual_seed(seed)
         std = 0.02
         draw_normal(self.embedding.weight, std, generator)
-        self.embedding_norm.reset_parameters()
-        self.final_norm.reset_parameters()
+        for norm in self._norms():
+            reset_norm(norm)
         for block in self.blocks:
             block.reset_parameters(std=std, residual_std=std / sqrt(2 * self.config.n_layers), generator=generator)
+        if self.head is not None:
+            draw_normal(self.head.weight, std, generator)
 
     def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab_size] of the token after each of tokens [B, T].
@@ -162,14 +118,14 @@ class LanguageModel(nn.Module):
         logits are computed once."""
         self._check_targets(targets, tokens)
         hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
-        rows, weight = self._logit_rows(hidden), self.embedding.weight
+        rows, weight = self._logit_rows(hidden), self.head_weight
         return cross_entropy_sum(hidden, weight, targets.flatten(), rows=rows, cross_entropy=self.cross_entropy)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
         """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row, see
         `Mixer.split_context`."""
         for block in self.blocks:
-            block.mixer.split_context(group)
+            block.split_context(group)
 
     def checkpoint_activations(self) -> None:
         """From now on the backward recomputes every block: memory of one block's activations, a third more time."""
@@ -182,14 +138,14 @@ class LanguageModel(nn.Module):
         Args:
             options: of torch.compile.
         """
-        for part in (*self.blocks, self.embedding_norm, self.final_norm, self.cross_entropy):
+        for part in (*self.blocks, *self._norms(), self.cross_entropy):
             part.compile(**options)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ModelState:
         """The state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
-        return ModelState([b.mixer.init_state(batch_size, device=device, dtype=dtype) for b in self.blocks])
+        return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """Reads T' >= 1 tokens [B, T'] more: the logits after the last, [B, vocab_size], and the state.
@@ -205,11 +161,16 @@ class LanguageModel(nn.Module):
 
     def state_size(self, context: int) -> int:
         """Elements the state holds per sequence after `context` tokens."""
-        return sum(block.mixer.state_size(context) for block in self.blocks)
+        return sum(block.state_size(context) for block in self.blocks)
 
     def num_parameters(self) -> int:
-        """Parameters, the tied head counted once."""
+        """Parameters, a tied head counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weights of the head [vocab_size, d]: those of the embedding, if it is tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         x = self._embed(tokens)
@@ -224,13 +185,18 @@ class LanguageModel(nn.Module):
             device = self.embedding.weight.device
             raise ValueError(f"tokens must be on the device of the weights, {device}; got {tokens.device}")
         self._check_vocabulary(tokens, "tokens")
-        return self.embedding_norm(self._vectors(tokens))
+        vectors = self._vectors(tokens)
+        return vectors if self.embedding_norm is None else self.embedding_norm(vectors)
+
+    def _norms(self) -> list[nn.Module]:
+        """The norms around the blocks."""
+        return [norm for norm in (self.embedding_norm, self.final_norm) if norm is not None]
 
     def _vectors(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)
 
     def _head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight)
+        return F.linear(hidden, self.head_weight)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self._head(hidden)

@@ -220,7 +220,13 @@ def softmax_step_cost(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a GPT-2-shaped model that its costs depend on."""
+    """The sizes of a model that its costs depend on.
+
+    Attributes:
+        mlp_ratio: hidden width over d_model of an MLP of two matrices.
+        other_weights: elements of a block's matrices, but for queries, keys, values and outputs; None: those of
+            that MLP.
+    """
 
     d_model: int
     n_layers: int
@@ -229,9 +235,12 @@ class ModelShape:
     value_dim: int
     n_kv_heads: int
     mlp_ratio: int = 4
+    other_weights: int | None = None
 
     def __post_init__(self) -> None:
-        _check(**vars(self))
+        _check(**{name: value for name, value in vars(self).items() if name != "other_weights"})
+        if self.other_weights is not None and self.other_weights < 0:
+            raise ValueError(f"other_weights must not be negative, got {self.other_weights}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
 
@@ -250,8 +259,8 @@ class ModelShape:
         """
         queries, keys = self.n_heads * self.key_dim, self.n_kv_heads * self.key_dim
         outs, values = self.n_heads * self.value_dim, self.n_kv_heads * self.value_dim
-        width = queries + keys + values + outs + 2 * self.mlp_ratio * self.d_model
-        return self.n_layers * self.d_model * width
+        others = 2 * self.mlp_ratio * self.d_model**2 if self.other_weights is None else self.other_weights
+        return self.n_layers * (self.d_model * (queries + keys + values + outs) + others)
 
 
 def weight_state_flop_ratio(

@@ -26,13 +26,19 @@ PEAK_FLOPS = {
 
 
 def token_flops(model: LanguageModel, context: int) -> float | None:
-    """FLOPs of training on one token of rows of `context`: 6 an element of a matrix, the tied head's included once, and
-    those of the mixers. Rows count as one document each. None where a mixer does not count its own."""
+    """FLOPs of training on one token of rows of `context`: 6 an element of a matrix, and those of the mixers.
+
+    The head counts, tied or not; the embedding is looked up and does not. Rows count as one document each. None where a
+    mixer does not count its own.
+    """
     mixing = [block.mixer.training_flops(context) for block in model.blocks]
     counted = [flops for flops in mixing if flops is not None]
     if len(counted) < len(mixing):
         return None
-    return 6 * sum(p.numel() for p in model.parameters() if p.ndim >= 2) + sum(counted) / context
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    if not model.config.tie_embeddings:
+        matrices -= model.embedding.weight.numel()
+    return 6 * matrices + sum(counted) / context
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

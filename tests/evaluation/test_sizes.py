@@ -5,8 +5,7 @@ import json
 import pytest
 
 from sympow.evaluation import size_tables
-from sympow.models import LanguageModel, MixerConfig, preset
-from sympow.models.config import PRESETS
+from sympow.models import PRESETS, LanguageModel, MixerConfig, preset
 from sympow.ops.cost import ModelShape
 
 SMALL = ModelShape.of(*PRESETS["small"])

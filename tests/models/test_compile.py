@@ -10,12 +10,24 @@ from tests.ops.contract import DEVICE
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 
 
-@pytest.mark.parametrize(("rotation", "chunk_size", "recompute"), [("data", None, False), ("fixed", 16, True)])
-def test_each_part_is_one_graph(monkeypatch, rotation, chunk_size, recompute):
+@pytest.mark.parametrize(
+    ("body", "rotation", "chunk_size", "recompute"),
+    [
+        ("gpt2", "data", None, False),
+        ("gpt2", "fixed", 16, True),
+        ("llama", "fixed", 16, False),
+        ("rwkv7", "data", 16, False),
+    ],
+)
+def test_each_part_is_one_graph(monkeypatch, body, rotation, chunk_size, recompute):
     if DEVICE == "cpu":  # in Triton's interpreter, of which the compiler cannot see whether it is on
         monkeypatch.setattr(triton, "unsupported_tensors", lambda device, dtype: None)
     mixer = MixerConfig("power", {"rotation": rotation, "impl": "triton", "chunk_size": chunk_size})
-    model = LanguageModel(ModelConfig(11, d_model=16, n_layers=2, n_heads=1, mixers=(mixer,)), seed=0).to(DEVICE)
+    config = ModelConfig(11, d_model=16, n_layers=2, n_heads=1, mixers=(mixer,), body=body)
+    model = LanguageModel(config, seed=0).to(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # nothing stays at 0, as rwkv7's outputs do
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
     if recompute:
         model.checkpoint_activations()
     text = torch.randint(11, (1, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sympow.models import PRESETS, LanguageModel, MixerConfig, ModelConfig, preset
+from sympow.models import BODIES, PRESETS, LanguageModel, MixerConfig, ModelConfig, preset
 
 POWER = MixerConfig("power", {"p": 4, "gate_bias": (2.0, 6.0)})
 WINDOW = MixerConfig("window", {"window": 16})
@@ -20,6 +20,45 @@ def parameters(name: str, mixer: str, **options) -> int:
 def test_round_trip_through_json():
     config = ModelConfig(100, 32, 5, 4, (POWER, WINDOW, BEHIND), mlp_ratio=3)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"body": "gpt2", "mlp_ratio": 0, "n_kv_heads": 2, "tie_embeddings": False},
+        {"body": "llama", "mlp_hidden": 80, "norm_eps": 1e-5, "n_kv_heads": 1},
+        {"body": "llama"},
+        {"body": "rwkv7", "mlp_ratio": 3},
+    ],
+)
+def test_round_trip_of_every_body(fields):
+    config = ModelConfig(100, 32, 5, 4, (POWER, WINDOW, BEHIND), **fields)
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert ModelConfig.from_dict(stored) == config
+    assert ("mlp_ratio" in stored) == (config.body != "llama") == ("norm_eps" not in stored)
+
+
+def test_a_config_of_an_older_run_is_of_the_gpt2_body():
+    old = {"vocab_size": 100, "d_model": 32, "n_layers": 5, "n_heads": 4, "mixers": [POWER.to_dict()], "mlp_ratio": 3}
+    alone = {"short_convolution": 0, "head_norm": False, "output_gate": False, "normalize": True}
+    mixer = MixerConfig("power", POWER.options | alone)
+    assert ModelConfig.from_dict(old) == ModelConfig(100, 32, 5, 4, (mixer,), mlp_ratio=3, body="gpt2")
+    behind = {"mixer": "power", "options": {"p": 3}}
+    old["mixers"] = [{"name": "short_convolution", "options": behind}]
+    options = alone | {"p": 3, "head_norm": True, "normalize": False}
+    (mixer,) = ModelConfig.from_dict(old).mixers
+    assert mixer == MixerConfig("short_convolution", behind | {"options": options})
+
+
+def test_what_a_model_gives_its_mixers():
+    named = MixerConfig("softmax", {"n_kv_heads": 4})
+    config = ModelConfig(100, 32, 5, 4, (POWER, named, BEHIND, MixerConfig("h3")), n_kv_heads=2)
+    assert config.mixer_options(0) == POWER.options | {"n_kv_heads": 2}
+    assert config.mixer_options(1) == {"n_kv_heads": 4}
+    assert config.mixer_options(2) == BEHIND.options | {"options": {"gate_bias": [2.0, 6.0], "n_kv_heads": 2}}
+    assert config.mixer_options(3) == {}
+    assert config.mixer(0) == POWER
+    assert LanguageModel(config, seed=0).blocks[2].mixer.mixer.n_kv_heads == 2
 
 
 def test_mixers_repeat_over_the_layers():
@@ -37,7 +76,21 @@ def test_mixers_repeat_over_the_layers():
         (lambda: ModelConfig(9, 32, True, 2), "n_layers must be an integer of at least 1; got True"),
         (lambda: ModelConfig(9, 32, 2, 2, ()), "mixers is a tuple of at least one MixerConfig"),
         (lambda: ModelConfig(9, 32, 2, 2, ("power",)), "mixers is a tuple of at least one MixerConfig"),
-        (lambda: preset("huge"), "a preset is one of nano, tiny, mini, small, medium, large; got 'huge'"),
+        (lambda: ModelConfig(9, 32, 2, 2, body="bert"), "body is one of gpt2, llama, rwkv7; got 'bert'"),
+        (lambda: ModelConfig(9, 32, 2, 2, body="llama", mlp_ratio=3), "the llama body has no field 'mlp_ratio'; it "),
+        (lambda: ModelConfig(9, 32, 2, 2, mlp_hidden=3), "the gpt2 body has no field 'mlp_hidden'; it has vocab_size"),
+        (lambda: ModelConfig(9, 32, 2, 2, body="rwkv7", norm_eps=1e-5), "the rwkv7 body has no field 'norm_eps'"),
+        (lambda: ModelConfig(9, 32, 2, 2, body="llama", norm_eps=0), "norm_eps must be a number between 0 and 1"),
+        (lambda: ModelConfig(9, 32, 2, 2, body="llama", mlp_hidden=-1), "mlp_hidden must be an integer of at least 0"),
+        (lambda: ModelConfig(9, 32, 2, 2, n_kv_heads=0), "n_kv_heads must be an integer of at least 1; got 0"),
+        (lambda: ModelConfig(9, 32, 2, 2, (MixerConfig("h3"),), n_kv_heads=1), "n_kv_heads = 1 reaches none of .*: h3"),
+        (lambda: ModelConfig(9, 32, 2, 2, tie_embeddings=1), "tie_embeddings must be true or false; got 1"),
+        (
+            lambda: ModelConfig.from_dict(ModelConfig(9, 32, 2, 2, body="llama").to_dict() | {"mlp_ratio": 4}),
+            "the llama body has no field 'mlp_ratio'; it has vocab_size, .*, mlp_hidden, norm_eps",
+        ),
+        (lambda: ModelConfig.from_dict(ModelConfig(9, 32, 2, 2).to_dict() | {"body": "t5"}), "got 't5'"),
+        (lambda: preset("huge"), "a preset is one of nano, tiny, mini, small, medium, large, xl; got 'huge'"),
         (lambda: ModelConfig.from_dict({"vocab": 3}), "ModelConfig has no field 'vocab'; it has vocab_size"),
         (lambda: ModelConfig.from_dict({"vocab_size": 3}), "needs the field 'd_model', 'n_layers', 'n_heads'"),
         (lambda: MixerConfig.from_dict({}), "MixerConfig needs the field 'name'"),
@@ -55,15 +108,22 @@ def test_not_a_dictionary_is_refused():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_build(name):
+@pytest.mark.parametrize("body", BODIES)
+def test_presets_build(name, body):
+    config = preset(name, body=body)
     with torch.device("meta"):
-        assert LanguageModel(preset(name), seed=0).config == preset(name)
+        assert LanguageModel(config, seed=0).config == config
 
 
 @pytest.mark.parametrize(
     ("name", "counted", "published"),
-    # Published as 124M, 335M and 774M. No count of the medium shape gives 335M; see `preset`.
-    [("small", 123_654_912, 124e6), ("medium", 353_776_640, None), ("large", 772_721_920, 774e6)],
+    # Published as 124M, 335M, 774M and 1.5B. No count of the medium shape gives 335M; see `preset`.
+    [
+        ("small", 123_654_912, 124e6),
+        ("medium", 353_776_640, None),
+        ("large", 772_721_920, 774e6),
+        ("xl", 1_555_976_000, 1.558e9),
+    ],
 )
 def test_preset_parameters(name, counted, published):
     assert parameters(name, "softmax") == counted
@@ -72,8 +132,9 @@ def test_preset_parameters(name, counted, published):
 
 
 def test_gate_and_rotation_cost_what_is_published():
-    plain = parameters("small", "power", gate=False, rotation="fixed")
-    gate = parameters("small", "power", rotation="fixed")
-    both = parameters("small", "power")
+    alone = {"short_convolution": 0, "head_norm": False, "output_gate": False}
+    plain = parameters("small", "power", gate=False, rotation="fixed", **alone)
+    gate = parameters("small", "power", rotation="fixed", **alone)
+    both = parameters("small", "power", **alone)
     assert round(100 * (gate / plain - 1), 2) == 0.09
     assert round(100 * (both / plain - 1), 2) == 0.18

@@ -1,0 +1,142 @@
+"""What every block of a body promises (`Block`), and what blocks of a mixer and an MLP share (`PreNormBlock`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sympow.layers import MixerState, make_mixer
+from sympow.layers.base import Mixer
+from sympow.layers.initial import init_linear
+from sympow.models.config import ModelConfig
+
+
+class Block(nn.Module, ABC):
+    """A block of a language model, around a mixer: [B, T, d] -> [B, T, d].
+
+    Weights are parameters, never buffers, as of a mixer.
+
+    Attributes:
+        mixer: the block's mixer.
+        recompute: whether the backward computes the whole block again.
+        norms_embedding: whether the body has a norm after the embedding.
+    """
+
+    norms_embedding: ClassVar[bool]
+    mixer: Mixer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recompute = False
+
+    @staticmethod
+    @abstractmethod
+    def norm(config: ModelConfig) -> nn.Module:
+        """Makes a norm as the body has it, also after the embedding and before the head."""
+
+    @staticmethod
+    @abstractmethod
+    def other_weights(config: ModelConfig) -> int:
+        """Counts the elements of a block's matrices, but for those of its mixer."""
+
+    @abstractmethod
+    def step(self, x: Tensor, state: Any, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
+        """Continues sequences by T' >= 1 tokens, as `Mixer.step` does: x [B, T', d], int64 tokens [B, T']."""
+
+    @abstractmethod
+    def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
+        """Draws the weights: N(0, std), and N(0, residual_std) into the residual stream, if the body says no other."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Computes whole sequences x [B, T, d]; cu_seqlens as for `Mixer.forward`, int64 tokens [B, T]."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._whole, x, cu_seqlens, tokens, use_reentrant=False, preserve_rng_state=False)
+        return self._whole(x, cu_seqlens, tokens)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MixerState:
+        """Gives the state before the first token, as `Mixer.init_state` does."""
+        return self.mixer.init_state(batch_size, device=device, dtype=dtype)
+
+    def state_size(self, context: int) -> int:
+        """Counts the elements of the state per sequence after `context` tokens."""
+        return self.mixer.state_size(context)
+
+    def split_context(self, group: dist.ProcessGroup) -> None:
+        """Makes `forward` take this rank's part of every row from now on, see `Mixer.split_context`."""
+        self.mixer.split_context(group)
+
+    @abstractmethod
+    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """Computes what `forward` returns."""
+
+    def _recomputed(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """function(hidden), of which the backward keeps `hidden` alone and computes the rest again.
+
+        The function is the nonlinearity of an MLP and the product behind it. Keeping its output too would add a
+        fifth to what a block keeps, and computing it costs little.
+        """
+        if self.recompute or not torch.is_grad_enabled():
+            return function(hidden)
+        return checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)
+
+
+class PreNormBlock(Block):
+    """x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        config: the model.
+        layer: 0, 1, ...
+        hidden: width of what the first linear map of the MLP gives; 0 for a block without MLP.
+        bias: biases in the MLP.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, hidden: int, bias: bool):
+        super().__init__()
+        self.mixer_norm = self.norm(config)
+        self.mixer = block_mixer(config, layer)
+        self.has_mlp = hidden > 0
+        if self.has_mlp:
+            self.mlp_norm = self.norm(config)
+            self.mlp_in = nn.Linear(config.d_model, hidden, bias=bias)
+            self.mlp_out = nn.Linear(config.mlp_width, config.d_model, bias=bias)
+
+    def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
+        y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
+        return self._mlp(x + y), state
+
+    def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
+        """Draws as GPT-2 does: N(0, std), but N(0, residual_std) into the residual stream; biases 0, norms 1."""
+        reset_norm(self.mixer_norm)
+        self.mixer.reset_parameters(std=std, out_std=residual_std, generator=generator)
+        if self.has_mlp:
+            reset_norm(self.mlp_norm)
+            init_linear(self.mlp_in, std, generator)
+            init_linear(self.mlp_out, residual_std, generator)
+
+    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return x + self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x))) if self.has_mlp else x
+
+    @abstractmethod
+    def _narrowed(self, hidden: Tensor) -> Tensor:
+        """The nonlinearity of the MLP, and `mlp_out`."""
+
+
+def block_mixer(config: ModelConfig, layer: int) -> Mixer:
+    """Makes the mixer of a layer."""
+    return make_mixer(config.mixer(layer).name, config.d_model, config.n_heads, config.mixer_options(layer))
+
+
+def reset_norm(norm: nn.Module) -> None:
+    """Fills the weight of a norm with 1, and its bias with 0."""
+    cast(Callable[[], None], norm.reset_parameters)()

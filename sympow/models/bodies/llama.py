@@ -1,0 +1,38 @@
+"""The body of Llama (Touvron et al., 2023) and of Qwen2, Qwen3 and SmolLM: RMSNorm and a gated MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.models.bodies.base import PreNormBlock
+from sympow.models.config import ModelConfig
+from sympow.models.norms import RMSNorm
+
+
+class LlamaBlock(PreNormBlock):
+    """x + mixer(RMSNorm(x)), then x + W_down (silu(W_gate y) * W_up y) with y = RMSNorm(x): SwiGLU, no biases.
+
+    `mlp_in` holds the rows of W_gate and then those of W_up, `mlp_out` is W_down. There is no norm after the
+    embedding. What the published models do within attention are options of the mixer: docs/bodies.md has them.
+
+    The weights start as those of the gpt2 body: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual
+    stream; norms at 1.
+    """
+
+    norms_embedding = False
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer, hidden=2 * config.mlp_width, bias=False)
+
+    @staticmethod
+    def norm(config: ModelConfig) -> nn.Module:
+        return RMSNorm(config.d_model, config.norm_eps)
+
+    @staticmethod
+    def other_weights(config: ModelConfig) -> int:
+        return 3 * config.d_model * config.mlp_width
+
+    def _narrowed(self, hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        return self.mlp_out(F.silu(gate) * up)

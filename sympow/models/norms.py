@@ -1,0 +1,42 @@
+"""The norms of the bodies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class LayerNorm(nn.LayerNorm):
+    """A LayerNorm that can be compiled by itself: torch.compile skips a forward that lies in torch.nn."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class RMSNorm(nn.Module):
+    """Divides x [..., d] by its root mean square, in float32 at least, and multiplies what is rounded to the
+    dtype of x with the weight: the order of the Llama models of Hugging Face (Zhang and Sennrich, 2019, is the
+    source).
+
+    Args:
+        d_model: d.
+        eps: what is added to the mean square.
+    """
+
+    def __init__(self, d_model: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model))
+
+    def reset_parameters(self) -> None:
+        """Fills the weight with 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # nothing is rounded between: one kernel
+        return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
