@@ -11,9 +11,8 @@ from sympow.recipes import load_recipe, load_sweep, recipe_names, scaling
 from sympow.training import override
 
 # Not gated_delta_net, which needs a package and a GPU.
-PENDING = {"body_softmax", "body_power", "body_linear", "body_rwkv7"}  # their options are not there yet
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
-                 and value.__module__ == scaling.__name__ and name not in PENDING | {"gated_delta_net"})  # fmt: skip
+                 and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",

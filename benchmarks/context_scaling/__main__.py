@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.context_scaling import cost, results, speed
+from benchmarks.context_scaling import cost, report, results, speed
 from benchmarks.context_scaling.grid import SCALES, Run
 from benchmarks.context_scaling.launch import Estimates, do_jobs
 from benchmarks.context_scaling.studies import STUDIES, grid
@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     merge.set_defaults(command=_merge)
     merge.add_argument("--from", dest="source", type=Path, required=True, help="folder that run or speed wrote")
     merge.add_argument("--into", type=Path, default=COMMITTED, help="(default: the committed)")
+
+    page = commands.add_parser("report", help="write the page, its figures and bars.csv from the committed tables")
+    page.set_defaults(command=_report)
+    page.add_argument("--results", type=Path, default=COMMITTED, help="(default: the committed)")
+    page.add_argument("--page", type=Path, default=PAGE, help="file of the text; figures go to a folder beside it")
+    page.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is out of date")
 
     subset = commands.add_parser("subset", help="make a smaller corpus")
     subset.set_defaults(command=_subset)
@@ -172,6 +178,16 @@ def _merge(options: argparse.Namespace) -> int:
 def _subset(options: argparse.Namespace) -> int:
     size = write_subset(options.corpus, options.out, options.rows)
     print(f"{options.out}: {size / 1e6:.1f} MB")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    if options.check:
+        late = report.out_of_date(options.results, options.page)
+        print("".join(f"out of date: {name}\n" for name in late), end="")
+        return int(bool(late))
+    for file in report.write(options.results, options.page):
+        print(file)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
@@ -39,11 +39,17 @@ BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 @dataclass(frozen=True)
 class Study:
-    """A named list of runs, at seed 0, and how many seeds its claim takes."""
+    """A named list of runs, at seed 0.
+
+    Attributes:
+        baseline: the variant that the others are compared with.
+        seeds: how many its claim takes.
+    """
 
     name: str
     question: str
     runs: tuple[Run, ...]
+    baseline: str = "softmax"
     seeds: int = 3
 
 
@@ -86,21 +92,24 @@ STUDIES = {
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
               tuple(_runs(CONTROLS, [4096]) + _runs(("softmax", "softmax_gate", "power", "window"), [65_536]))),
         Study("conformal", "Do gate and rotation as published keep the loss falling with context?",
-              tuple(_runs(CONFORMAL, CONTEXTS[:3]) + _runs(CONFORMAL[:4], [65_536])), seeds=1),
+              tuple(_runs(CONFORMAL, CONTEXTS[:3]) + _runs(CONFORMAL[:4], [65_536])),
+              baseline="softmax_plain", seeds=1),
         Study("ablations", "What does each place bring where the defaults differ from the sources?",
-              tuple(_runs(("power", *ABLATIONS), [4096]))),
+              tuple(_runs(("power", *ABLATIONS), [4096])), baseline="power"),
         Study("powers", "How do p = 2, 4, 6 as published compare with softmax attention at 4,096 tokens?",
               tuple(_runs(("softmax_plain", "published_p2", "published_p4", "published_p6"), [4096],
-                          tokens=MIDDLE))),
+                          tokens=MIDDLE)), baseline="softmax_plain"),
         Study("scra_curves", "How do in-context curves change along training?",
               tuple(_runs(("softmax", "power", "linear_gated"), [65_536], tokens=MIDDLE, documents=8)), seeds=1),
         Study("scra_window", "Is power attention ahead of a window with a state of equal size?",
-              tuple(_runs(("power", "window", "linear", "window32"), [16_384, 65_536]))),
+              tuple(_runs(("power", "window", "linear", "window32"), [16_384, 65_536])), baseline="window"),
         Study("scra_axes", "Who gains from updates, documents a batch, parameters, and context itself?",
               tuple(_axes()), seeds=1),
-        Study("scra_bodies", "What do mixers come to in the body of RWKV-7?", tuple(_runs(BODIES, [4096])), seeds=1),
+        Study("scra_bodies", "What do mixers come to in the body of RWKV-7?", tuple(_runs(BODIES, [4096])),
+              baseline="body_softmax", seeds=1),
         Study("scra_ratio", "At equal FLOPs, how should they be shared between weights and state?",
-              tuple(_runs(("ratio_1_12", "ratio_2_1", "ratio_4_1", "ratio_99_1"), [65_536])), seeds=1),
+              tuple(_runs(("ratio_1_12", "ratio_2_1", "ratio_4_1", "ratio_99_1"), [65_536])),
+              baseline="ratio_1_12", seeds=1),
         Study("scra_latency", "At equal time of training, who leads at 65,536 tokens?",
               (*_runs(("softmax",), [65_536]), *_runs(("power", "window"), [65_536], tokens=MIDDLE)), seeds=1),
         Study("beyond", "What happens beyond the context trained at, up to 16 times?",
@@ -140,8 +149,3 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 def with_rate(run: Run, study: Study) -> Run:
     """Returns the run with its variant's learning rate, unless the study is about rates."""
     return run if "rates" in study.name else replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
-
-
-def selected(names: Sequence[str], condition: Callable[[Run], bool]) -> list[Run]:
-    """Returns the runs of some studies, at seed 0, that meet a condition."""
-    return [run for run in grid(names, [0]) if condition(run)]

@@ -1,0 +1,122 @@
+"""What the tables know of a run of a study, over its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from operator import sub, truediv
+from pathlib import Path
+from typing import Any
+
+from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.paired import Interval, interval
+from benchmarks.context_scaling.results import Row, read, run_of
+from benchmarks.context_scaling.speed import SPEED
+from benchmarks.context_scaling.studies import STUDIES, grid
+from benchmarks.context_scaling.work import DONE
+from sympow.recall.results import read_rows
+
+
+class Found:
+    """Rows of finished runs, by run and seed.
+
+    Args:
+        folder: of runs.csv, positions.csv and speed.csv; what is missing counts as empty.
+    """
+
+    def __init__(self, folder: Path):
+        tables = read(folder)
+        self._rows: dict[Run, dict[int, Row]] = {}
+        for row in tables.runs:
+            if row["status"] == DONE:
+                run = run_of(row)
+                self._rows.setdefault(replace(run, seed=0), {})[run.seed] = row
+        self._positions: dict[str, list[Row]] = {}
+        for row in tables.positions:
+            self._positions.setdefault(row["run"], []).append(row)
+        file = folder / SPEED
+        times = read_rows(file, texts=("commit",)) if file.is_file() else []
+        self._times = {(row["variant"], row["context"], row["mode"]): row for row in times}
+
+    def rows(self, run: Run) -> Mapping[int, Row]:
+        """Returns the row of every seed of a run, whatever its own seed."""
+        return self._rows.get(replace(run, seed=0), {})
+
+    def positions(self, run: Run, context: int | None = None) -> list[list[Row]]:
+        """Returns for every seed its losses by position along training, in rows of `context`; None: as trained."""
+        context = run.trained_at if context is None else context
+        return [
+            [
+                row
+                for row in self._positions.get(replace(run, seed=seed).name, [])
+                if row["evaluated_context"] == context
+            ]
+            for seed in self.rows(run)
+        ]
+
+    def curve(self, run: Run, seed: int) -> list[tuple[float, float]]:
+        """Returns (tokens, held-out loss) at every point along the training of one seed."""
+        rows = self._positions.get(replace(run, seed=seed).name, [])
+        steps = max((row["step"] for row in rows), default=1)
+        own = [row for row in rows if row["evaluated_context"] == run.trained_at]
+        return [(row["step"] / steps * run.tokens, row["held_out_loss"]) for row in own]
+
+    def speed(self, run: Run, mode: str = "eager") -> float | None:
+        """Returns tokens a second of training steps alone on a GPU; None where they were not timed."""
+        row = self._times.get((run.variant, run.trained_at, mode))
+        return None if row is None or run.size else row["tokens_per_second"]
+
+    def times(self) -> list[Row]:
+        """Returns the rows of all cases timed."""
+        return list(self._times.values())
+
+    def mean(self, run: Run, name: str) -> Interval | None:
+        """Returns a column's mean over seeds."""
+        return interval([row[name] for row in self.rows(run).values() if row[name] is not None])
+
+    def difference(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
+        """Returns the mean of a column less that of another run, seed by seed."""
+        return self._paired(run, base, name, sub)
+
+    def ratio(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
+        """Returns the mean of a column over that of another run, seed by seed."""
+        return self._paired(run, base, name, truediv)
+
+    def _paired(self, run: Run, base: Run, name: str, how: Callable[[Any, Any], Any]) -> Interval | None:
+        ours, theirs = self.rows(run), self.rows(base)
+        seeds = [seed for seed in ours if seed in theirs and None not in (ours[seed][name], theirs[seed][name])]
+        return interval([how(ours[seed][name], theirs[seed][name]) for seed in seeds])
+
+
+def runs_of(study: str) -> list[Run]:
+    """Returns the runs of a study at seed 0."""
+    return grid([study], [0])
+
+
+def pick(study: str, variant: str, **setting: Any) -> Run:
+    """Returns the run of a study with a variant and a setting; ValueError unless there is exactly one."""
+    found = [run for run in runs_of(study) if run.variant == variant]
+    found = [run for run in found if all(getattr(run, name) == value for name, value in setting.items())]
+    if len(found) != 1:
+        raise ValueError(f"{study} has {len(found)} runs of {variant} with {setting}")
+    return found[0]
+
+
+def baseline_of(run: Run, study: str) -> Run | None:
+    """Returns the run of the study's baseline in the same setting; None where it has none."""
+    base = STUDIES[study].baseline
+    alike = [other for other in runs_of(study) if other.variant == base and setting_of(other) == setting_of(run)]
+    return alike[0] if alike else None
+
+
+def setting_of(run: Run) -> tuple[Any, ...]:
+    """Returns what a run is trained on and how large it is, without its variant, rate and seed."""
+    return tuple(getattr(run, name) for name in SETTING)
+
+
+SETTING = tuple(field.name for field in fields(Run) if field.name not in ("variant", "learning_rate", "seed"))
+
+
+def varying(runs: Sequence[Run]) -> list[str]:
+    """Returns the parts of the setting in which runs differ; the context where they do in none."""
+    return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1] or ["context"]

@@ -1,0 +1,114 @@
+"""How variants and settings are called in tables, and how they look in figures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from benchmarks.context_scaling.grid import Run
+
+
+class Look(NamedTuple):
+    """A colour of Okabe and Ito's palette, a marker and a line: no two variants of a figure share all three."""
+
+    colour: str
+    marker: str
+    line: str = "-"
+
+
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")  # fmt: skip
+
+LABELS = {
+    "softmax": "softmax",
+    "softmax_gate": "softmax, gate",
+    "power": "power, p = 2",
+    "power_gated": "power, p = 2, fixed rotation",
+    "power_ungated": "power, p = 2, no gate",
+    "linear_gated": "power, p = 1",
+    "power3": "power, p = 3, K = 32",
+    "power_p4_k24": "power, p = 4, K = 24",
+    "power4": "power, p = 4",
+    "window": "window of 1,024",
+    "window32": "window of 32",
+    "linear": "linear",
+    "rwkv7": "RWKV-7",
+    "gated_delta_net": "Gated DeltaNet",
+    "hybrid_softmax": "five power, one softmax",
+    "hybrid_window": "power and window of 256",
+    "softmax_plain": "softmax, no block",
+    "power_plain": "no block",
+    "published_p2": "published, p = 2",
+    "published_p4": "published, p = 4",
+    "published_p6": "published, p = 6",
+    "published_p2_gated": "published, p = 2, gate",
+    "published_p4_gated": "published, p = 4, gate",
+    "conformal_p2": "published, p = 2, gate and rotation",
+    "conformal_p4": "published, p = 4, gate and rotation",
+    "power_eps": "eps 1e-6",
+    "power_score": "initial score 0",
+    "power_gate_bias_0": "gate biases 0",
+    "power_gate_bias_7": "gate biases 6.9",
+    "power_frequencies": "frequencies of [CST]",
+    "power_positions": "positions at the full rate",
+    "power_warmup": "warm-up of 1%",
+    "power_no_bias": "no biases in projections",
+    "power_unnormalized": "not normalized",
+    "power_no_convolution": "no short convolution",
+    "power_no_head_norm": "no norm of heads",
+    "power_no_output_gate": "no output gate",
+    "body_power": "power in the RWKV-7 body",
+    "body_softmax": "softmax in the RWKV-7 body",
+    "body_linear": "p = 1 in the RWKV-7 body",
+    "body_rwkv7": "RWKV-7",
+    "ratio_1_12": "1:12, softmax, 2 layers",
+    "ratio_2_1": "2:1, power, 7 layers",
+    "ratio_4_1": "4:1, window of 2,048, 9 layers",
+    "ratio_99_1": "99:1, window of 80, 11 layers",
+}
+
+LOOKS = {
+    "softmax": Look(BLACK, "o"),
+    "softmax_gate": Look(BLACK, "s", "--"),
+    "power": Look(BLUE, "^"),
+    "power_gated": Look(SKY, "v"),
+    "power_ungated": Look(RED, "X", "--"),
+    "linear_gated": Look(ORANGE, "D"),
+    "power_p4_k24": Look(GREEN, "s"),
+    "power4": Look(GREEN, "P", "--"),
+    "window": Look(PINK, "v"),
+    "window32": Look(PINK, "X", ":"),
+    "linear": Look(ORANGE, "P", ":"),
+    "rwkv7": Look(RED, "D", ":"),
+    "gated_delta_net": Look(RED, "v", "-."),
+    "hybrid_softmax": Look(PINK, "D", "--"),
+    "hybrid_window": Look(ORANGE, "v", "--"),
+    "softmax_plain": Look(BLACK, "o"),
+    "published_p2": Look(RED, "s"),
+    "published_p2_gated": Look(SKY, "D"),
+    "conformal_p2": Look(BLUE, "^"),
+    "published_p4": Look(ORANGE, "P", "--"),
+    "published_p4_gated": Look(GREEN, "v", "--"),
+    "conformal_p4": Look(PINK, "X", "--"),
+    "ratio_1_12": Look(BLACK, "o"),
+    "ratio_2_1": Look(BLUE, "^"),
+    "ratio_4_1": Look(PINK, "v"),
+    "ratio_99_1": Look(RED, "X", ":"),
+}
+
+
+def label(variant: str) -> str:
+    """Returns what a variant is called; one with options of its own keeps them: "power, p = 2 + rotary_dim=16"."""
+    recipe, *changes = variant.split("+")
+    return " + ".join([LABELS[recipe], *changes])
+
+
+def setting(run: Run, names: list[str]) -> str:
+    """Returns the named parts of a run's setting in words."""
+    words = {
+        "context": f"{run.context:,} tokens",
+        "tokens": f"{run.tokens / 1e6:.0f}M tokens in all",
+        "documents": f"{run.documents} document{'s' if run.documents > 1 else ''} a step",
+        "row_tokens": f"cut into {run.row_tokens:,}" if run.row_tokens else "whole",
+        "size": {"tiny": "0.8M", "small": "85M"}.get(run.size or "", "10.6M") + " weights",
+    }
+    return ", ".join(words[name] for name in names)

@@ -1,0 +1,42 @@
+"""Means over seeds with 95% intervals. Runs are paired by seed: with one seed all variants see the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import mean, stdev
+from typing import NamedTuple
+
+# Student's t at 97.5%, by the degrees of freedom 1, 2, ...
+QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+class Interval(NamedTuple):
+    """A mean over `count` seeds, with `half` the width of its 95% interval; None where there is one seed."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        return self.mean + (self.half or 0.0)
+
+    def text(self, digits: int = 3, sign: bool = False) -> str:
+        """Returns "1.034 ± 0.012"; the mean alone where there is one seed."""
+        shown = f"{self.mean:{'+' if sign else ''}.{digits}f}"
+        return shown if self.half is None else f"{shown} ± {self.half:.{digits}f}"
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Returns the mean of a number a seed; None where there is none."""
+    if not values:
+        return None
+    if len(values) == 1:
+        return Interval(values[0], None, 1)
+    quantile = QUANTILES[min(len(values) - 1, len(QUANTILES)) - 1]
+    return Interval(mean(values), quantile * stdev(values) / sqrt(len(values)), len(values))

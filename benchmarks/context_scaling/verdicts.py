@@ -1,0 +1,225 @@
+"""What the runs say of each claim, in words that follow from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from statistics import mean
+from typing import Any
+
+from benchmarks.context_scaling.found import Found, pick, runs_of
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
+from benchmarks.context_scaling.labels import label
+from benchmarks.context_scaling.paired import Interval, interval
+from benchmarks.context_scaling.studies import ABLATIONS
+from benchmarks.context_scaling.tables import MISSING
+
+REPRODUCED, REFUTED, OPEN = "Reproduced", "Refuted", "Left open"
+SEEDS = 3  # that a claim takes
+
+
+def judged(value: Interval | None, most: float, what: str, least: bool = False) -> str:
+    """Returns a sentence: whether a number is at most (`least`: at least) what is claimed. It is reproduced or refuted
+    where three seeds or more say so and the 95% interval lies on one side."""
+    bound = f"{what}, claimed at {'least' if least else 'most'} {most:.4g}"
+    if value is None:
+        return f"**{OPEN}**, {MISSING}: {bound}."
+    low, high, limit = (-value.high, -value.low, -most) if least else (value.low, value.high, most)
+    word = REPRODUCED if high <= limit else REFUTED if low > limit else OPEN
+    if value.count < SEEDS:
+        word = OPEN
+    seeds = f"{value.count} seed{'s' if value.count > 1 else ''}"
+    return f"**{word}**: {what} {value.text()} ({seeds}; claimed at {'least' if least else 'most'} {most:.4g})."
+
+
+def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: Any) -> list[str]:
+    """Judges losses over that of softmax attention in the same block."""
+    base = pick(study, "softmax", **setting)
+    ratios = {variant: found.ratio(pick(study, variant, **setting), base) for variant in bounds}
+    return [judged(ratios[each], most, f"{label(each)} over softmax attention") for each, most in bounds.items()]
+
+
+def bars_1024(found: Found) -> list[str]:
+    bounds = {"power": 1.10, "power_p4_k24": 1.05, "power4": 1.03, "hybrid_softmax": 1.005, "hybrid_window": 1.05}
+    run, base = (pick("bars_1024", variant) for variant in ("power", "softmax"))
+    share = judged(found.ratio(run, base, "gain"), 0.6, "the gain from context of p = 2 over softmax attention's", True)
+    return [*over_softmax(found, "bars_1024", bounds), share]
+
+
+def bars_4096(found: Found) -> list[str]:
+    return over_softmax(found, "bars_4096", {"hybrid_softmax": 1.01, "hybrid_window": 1.06})
+
+
+def bar_65536(found: Found) -> list[str]:
+    run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
+    what = "the time of p = 2 to softmax attention's final loss over softmax attention's own"
+    shares = time_to_reach(found, run, base)
+    if shares and max(shares) == inf:
+        word = REFUTED if len(shares) >= SEEDS else OPEN
+        timed = f"**{word}**: p = 2 does not come below softmax attention's final loss."
+    else:
+        timed = judged(interval(shares), 1 / 3, what)
+    return [*over_softmax(found, "bar_65536", {"power": 0.99}), timed]
+
+
+def time_to_reach(found: Found, run: Run, base: Run) -> list[float]:
+    """Returns for every seed the share of the baseline's time after which the run is below its final loss, by times
+    alone on a GPU: infinite where it never is. Empty where losses or times are missing."""
+    ours, theirs = found.speed(run), found.speed(base)
+    if ours is None or theirs is None:
+        return []
+    shares = []
+    for seed in found.rows(run).keys() & found.rows(base).keys():
+        end = found.rows(base)[seed]["held_out_loss"]
+        tokens = next((tokens for tokens, loss in found.curve(run, seed) if loss <= end), inf)
+        shares.append(tokens / ours / (base.tokens / theirs))
+    return shares
+
+
+def tokens_4096(found: Found) -> list[str]:
+    sentences = over_softmax(found, "tokens_4096", {"power": 1.03, "power4": 1.00}, tokens=MIDDLE)
+    for variant in ("power", "power4"):
+        means = [found.ratio(*(pick("tokens_4096", each, tokens=tokens) for each in (variant, "softmax")))
+                 for tokens in (SHORT, MIDDLE, LONG)]  # fmt: skip
+        if None not in means:
+            trend = ", ".join(value.text() for value in means if value)
+            sentences.append(f"{label(variant)} over softmax attention at 30, 100 and 300 million tokens: {trend}.")
+    return sentences
+
+
+def by_context(found: Found) -> list[str]:
+    """The longer the context, the better power attention stands to softmax attention."""
+    return [_change(found, "by_context", "power", "softmax")]
+
+
+def controls(found: Found) -> list[str]:
+    run = pick("controls", "power", context=4096)
+    others = ("softmax_gate", "power_gated", "power_ungated", "linear_gated", "window", "rwkv7", "gated_delta_net")
+    return [judged(found.difference(run, pick("controls", other, context=4096)), 0.0,
+                   f"at 4,096 tokens power, p = 2, less {label(other)}") for other in others]  # fmt: skip
+
+
+def conformal(found: Found) -> list[str]:
+    """[CST]: without a gate power attention falls behind as the context grows, with gate and rotation it does not."""
+    ungated = _change(found, "conformal", "published_p2", "softmax_plain", grows=True)
+    gated = [_change(found, "conformal", each, "softmax_plain") for each in ("published_p2_gated", "conformal_p2")]
+    rotated = [
+        judged(found.difference(pick("conformal", f"conformal_p{p}", context=context),
+                                pick("conformal", f"published_p{p}_gated", context=context)), 0.0,
+               f"at {context:,} tokens, p = {p}, rotation by the data less fixed rotation")
+        for p in (2, 4) for context in (4096, 16_384)
+    ]  # fmt: skip
+    return [ungated, *gated, *rotated]
+
+
+def powers(found: Found) -> list[str]:
+    """[SPT]: loss over softmax attention without gates at 4,096 tokens."""
+    base = pick("powers", "softmax_plain")
+    return [judged(found.ratio(pick("powers", f"published_p{p}"), base), most, f"p = {p} over softmax attention")
+            for p, most in ((2, 1.03), (4, 0.98), (6, 0.97))]  # fmt: skip
+
+
+def ablations(found: Found) -> list[str]:
+    """Sorts what was changed by whether the loss rises, falls or stays, at 95%."""
+    base = pick("ablations", "power")
+    groups: dict[str, list[str]] = {"worse": [], "better": [], "not told apart from": []}
+    for variant in ABLATIONS:
+        value = found.difference(pick("ablations", variant), base)
+        if value is not None and value.half is not None:
+            word = "worse" if value.low > 0 else "better" if value.high < 0 else "not told apart from"
+            groups[word].append(label(variant))
+    said = [f"{', '.join(names)}: {word}{'' if 'from' in word else ' than'} the default."
+            for word, names in groups.items() if names]  # fmt: skip
+    return said or [f"**{OPEN}**, {MISSING} with several seeds."]
+
+
+def scra_window(found: Found) -> list[str]:
+    return [judged(found.difference(*(pick("scra_window", each, context=context) for each in pair)), 0.0,
+                   f"at {context:,} tokens {label(pair[0])} less {label(pair[1])}, whose state is as large")
+            for context in (16_384, DOCUMENT) for pair in (("power", "window"), ("linear", "window32"))]  # fmt: skip
+
+
+def scra_curves(found: Found) -> list[str]:
+    return [judged(found.difference(pick("scra_curves", "power"), pick("scra_curves", other)), 0.0,
+                   f"at the end of training power, p = 2, less {label(other)}")
+            for other in ("softmax", "linear_gated")]  # fmt: skip
+
+
+def scra_axes(found: Found) -> list[str]:
+    """The reshape control: what models gain from longer rows of the same documents."""
+    sentences = []
+    for variant in ("power", "softmax"):
+        whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
+        sentences.append(judged(found.difference(whole, cut), 0.0, f"{label(variant)}, whole documents less cut ones"))
+    return sentences
+
+
+def scra_bodies(found: Found) -> list[str]:
+    run = pick("scra_bodies", "body_power")
+    return [judged(found.difference(run, pick("scra_bodies", other)), 0.0, f"power less {label(other)}")
+            for other in ("body_softmax", "body_linear", "body_rwkv7")]  # fmt: skip
+
+
+def scra_ratio(found: Found) -> list[str]:
+    """[SCRA Figure 2]: neither extreme of the ratio is best."""
+    return [judged(found.difference(pick("scra_ratio", balanced), pick("scra_ratio", extreme)), 0.0,
+                   f"{label(balanced)} less {label(extreme)}")
+            for balanced in ("ratio_2_1", "ratio_4_1") for extreme in ("ratio_1_12", "ratio_99_1")]  # fmt: skip
+
+
+def scra_latency(found: Found) -> list[str]:
+    base, sentences = pick("scra_latency", "softmax"), []
+    for variant in ("power", "window"):
+        run = pick("scra_latency", variant)
+        times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
+        longer = "" if None in times else f", in {times[0] / times[1]:.2f} times its time"  # type: ignore[operator]
+        sentences.append(judged(found.difference(run, base), 0.0, f"{label(variant)} less softmax attention{longer}"))
+    return sentences
+
+
+def beyond(found: Found) -> list[str]:
+    """[CST]: with a gate losses do not rise beyond the context trained at, without one they do."""
+    sentences = []
+    for run in runs_of("beyond"):
+        rows = [of_seed[-1] for of_seed in found.positions(run, 16 * run.trained_at) if of_seed]
+        if rows:
+            rise = mean(row[str(16 * run.trained_at)] - row[str(run.trained_at)] for row in rows)
+            word = "falls" if rise < 0 else "rises"
+            sentences.append(f"Trained at {run.trained_at:,} tokens, the loss of {label(run.variant)} {word} by "
+                             f"{abs(rise):.3f} from there to 16 times as many.")  # fmt: skip
+    return sentences or [f"**{OPEN}**, {MISSING}."]
+
+
+def page(found: Found) -> list[str]:
+    """The first line of the report: what bar 4 asks for, and how much of the grid is there."""
+    run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
+    long = found.ratio(run, base)
+    short = [found.ratio(*(pick(study, each) for each in ("power", "softmax"))) for study in ("bars_1024", "bars_4096")]
+    parts = [f"{value.text()} at {context:,}" for context, value in zip((1024, 4096), short, strict=True) if value]
+    if long is not None:
+        parts.append(f"{long.text()} at 65,536 (eight documents a step, 100 million tokens)")
+    if not parts:
+        return [f"In the same block, power attention of p = 2 over softmax attention: {MISSING}."]
+    return ["In the same block, the held-out loss of power attention of p = 2 over that of softmax attention is "
+            + ", ".join(parts) + " tokens of context."]  # fmt: skip
+
+
+def _change(found: Found, study: str, variant: str, base: str, grows: bool = False) -> str:
+    """Judges the change of a ratio of losses from 1,024 to 65,536 tokens."""
+    ends = [
+        found.ratio(*(pick(study, each, context=context) for each in (variant, base))) for context in (1024, DOCUMENT)
+    ]
+    what = f"the ratio of {label(variant)} to {label(base)} from 1,024 to 65,536 tokens changes by"
+    first, last = ends
+    if first is None or last is None:
+        return judged(None, 0.0, what, least=grows)
+    halves = [end.half for end in ends if end and end.half is not None]
+    half = sum(half**2 for half in halves) ** 0.5 if len(halves) == 2 else None
+    return judged(Interval(last.mean - first.mean, half, min(first.count, last.count)), 0.0, what, least=grows)
+
+
+VERDICTS: dict[str, Callable[[Found], list[str]]] = {
+    function.__name__: function
+    for function in (bars_1024, bars_4096, bar_65536, tokens_4096, by_context, controls, conformal, powers, ablations,
+                     scra_window, scra_curves, scra_axes, scra_bodies, scra_ratio, scra_latency, beyond)
+}  # fmt: skip

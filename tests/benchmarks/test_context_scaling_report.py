@@ -1,0 +1,153 @@
+"""The report: its numbers out of made-up rows with known answers, and that the page follows from committed rows."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.context_scaling import __main__ as program
+from benchmarks.context_scaling import report, tables, verdicts
+from benchmarks.context_scaling.found import Found, pick, runs_of
+from benchmarks.context_scaling.grid import DOCUMENT, MIDDLE, Run
+from benchmarks.context_scaling.labels import LABELS, LOOKS
+from benchmarks.context_scaling.measures import contexts_of, gain
+from benchmarks.context_scaling.paired import interval
+from benchmarks.context_scaling.results import COLUMNS, Results
+from benchmarks.context_scaling.studies import STUDIES
+from sympow.recall import write_results
+
+OFFSETS = {"softmax": 0.0, "power": 0.2, "power4": 0.02, "hybrid_softmax": -0.05}
+
+
+def made_up(run: Run) -> tuple[dict, list[dict]]:
+    """Returns rows of a run: a loss of 2.5, higher by the variant's offset, by 0.1 a seed, and by 0.01 a seed more but
+    for softmax attention; falling by 0.05 each time the position doubles, from 128 on."""
+    offset = OFFSETS.get(run.variant, 0.1)
+    loss = 2.5 + offset + 0.1 * run.seed + (0.01 * run.seed if run.variant != "softmax" else 0)
+    positions = []
+    for share in (0.5, 1.0):
+        for context in contexts_of(run.trained_at, DOCUMENT) if share == 1 else [run.trained_at]:
+            bins = {str(1 << n): round(loss + 1 / share - 1 - 0.05 * max(0, n - 7), 4)
+                    for n in range(int(math.log2(context)) + 1)}  # fmt: skip
+            positions.append({"run": run.name, "step": round(share * run.steps), "evaluated_context": context,
+                              "documents": 16, "held_out_loss": loss + 1 / share - 1, **bins})  # fmt: skip
+    own = next(row for row in positions if row["step"] == run.steps)
+    row = {**dict.fromkeys(COLUMNS), **vars(run), "scale": "full", "status": "done", "held_out_loss": loss,
+           "gain": gain(own, run.trained_at), "flops": 1e8 * run.tokens, "corpus": "9 rows"}  # fmt: skip
+    return row, positions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    runs = dict.fromkeys(run for study in STUDIES for run in runs_of(study))
+    made = [made_up(replace(run, seed=seed)) for run in runs for seed in range(3)]
+    Results([row for row, _ in made], [row for _, rows in made for row in rows]).write(folder)
+    times = [{"variant": variant, "context": DOCUMENT, "mode": "eager", "tokens_per_second": speed}
+             for variant, speed in (("softmax", 1000), ("power", 4000), ("window", 2000))]  # fmt: skip
+    write_results(folder / "speed.csv", times)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return Found(folder)
+
+
+def test_intervals_are_students():
+    assert interval([]) is None and interval([2.0]) == (2.0, None, 1)
+    found = interval([1.0, 2.0, 3.0])
+    assert found.mean == 2 and found.half == pytest.approx(4.303 / math.sqrt(3)) and found.count == 3
+    assert found.text(2) == "2.00 ± 2.48"
+
+
+def lines(table: str, *cells: str) -> list[str]:
+    return [line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |")]
+
+
+def test_comparisons_are_paired_by_seed(found):
+    """Seeds differ by 0.1 for all alike, which leaves no trace in a difference."""
+    rows = lines(tables.comparison(found, "bars_1024"), "1,024 tokens", "power, p = 2")
+    half, of_all = (4.303 * spread / math.sqrt(3) for spread in (0.01, 0.11))
+    assert rows == [f"| 1,024 tokens | power, p = 2 | 2.810 ± {of_all:.3f} | +0.210 ± {half:.3f} | "
+                    f"{(2.7 / 2.5 + 2.81 / 2.6 + 2.92 / 2.7) / 3:.3f} ± 0.002 | 0.15 ± 0.00 | 100% | 3 |"]  # fmt: skip
+    assert lines(tables.comparison(found, "ablations"), "4,096 tokens", "eps 1e-6")[0].count("-0.100") == 1
+
+
+def test_budgets_end_where_the_cheaper_run_ends(found):
+    """At 65,536 tokens power attention takes a quarter of the time: softmax attention is at the start of its curve, at
+    which its loss lies 2 (0.5 - 0.25) = 0.5 above that at half of its run."""
+    (row,) = lines(tables.budgets(found, "by_context"), "65,536 tokens")
+    assert row.split(" | ")[2:] == ["+0.210 (1.0x)", f"{0.21 - 1.5:+.3f} (4.0x) |"]
+    assert tables.MISSING in lines(tables.budgets(found, "by_context"), "1,024 tokens")[0]
+
+
+def test_time_to_reach_the_baselines_loss(found):
+    """Four times as fast, half of the time on the way down to the other's loss: an eighth."""
+    run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
+    assert verdicts.time_to_reach(found, run, base) == [math.inf] * 3
+    assert verdicts.bar_65536(found)[1].startswith("**Refuted**: p = 2 does not come below")
+    assert verdicts.time_to_reach(found, base, base) == [1] * 3
+    worse = pick("scra_window", "linear", context=DOCUMENT)  # 0.1 above softmax attention, with seeds' 0, 0.01, 0.02
+    assert verdicts.time_to_reach(found, pick("scra_window", "power", context=DOCUMENT), worse) == []  # not timed
+    assert verdicts.time_to_reach(found, pick("scra_latency", "softmax"), pick("scra_latency", "window")) == [
+        pytest.approx(2000 * 30_146_560 / (1000 * MIDDLE))] * 3  # fmt: skip
+
+
+def test_verdicts_follow_from_intervals(found):
+    said = verdicts.bars_1024(found)
+    assert said[0].startswith(
+        "**Reproduced**: power, p = 2 over softmax attention 1.081 ± 0.002 (3 seeds; claimed at most"
+    )
+    assert said[2].startswith("**Reproduced**: power, p = 4 over") and said[3].startswith("**Reproduced**: five power")
+    assert said[4].startswith("**Reproduced**") and said[5].startswith("**Reproduced**: the gain")
+    assert verdicts.powers(found)[1].startswith(
+        "**Refuted**: p = 4 over softmax attention 1.000 ± 0.000 (3 seeds; claimed"
+    )
+    one = verdicts.judged(interval([0.9]), 1.0, "this")
+    assert one == "**Left open**: this 0.900 (1 seed; claimed at most 1)."
+    wide = verdicts.judged(interval([0.8, 1.1, 1.0]), 1.0, "this")
+    assert wide.startswith("**Left open**: this 0.967 ± ")
+    assert "trained" not in verdicts.beyond(found)[0] and "falls by 0.200" in verdicts.beyond(found)[0]
+    assert all(write(found) for write in verdicts.VERDICTS.values())
+
+
+def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(program.PAGE.read_text())
+    words = ("report", "--results", str(folder), "--page", str(page))
+    monkeypatch.setattr(sys, "argv", ["context_scaling", *words])
+    assert program.main() == 0
+    drawn = {file.stem for file in (tmp_path / "page").iterdir()}
+    assert drawn == set(report.FIGURES)
+    bars = page.read_text().split("## The bars")[1].split("## 65,536")[0]
+    assert "1.081 ± 0.002" in bars and tables.MISSING not in bars
+    assert all(f"(page/{name}.png)" in page.read_text() for name in drawn)
+    rows = (folder / "bars.csv").read_text().splitlines()
+    assert rows[0] == "variant,context,seed,tokens,held_out_loss,gain,tokens_per_second"
+    assert f"power_p2,65536,0,{MIDDLE},2.7,0.45,4000" in rows
+    monkeypatch.setattr(sys, "argv", ["context_scaling", *words, "--check"])
+    capsys.readouterr()
+    assert program.main() == 0 and capsys.readouterr().out == ""
+    page.write_text(page.read_text().replace("1.081", "1.080"))
+    (tmp_path / "page" / "powers.png").unlink()
+    assert program.main() == 1
+    assert capsys.readouterr().out == "out of date: page.md\nout of date: powers.png\n"
+
+
+def test_the_committed_page_follows_from_the_committed_rows():
+    assert report.out_of_date(program.COMMITTED, program.PAGE) == []
+
+
+def test_what_the_page_does_not_know_is_named(found):
+    with pytest.raises(ValueError, match="the page asks for the table 'nothing'; there are "):
+        report.filled("<!-- table: nothing --><!-- end -->", report.Writer(found, "page"))
+
+
+def test_every_variant_has_a_name_and_a_look_where_it_is_drawn_in_lines():
+    variants = {run.variant.split("+")[0] for study in STUDIES for run in runs_of(study)}
+    assert variants <= set(LABELS)
+    for study in ("by_context", "conformal", "beyond", "rates", "scra_ratio", "scra_axes", "tokens_4096"):
+        looks = [LOOKS[variant] for variant in dict.fromkeys(run.variant for run in runs_of(study))]
+        assert len(set(looks)) == len(looks), study
