@@ -61,8 +61,8 @@ def power_attention(
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
             one kind. Not with cu_seqlens, initial_state or return_state, nor with impl="reference".
-        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification; slow), or
-            "auto": "triton" where it can, else "eager".
+        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
+            float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 
     Returns:
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
@@ -122,7 +122,8 @@ def power_attention_step(
             every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
             that is many times faster, a step launches one kernel and can be captured in a CUDA graph (`inplace=True`).
         inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
-        impl: "auto", "eager" or "reference"; for a DecodingState also "triton", which "auto" takes where it can.
+        impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
+            takes where it can.
 
     Returns:
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token, of the kind
@@ -155,11 +156,11 @@ def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if impl != "reference":
             return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
-        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state, **options)
+        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.to(torch.float64), **options)
         if inplace:
             state.s.copy_(new.s)
             state.z.copy_(new.z)
-        return out.to(v.dtype), state if inplace else new
+        return out.to(v.dtype), state if inplace else new.to(state.s.dtype)
 
 
 def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
@@ -179,7 +180,7 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
             return triton.step_with_tail(q, k, v, log_g, state, **options), state
         if impl != "reference":
             return step_with_tail(q, k, v, log_g, state, **options), state
-        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state.folded(), **options)
+        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
         state.s.copy_(new.s)
         state.z.copy_(new.z)
         state.count.zero_()
@@ -197,13 +198,15 @@ def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=Non
 
 
 def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
-    inputs = _reference_inputs(q, k, v, log_g)
+    inputs = _in_float64(q, k, v, log_g)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    state = state and state.to(torch.float64)
     with torch.autocast(q.device.type, enabled=False):
         if chunk_size is None:
             out, new = reference.quadratic(*inputs, state, **options)
         else:
             out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
-    return out.to(v.dtype), new if return_state else None
+    return out.to(v.dtype), new.to(dtype) if return_state else None
 
 
 def _triton(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
@@ -240,12 +243,9 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     return triton.unsupported(q, p, chunked)
 
 
-def _reference_inputs(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The specification is computed in float32 at least."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.to(dtype), k.to(dtype), v.to(dtype), log_g
+def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Inputs of the specification: whoever asks for it by name wants no rounding but that of the inputs."""
+    return q.double(), k.double(), v.double(), None if log_g is None else log_g.double()
 
 
 def _packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
