@@ -1,6 +1,7 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 from sympow.cli import commands, main
 from sympow.cli.runs import load_run
@@ -317,7 +319,29 @@ def test_what_is_no_run(folder, fails, tmp_path):
     torch.save({"weight": torch.ones(2)}, checkpoint)
     assert fails("generate", checkpoint, "--prompt", "x").endswith("it has no 'sympow-checkpoint' mark")
     checkpoint.write_bytes(good)
-    assert "without a tokenizer" in fails("generate", checkpoint, "--prompt", "x")  # taken out of its folder
+    missing = f"{tmp_path.parent}/tokenizer.json is missing: "  # taken out of its folder
+    assert fails("generate", checkpoint, "--prompt", "x").startswith(missing)
+
+
+def test_a_run_without_its_tokenizer(folder, fails, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "power", run)
+    (run / "tokenizer.json").unlink()
+    line = f"{run}/tokenizer.json is missing: the run's config names a tokenizer, 'bytes', saved there"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert fails("evaluate", run) == line  # and does not train another
+
+
+def test_a_run_that_never_had_a_tokenizer(folder, fails, tmp_path):
+    rows = torch.arange(8 * 64).remainder(251).view(8, 64).to(torch.uint16).numpy()
+    zarr.save_array(tmp_path / "rows.zarr", rows)
+    data = ["data.kind=zarr", f"data.path={tmp_path}/rows.zarr", "data.tokenizer=none", "data.vocab_size=256"]
+    run = tmp_path / "run"
+    words = ["train", f"{folder}/tiny.py:power", *data, "training.steps=1", "--out", str(run), "--quiet"]
+    assert main(words) == 0
+    line = "tiny-power was trained on tokens without a tokenizer: it cannot read or write text"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert main(["evaluate", str(run), "--context", "32", "--rows", "2"]) == 0
 
 
 def test_prompts_and_contexts(folder, fails, tmp_path):

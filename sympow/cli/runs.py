@@ -70,10 +70,15 @@ class Run(NamedTuple):
 def load_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
     """A run from its folder, at the newest checkpoint, or from a checkpoint file in it.
 
-    Raises FileNotFoundError where there is none, CheckpointError for a checkpoint that cannot be read.
+    Raises FileNotFoundError where there is none or its tokenizer is missing, CheckpointError for a checkpoint that
+    cannot be read.
     """
     loaded = load_model(path, device)
-    return Run(loaded.model, saved_tokenizer(loaded.run_dir), loaded.config)
+    tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
+    if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
+        file = loaded.run_dir / TOKENIZER
+        raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
+    return Run(loaded.model, tokenizer, loaded.config)
 
 
 def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
