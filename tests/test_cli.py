@@ -1,17 +1,19 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import zarr
 
-from sympow.cli import commands, main
+from sympow.cli import commands, main, runs
 from sympow.cli.runs import load_run
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
@@ -109,6 +111,29 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert main([*arguments, "training.seed=1", "--restart", "--quiet"]) == 0
     assert load_run(tmp_path / "run").config.training.seed == 1
     assert capsys.readouterr().err == ""
+
+
+def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):
+    """Where stderr is no terminal."""
+    run = str(tmp_path / "run")
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"training: 3 of 4 steps, loss \d\.\d{4}, 0:\d\d:\d\d", line) for line in lines)
+    assert main(["evaluate", run, "--context", "32", "--rows", "2"]) == 0
+    assert "evaluating run: 2 of 2 rows, " in capsys.readouterr().err
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run, "--restart", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_opening_the_data_is_told(folder, tmp_path, capsys, monkeypatch):
+    """It may train a tokenizer, for minutes, before there is a step to count."""
+    told = []
+    monkeypatch.setattr(runs, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    monkeypatch.setattr(commands, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    words = ["train", f"{folder}/tiny.py:power", "training.steps=1", "--out", str(tmp_path / "run")]
+    assert main(words) == main([*words[:-1], str(tmp_path / "quiet"), "--quiet"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
+    assert told == [("opening the data", False), ("opening the data", True), ("opening the data", False)]
 
 
 def test_runs_go_to_a_folder_of_their_name(folder, tmp_path, monkeypatch):

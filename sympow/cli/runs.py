@@ -10,6 +10,7 @@ import torch
 
 from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
 from sympow.models import LanguageModel
+from sympow.progress import Progress
 from sympow.training import RunConfig, TrainingResult, load_model, train
 from sympow.training.checkpoint import latest_step
 from sympow.training.loop import resolve_device
@@ -17,6 +18,7 @@ from sympow.training.ranks import join, launched
 from sympow.training.run_folder import clear_run_folder, open_run_folder
 
 TOKENIZER = "tokenizer.json"
+OPENING = "opening the data"  # which may train a tokenizer and fill a cache
 
 
 def train_run(
@@ -37,7 +39,7 @@ def train_run(
         folder = open_run_folder(run_dir, config, ranks)
         if latest_step(folder) >= settings.steps:
             return TrainingResult(settings.steps, settings.steps, None, None)
-        with ranks.main_first():  # which may train a tokenizer and fill a cache
+        with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
             batches, held_out = _open_batches(config, folder, save=ranks.main)
         return train(config, batches, folder, held_out=held_out, quiet=quiet, ranks=ranks)
 
