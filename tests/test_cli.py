@@ -248,7 +248,7 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
     assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
-    known = "load_recipe, load_sweep, recipe_names"
+    known = "describe_recipes, load_recipe, load_sweep, recipe_names"
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"
 
 

@@ -113,6 +113,16 @@ def test_help_comes_at_once():
     assert {name for name in imported if name.split(".")[0] in ("sympow", "torch", "numpy")} == {"sympow", "sympow.cli"}
 
 
+@pytest.mark.parametrize("command", ["train", "mqar"])
+def test_help_with_recipes_comes_at_once(command):
+    """The recipes are read and not imported."""
+    words = [sys.executable, "-X", "importtime", "-m", "sympow", command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    ours = {name for name in imported if name.split(".")[0] in ("sympow", "torch", "numpy")}
+    assert ours == {"sympow", "sympow.cli", "sympow.recipes"} and "\nrecipes:\n" in done.stdout
+
+
 @pytest.mark.parametrize("name", [*sympow.__all__, "ops"])
 def test_public_names(name):
     """In a fresh module: each is found, listed, and imports torch only when asked for."""
