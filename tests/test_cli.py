@@ -1,15 +1,19 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
-from sympow.cli import commands, main
+from sympow.cli import commands, main, runs
 from sympow.cli.runs import load_run
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
@@ -107,6 +111,29 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert main([*arguments, "training.seed=1", "--restart", "--quiet"]) == 0
     assert load_run(tmp_path / "run").config.training.seed == 1
     assert capsys.readouterr().err == ""
+
+
+def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):
+    """Where stderr is no terminal."""
+    run = str(tmp_path / "run")
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"training: 3 of 4 steps, loss \d\.\d{4}, 0:\d\d:\d\d", line) for line in lines)
+    assert main(["evaluate", run, "--context", "32", "--rows", "2"]) == 0
+    assert "evaluating run: 2 of 2 rows, " in capsys.readouterr().err
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run, "--restart", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_opening_the_data_is_told(folder, tmp_path, capsys, monkeypatch):
+    """It may train a tokenizer, for minutes, before there is a step to count."""
+    told = []
+    monkeypatch.setattr(runs, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    monkeypatch.setattr(commands, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    words = ["train", f"{folder}/tiny.py:power", "training.steps=1", "--out", str(tmp_path / "run")]
+    assert main(words) == main([*words[:-1], str(tmp_path / "quiet"), "--quiet"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
+    assert told == [("opening the data", False), ("opening the data", True), ("opening the data", False)]
 
 
 def test_runs_go_to_a_folder_of_their_name(folder, tmp_path, monkeypatch):
@@ -221,7 +248,7 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
     assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
-    known = "load_recipe, load_sweep, recipe_names"
+    known = "describe_recipes, load_recipe, load_sweep, recipe_names"
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"
 
 
@@ -317,7 +344,29 @@ def test_what_is_no_run(folder, fails, tmp_path):
     torch.save({"weight": torch.ones(2)}, checkpoint)
     assert fails("generate", checkpoint, "--prompt", "x").endswith("it has no 'sympow-checkpoint' mark")
     checkpoint.write_bytes(good)
-    assert "without a tokenizer" in fails("generate", checkpoint, "--prompt", "x")  # taken out of its folder
+    missing = f"{tmp_path.parent}/tokenizer.json is missing: "  # taken out of its folder
+    assert fails("generate", checkpoint, "--prompt", "x").startswith(missing)
+
+
+def test_a_run_without_its_tokenizer(folder, fails, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "power", run)
+    (run / "tokenizer.json").unlink()
+    line = f"{run}/tokenizer.json is missing: the run's config names a tokenizer, 'bytes', saved there"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert fails("evaluate", run) == line  # and does not train another
+
+
+def test_a_run_that_never_had_a_tokenizer(folder, fails, tmp_path):
+    rows = torch.arange(8 * 64).remainder(251).view(8, 64).to(torch.uint16).numpy()
+    zarr.save_array(tmp_path / "rows.zarr", rows)
+    data = ["data.kind=zarr", f"data.path={tmp_path}/rows.zarr", "data.tokenizer=none", "data.vocab_size=256"]
+    run = tmp_path / "run"
+    words = ["train", f"{folder}/tiny.py:power", *data, "training.steps=1", "--out", str(run), "--quiet"]
+    assert main(words) == 0
+    line = "tiny-power was trained on tokens without a tokenizer: it cannot read or write text"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert main(["evaluate", str(run), "--context", "32", "--rows", "2"]) == 0
 
 
 def test_prompts_and_contexts(folder, fails, tmp_path):
