@@ -89,10 +89,17 @@ def test_a_run_learns_and_leaves_its_folder(tmp_path, make_config, make_batches)
 
 
 @pytest.mark.parametrize(
-    ("mixer", "options"), [("power", {}), ("softmax", {}), ("selection", {"selection": "learned", "top_k": 4})]
+    ("mixer", "options", "model"),
+    [
+        ("power", {}, {}),
+        ("softmax", {}, {}),
+        ("selection", {"selection": "learned", "top_k": 4}, {}),
+        ("power", {}, {"body": "llama", "n_kv_heads": 1, "tie_embeddings": False}),
+        ("power", {}, {"body": "rwkv7"}),
+    ],
 )
-def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer, options):
-    config = make_config(mixer, options, steps=12, checkpoint_every=5, evaluate_every=3)
+def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer, options, model):
+    config = make_config(mixer, options, model, steps=12, checkpoint_every=5, evaluate_every=3)
     batches, held_out = make_batches(config), make_batches(config, corpus_seed=1)
     train(config, batches, tmp_path / "whole", held_out=held_out, quiet=True)
     stops = [(3, signal.SIGINT, "SIGINT"), (8, signal.SIGTERM, "SIGTERM")]
@@ -305,6 +312,24 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
         assert "\n" not in str(caught.value)
 
 
+def test_an_older_run_goes_on(tmp_path, make_config, make_batches):
+    """One whose config has no fields of bodies, in its folder and in its checkpoints."""
+    config, run = make_config(steps=4, checkpoint_every=2), tmp_path / "run"
+    train(config, make_batches(config), run, quiet=True)
+    list_checkpoints(run)[-1].unlink()
+    old = config.to_dict()
+    for name in ("body", "n_kv_heads", "tie_embeddings"):
+        del old["model"][name]
+    (run / "config.json").write_text(json.dumps(old))
+    checkpoint = torch.load(latest(run), weights_only=False)
+    torch.save(checkpoint | {"config": old}, latest(run))
+    assert train(config, make_batches(config), run, quiet=True).step == 4
+    assert load_model(run).config == config
+    other = make_config(model={"body": "llama"}, steps=4, checkpoint_every=2)
+    with pytest.raises(ValueError, match=r"holds a run with model.body = 'gpt2', not 'llama': "):
+        train(other, make_batches(other), run, quiet=True)
+
+
 def test_a_run_goes_on_however_it_is_executed(tmp_path, make_config, make_batches):
     config, run = make_config(steps=4, checkpoint_every=2), tmp_path / "run"
     train(config, make_batches(config), tmp_path / "whole", quiet=True)
@@ -340,7 +365,7 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
-    assert compiled == ["Block", "Norm", "Norm", "CrossEntropy"]
+    assert compiled == ["GPT2Block", "LayerNorm", "LayerNorm", "CrossEntropy"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert load_model(tmp_path / "compiled").step == 3
