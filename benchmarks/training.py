@@ -33,10 +33,13 @@ from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, join, launched, prepare
 from sympow.training.throughput import peak_flops, token_flops
 
+BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True}
 MIXERS = {
     "softmax": MixerConfig("softmax"),
+    "softmax-block": MixerConfig("softmax", BLOCK),
     "power": MixerConfig("power"),
     "power-fixed": MixerConfig("power", {"rotation": "fixed"}),
+    "power-plain": MixerConfig("power", {"short_convolution": 0, "head_norm": False, "output_gate": False}),
 }
 MODES = {
     "eager": ExecutionConfig(),
@@ -87,7 +90,8 @@ SHAPE = tuple(field.name for field in fields(Shape))
 
 def attention(mixer: str, device: torch.device) -> AbstractContextManager:
     """cuDNN's kernels for softmax attention on a GPU, and no others."""
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if mixer == "softmax" and device.type == "cuda" else nullcontext()
+    softmax = mixer.startswith("softmax") and device.type == "cuda"
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if softmax else nullcontext()
 
 
 def check_precision(shape: Shape, mixer: str, device: torch.device) -> float:

@@ -1,20 +1,24 @@
 """The project's own recipes: each is a run that can be built."""
 
 import dataclasses
+import inspect
 
 import pytest
 
 from sympow.models import LanguageModel
 from sympow.recall.run import describe_tasks
-from sympow.recipes import load_recipe, load_sweep, recipe_names
+from sympow.recipes import load_recipe, load_sweep, recipe_names, scaling
 from sympow.training import override
 
+# Not gated_delta_net, which needs a package and a GPU.
+PENDING = {"softmax_gate", "body_softmax", "body_power", "body_linear", "body_rwkv7"}  # their options are not there yet
+SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
+                 and value.__module__ == scaling.__name__ and name not in PENDING | {"gated_delta_net"})  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
     *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
-    *(f"scaling:{name}" for name in ("power", "power_gated", "power_ungated", "power4_gated", "power4_ungated",
-                                     "power6_ungated", "softmax", "window", "linear")),
+    *(f"scaling:{name}" for name in SCALING),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 360, "pairs": 1080, "heads": 32,
           "lengths": 12, "relatives": 144}  # fmt: skip

@@ -1,110 +1,193 @@
-"""Loss against context: `python -m benchmarks.context_scaling run --corpus FOLDER --out FOLDER --workers N`.
+"""The evidence for what power attention makes of its context: `python -m benchmarks.context_scaling COMMAND`.
 
-It trains and measures the grid, one process a GPU, and can be killed and given again. `report` draws the figures of its
-results and writes the tables of docs/results/context-scaling.md.
+`run` trains and measures the runs of some studies that are not finished, `speed` times training steps, `merge` adds
+what they found to the committed tables, `report` writes docs/results/context-scaling.md and its figures from these, and
+`subset` makes a corpus small enough to be carried. A finished run is a row of a table, so that studies can be completed
+in many short stays on GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.context_scaling.figures import draw
-from benchmarks.context_scaling.grid import RATES, SCALES, grid, parts, settings
-from benchmarks.context_scaling.launch import launch
-from benchmarks.context_scaling.results import best, read
-from benchmarks.context_scaling.tables import tables
-from benchmarks.context_scaling.work import FINISHED
-from benchmarks.tables import RESULTS, ROOT, with_tables
-from sympow.recipes.scaling import STEPS
+import torch
+
+from benchmarks.context_scaling import cost, results, speed
+from benchmarks.context_scaling.grid import SCALES, Run
+from benchmarks.context_scaling.launch import Estimates, do_jobs
+from benchmarks.context_scaling.studies import STUDIES, grid
+from benchmarks.context_scaling.subset import write_subset
+from benchmarks.context_scaling.work import DONE, FAILED, Trainer
+from benchmarks.tables import RESULTS, ROOT
+from sympow.data import open_corpus
+from sympow.recall import write_results
+from sympow.recall.results import read_rows
 from sympow.training.loop import resolve_device
 
 T = TypeVar("T")
+COMMITTED = RESULTS / "context_scaling"
+PAGE = ROOT / "docs" / "results" / "context-scaling.md"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context_scaling", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="train and measure what is missing")
-    run.set_defaults(command=_run)
-    run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
-    run.add_argument("--out", type=Path, required=True, help="folder of the runs and their results")
-    run.add_argument("--workers", type=int, default=1, help="processes; GPUs are dealt out to them (default: 1)")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    run.add_argument("--parts", default="a,d,f", help="those of the report that train (default: %(default)s)")
-    run.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default: {STEPS})")
-    run.add_argument("--rates", default=",".join(map(str, RATES)),
-                     help="learning rates, or best: that of each setting's finished runs, for more seeds "
-                          "(default: %(default)s)")  # fmt: skip
-    run.add_argument("--seeds", default="0", help="(default: %(default)s)")
-    run.add_argument("--scale", choices=SCALES, default="mini", help="toy: to try the program out (default: mini)")
-    run.add_argument("--minutes", type=float, default=math.inf, help="after these, interrupt what still runs")
-    report = commands.add_parser("report", help="draw figures and write tables")
-    report.set_defaults(command=_report)
-    report.add_argument("--results", type=Path, default=RESULTS / "context_scaling",
-                        help="folder with runs.csv, bins.csv and curves.csv (default: %(default)s)")  # fmt: skip
-    report.add_argument("--text", type=Path, default=ROOT / "docs" / "results" / "context-scaling.md",
-                        help="file of the tables; figures go to a folder beside it (default: %(default)s)")  # fmt: skip
-    options = parser.parse_args()
+    options = _parser().parse_args()
     try:
+        if getattr(options, "workers", 1) < 1:
+            raise ValueError(f"it takes a worker at least; got {options.workers}")
         return options.command(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.context_scaling", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+
+    run = commands.add_parser("run", help="train and measure what is missing")
+    run.set_defaults(command=_run)
+    run.add_argument("--studies", required=True, help=f"in order of priority, of {', '.join(STUDIES)}")
+    run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
+    run.add_argument("--seeds", help="instead of the studies' own")
+    run.add_argument("--rates", help="learning rates instead of the runs' own")
+    run.add_argument("--variants", help="only these of the studies' variants")
+    run.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
+
+    timed = commands.add_parser("speed", help="time training steps, alone on a GPU")
+    timed.set_defaults(command=_speed)
+    timed.add_argument("--variants", required=True, help="recipes of sympow/recipes/scaling.py")
+    timed.add_argument("--contexts", default="1024,4096,65536", help="(default: %(default)s)")
+    timed.add_argument("--modes", default="eager,compiled", help="(default: %(default)s)")
+
+    for command in (run, timed):
+        command.add_argument("--out", type=Path, required=True, help="folder of the tables that this command writes")
+        command.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
+        command.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
+        command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        command.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
+        help_known = "folder of tables whose finished rows are not repeated (default: the committed)"
+        command.add_argument("--known", type=Path, default=COMMITTED, help=help_known)
+
+    merge = commands.add_parser("merge", help="add finished rows to the committed tables")
+    merge.set_defaults(command=_merge)
+    merge.add_argument("--from", dest="source", type=Path, required=True, help="folder that run or speed wrote")
+    merge.add_argument("--into", type=Path, default=COMMITTED, help="(default: the committed)")
+
+    subset = commands.add_parser("subset", help="make a smaller corpus")
+    subset.set_defaults(command=_subset)
+    subset.add_argument("--corpus", type=Path, required=True, help="that of `sympow kernel-corpus`")
+    subset.add_argument("--out", type=Path, required=True)
+    subset.add_argument("--rows", type=int, required=True, help="documents to train on")
+    return parser
+
+
 def _run(options: argparse.Namespace) -> int:
-    scale, names = SCALES[options.scale], options.parts.split(",")
-    for name in names:
-        if name not in parts(scale):
-            raise ValueError(f"a part that trains is one of {', '.join(parts(scale))}; got {name!r}")
-    if options.workers < 1 or options.steps < 2:
-        raise ValueError(f"it takes a worker and two steps at least; got {options.workers} and {options.steps}")
-    chosen = _rates(options.rates, settings(scale, names), options.out)
-    counts = launch(
-        grid(chosen, _numbers("--seeds", int, options.seeds)),
-        scale,
-        options.corpus,
-        options.out,
-        steps=options.steps,
-        device=resolve_device(options.device).type,
-        workers=options.workers,
-        minutes=options.minutes,
-    )
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return int(set(counts) - set(FINISHED) != set())
-
-
-def _report(options: argparse.Namespace) -> int:
-    results = read(options.results)
-    writers = tables(results)
-    text = with_tables(options.text.read_text(encoding="utf-8"), lambda name: writers[name]())
-    options.text.write_text(text, encoding="utf-8")
-    for file in draw(results, options.text.with_suffix("")):
-        print(file)
+    seeds = options.seeds and _listed("--seeds", int, options.seeds)
+    rates = options.rates and _listed("--rates", float, options.rates)
+    runs = grid(_listed("--studies", str, options.studies), seeds, rates)
+    if options.variants:
+        chosen = _listed("--variants", str, options.variants)
+        runs = [run for run in runs if run.variant in chosen]
+    found = results.read(options.out)
+    finished = found.finished() | results.read(options.known).finished()
+    left = [run for run in runs if run not in finished]
+    print(f"{len(left)} of {len(runs)} runs to do", flush=True)
+    if not left:
+        return 0
+    device = resolve_device(options.device).type
+    trainer = Trainer(options.scale, options.corpus, device, options.compile)
+    open_corpus(left[0].config(SCALES[options.scale], options.corpus, device).data)  # what is wrong is said here, once
+    estimates = Estimates(cost.guess, cost.kind, _company(options.workers, device))
+    begun, done = time.time(), 0
+    for run, result, wait in _timed(left, trainer, options, estimates):
+        row = result.get("row") or {**_fields(run), "scale": options.scale, "status": FAILED, "error": result["error"]}
+        found.add(row, result.get("positions", []))
+        found.write(options.out)
+        done += row["status"] == DONE
+        said = f"held-out loss {row['held_out_loss']:.4f}" if row["status"] == DONE else row["error"]
+        print(f"[{time.time() - begun:.0f} s] {run.name}: {said}, {row.get('tokens_per_second') or 0:,} tokens/s; "
+              f"{done} of {len(left)} done, about {wait / 60:.1f} min left", flush=True)  # fmt: skip
+    missing = [run for run in left if run not in found.finished()]
+    print(f"{done} of {len(left)} runs done in {(time.time() - begun) / 60:.1f} min" + "".join(
+        f"\nnot finished: {run.name}" for run in missing[:20]), flush=True)  # fmt: skip
     return 0
 
 
-def _rates(text: str, asked: Sequence[tuple[str, int]], out: Path) -> dict[tuple[str, int], list[float]]:
-    """The learning rates of each (variant, context)."""
-    if text != "best":
-        return dict.fromkeys(asked, _numbers("--rates", float, text))
-    found = best(read(out).runs)
-    for variant, context in asked:
-        if (variant, context) not in found:
-            raise ValueError(f"--rates best needs finished runs; {out} has none of {variant} at {context:,}")
-    return {setting: [found[setting]] for setting in asked}
+def _speed(options: argparse.Namespace) -> int:
+    chosen = product(_listed("--variants", str, options.variants), _listed("--contexts", int, options.contexts),
+                     _listed("--modes", str, options.modes))  # fmt: skip
+    cases = [speed.Case(*each) for each in chosen]
+    rows = _rows(options.out / speed.SPEED)
+    known = {tuple(row[name] for name in speed.KEY) for row in rows + _rows(options.known / speed.SPEED)}
+    left = [case for case in cases if (case.variant, case.context, case.mode) not in known]
+    print(f"{len(left)} of {len(cases)} to time", flush=True)
+    device = resolve_device(options.device).type
+    if device == "cuda" and options.workers > torch.cuda.device_count():
+        raise ValueError(f"of {options.workers} workers some would share one of {torch.cuda.device_count()} GPUs")
+    options.out.mkdir(parents=True, exist_ok=True)
+    estimates = Estimates[speed.Case](lambda case: 60.0 if case.mode == "compiled" else 15.0, lambda case: case.mode, 1)
+    for case, result, wait in _timed(left, speed.Timer(options.scale, device), options, estimates):
+        if "error" not in result:
+            rows.append(result)
+            write_results(options.out / speed.SPEED, rows)
+        said = result.get("error") or f"{result['tokens_per_second']:,} tokens/s"
+        print(f"{case.variant} at {case.context:,}, {case.mode}: {said}; about {wait / 60:.1f} min left", flush=True)
+    return 0
 
 
-def _numbers(option: str, kind: Callable[[str], T], text: str) -> list[T]:
+def _timed(jobs: list[Any], work: Any, options: argparse.Namespace, estimates: Estimates[Any]) -> Any:
+    # A worker's share of the processor; torch reads it as it is imported there.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
+    return do_jobs(jobs, work, workers=options.workers, minutes=options.minutes, estimates=estimates)
+
+
+def _company(workers: int, device: str) -> float:
+    """How much longer a run takes beside others on its GPU: they fill it better than one, so less than their number."""
+    gpus = torch.cuda.device_count() if device == "cuda" else workers
+    return max(1.0, 0.7 * workers / gpus)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    if (options.source / results.RUNS).is_file():
+        print(f"{results.merge(options.source, options.into)} runs added")
+    new, old = _rows(options.source / speed.SPEED), _rows(options.into / speed.SPEED)
+    if new:
+        keys = [tuple(row[name] for name in speed.KEY) for row in old + new]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"{options.into / speed.SPEED} has some of the cases of {options.source} already")
+        options.into.mkdir(parents=True, exist_ok=True)
+        write_results(options.into / speed.SPEED, sorted(old + new, key=lambda row: [row[name] for name in speed.KEY]))
+        print(f"{len(new)} times added")
+    return 0
+
+
+def _subset(options: argparse.Namespace) -> int:
+    size = write_subset(options.corpus, options.out, options.rows)
+    print(f"{options.out}: {size / 1e6:.1f} MB")
+    return 0
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return read_rows(file, texts=("commit",)) if file.is_file() else []
+
+
+def _fields(run: Run) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in results.KEY}
+
+
+def _listed(option: str, kind: Callable[[str], T], text: str) -> list[T]:
     try:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"{option} takes numbers with commas between; got {text!r}") from None
+        raise ValueError(f"{option} takes values with commas between; got {text!r}") from None
 
 
 if __name__ == "__main__":

@@ -1,115 +1,144 @@
-"""Which runs there are: variants, contexts, learning rates and seeds; and the config of each."""
+"""What a run is: its fields, its name, and the config that `sympow train` would get."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from sympow.layers import FLA_MIXERS, MIXERS
+from sympow.models import ModelConfig, preset
 from sympow.recipes import load_recipe
-from sympow.recipes.scaling import STEPS
 from sympow.training import RunConfig, override
 
-RATES = (2e-3, 1e-3, 4e-3)  # in this order: an experiment cut short has the middle one for all settings
-MAIN = ("softmax", "power_ungated", "power_gated", "power")
+DOCUMENT = 65_536  # tokens of a document; a step is a multiple of them
+EVALUATIONS = 8  # of the held-out loss along a run
+
+# Tokens of a run: 460, 1,528 and 4,584 steps of one document, or 191 and 573 of eight.
+SHORT = 460 * DOCUMENT
+MIDDLE = 1_528 * DOCUMENT
+LONG = 4_584 * DOCUMENT
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A size of the whole experiment. A step is one row of the longest context, at every context."""
+    """The size of the experiment.
 
-    contexts: tuple[int, int, int, int]
+    Attributes:
+        shrink: what all contexts are divided by.
+        steps: of every run; None: as many as its tokens make.
+        overrides: of the configs of all runs.
+    """
+
+    shrink: int = 1
+    steps: int | None = None
     overrides: tuple[str, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        return self.contexts[-1]
 
 
 SCALES = {
-    "mini": Scale((1024, 4096, 16_384, 65_536)),
+    "full": Scale(),
     "toy": Scale(
-        (64, 128, 256, 512),
-        ("model.d_model=32", "model.n_layers=1", "model.n_heads=2", "model.vocab_size=256", "data.vocab_size=256",
-         "training.evaluation_batches=2"),
+        64, 2, ("model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=256",
+                "data.vocab_size=256", "training.precision=float32"),
     ),
-}
+}  # fmt: skip
 
 
-def parts(scale: Scale) -> dict[str, list[tuple[str, int]]]:
-    """(variant, context) of each part that needs training of its own; the other parts read the same results."""
-    *shorter, longest = scale.contexts
-    return {
-        "a": [*product(MAIN, scale.contexts), *product(["power4_gated"], shorter)],
-        "d": [*product(("softmax", "power", "linear", "window"), [longest])],
-        "f": [*product(("softmax", "power_ungated", "power4_ungated", "power6_ungated"), [scale.contexts[1]])],
-    }
+def recipe(variant: str) -> RunConfig:
+    """Returns the config of a variant: a recipe of sympow/recipes/scaling.py, and "+field=value" for what differs.
+
+    The field is one of the model's, or an option of its mixers: of all that have it. "power+rotary_dim=16+n_heads=3"
+    changes one of each. Raises ValueError for a recipe or a field that does not exist.
+    """
+    name, *changes = variant.split("+")
+    config = load_recipe(f"scaling:{name}")
+    assignments = []
+    for change in changes:
+        key = change.partition("=")[0]
+        if key in (field.name for field in fields(ModelConfig)):
+            assignments.append(f"model.{change}")
+            continue
+        options = [(MIXERS | FLA_MIXERS)[mixer.name].option_names() for mixer in config.model.mixers]
+        found = [f"model.mixers.{i}.options.{change}" for i, known in enumerate(options) if key in known]
+        if not found:
+            raise ValueError(f"neither the model nor a mixer of {name!r} has a field {key!r}")
+        assignments += found
+    return override(config, assignments)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe of sympow/recipes/scaling.py at a context, a learning rate and a seed."""
+    """A variant, and what it is trained on.
+
+    Attributes:
+        variant: what is trained, see `recipe`.
+        context: tokens of the stretches that documents are cut into; every step draws some of them.
+        tokens: of the whole run.
+        documents: tokens of a step, in documents.
+        row_tokens: cuts the stretches of a step into rows of so many tokens, which the model is trained on; None: they
+            are the rows. With 1,024 at a context of 65,536 a step holds the same documents as without (the reshape
+            control).
+        size: a preset in place of the recipe's shape; None: the recipe's.
+        learning_rate: the highest one.
+        seed: of the initial weights and the order of the data.
+    """
 
     variant: str
     context: int
-    learning_rate: float
-    seed: int
+    tokens: int = SHORT
+    documents: int = 1
+    row_tokens: int | None = None
+    size: str | None = None
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+    @property
+    def trained_at(self) -> int:
+        """The most tokens that the model sees of a document in training."""
+        return self.row_tokens or self.context
 
     @property
     def name(self) -> str:
-        return f"{self.variant}-{self.context}-lr{self.learning_rate:g}-seed{self.seed}"
+        """The run in one word, different from that of any other run."""
+        parts = [self.variant, self.context, f"{self.tokens / 1e6:g}M", f"x{self.documents}"]
+        parts += [f"rows{self.row_tokens}"] if self.row_tokens else []
+        parts += [self.size] if self.size else []
+        return "-".join(map(str, [*parts, f"lr{self.learning_rate:g}", f"seed{self.seed}"]))
 
-    def config(self, scale: Scale, corpus: Path, steps: int = STEPS, device: str = "auto") -> RunConfig:
-        """What `sympow train` would get: the recipe with fields set."""
-        rows = scale.longest // self.context
-        config = override(
-            load_recipe(f"scaling:{self.variant}"),
-            [
-                *scale.overrides,
-                f"name={self.name}",
-                f"data.path={corpus / 'train.zarr'}",
-                f"data.held_out_path={corpus / 'heldout.zarr'}",
-                f"training.context={self.context}",
-                f"training.batch_size={rows}",
-                f"training.learning_rate={self.learning_rate}",
-                f"training.seed={self.seed}",
-                f"training.device={device}",
-            ],
+    @property
+    def steps(self) -> int:
+        """Optimizer steps at full scale."""
+        return round(self.tokens / (self.documents * DOCUMENT))
+
+    def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
+        """Returns the recipe with fields set; its warm-up keeps its share of the steps.
+
+        A pass is one document at a time, whatever the documents of a step.
+        """
+        config = recipe(self.variant)
+        if self.size is not None:
+            shape = preset(self.size)
+            model = replace(config.model, d_model=shape.d_model, n_layers=shape.n_layers, n_heads=shape.n_heads)
+            config = replace(config, model=model)
+        paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
+        config = override(config, [*scale.overrides, *paths])
+        training, steps = config.training, scale.steps or self.steps
+        rows = DOCUMENT // self.trained_at
+        return replace(
+            config,
+            name=self.name,
+            execution=replace(config.execution, compile=compiled),
+            training=replace(
+                training,
+                context=self.trained_at // scale.shrink,
+                batch_size=self.documents * rows,
+                micro_batch_size=rows,
+                steps=steps,
+                warmup_steps=round(steps * training.warmup_steps / training.steps),
+                learning_rate=self.learning_rate,
+                seed=self.seed,
+                device=device,
+                log_every=-(-steps // EVALUATIONS),
+                evaluate_every=-(-steps // EVALUATIONS),
+                checkpoint_every=steps,
+            ),
         )
-        schedule = replace(
-            config.training,
-            steps=steps,
-            warmup_steps=steps // 10,
-            log_every=min(config.training.log_every, steps // 2),  # two rows at least: the first is not timed
-            evaluate_every=-(-steps // 8),
-            checkpoint_every=steps,
-        )
-        return replace(config, training=schedule)
-
-    def cost(self) -> int:
-        """About the time of a step, in tokens of context that softmax attention takes it to see."""
-        if self.variant == "softmax":
-            seen = self.context
-        elif self.variant in ("power4_gated", "power4_ungated", "power6_ungated"):
-            seen = 3 * self.context
-        else:
-            seen = min(self.context, 8192)
-        return 16_384 + seen
-
-
-def settings(scale: Scale, names: Sequence[str]) -> list[tuple[str, int]]:
-    """The (variant, context) of some parts, each once."""
-    known = parts(scale)
-    return list(dict.fromkeys(setting for name in names for setting in known[name]))
-
-
-def grid(rates: Mapping[tuple[str, int], Sequence[float]], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all settings at their learning rates, as many for each: seed by seed, in a seed rate by rate, and the
-    longest runs first."""
-    runs = []
-    for seed in seeds:
-        for same_place in zip(*rates.values(), strict=True):
-            of_place = [Run(*setting, rate, seed) for setting, rate in zip(rates, same_place, strict=True)]
-            runs += sorted(of_place, key=Run.cost, reverse=True)
-    return runs

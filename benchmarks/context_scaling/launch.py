@@ -1,78 +1,83 @@
-"""Starts workers, one a GPU, keeps them going until all runs are done or the time is up, and gathers the results."""
+"""Gives jobs to worker processes as long as there is time for them."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
-import uuid
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from typing import Any, Generic
 
-from benchmarks.context_scaling.grid import Run, Scale
-from benchmarks.context_scaling.results import collect
-from benchmarks.context_scaling.work import CLAIMS, RECORDS, RUNS, Job, work
-from sympow.data import open_corpus
+from benchmarks.context_scaling.worker import J, Work, Worker
 from sympow.training.interrupt import StopRequest
 
 
-def launch(
-    runs: Sequence[Run],
-    scale: Scale,
-    corpus: Path,
-    out: Path,
-    *,
-    steps: int,
-    device: str,
-    workers: int,
-    minutes: float = math.inf,
-) -> dict[str, int]:
-    """Runs what is missing in the folder `out` and writes its tables; how many of `runs` have which status.
+class Estimates(Generic[J]):
+    """How long jobs take: a first guess, corrected by how wrong it was for those that are finished.
 
-    A finished run is never repeated, an interrupted one goes on, and one that was killed too, from its last checkpoint.
-    Ctrl-C, SIGTERM and the end of `minutes` interrupt the runs in progress.
+    Args:
+        guess: seconds of a job by itself.
+        kind: jobs of one kind share a correction; others take the mean of all.
+        company: how much longer jobs take side by side, until one is finished.
     """
-    for name in (RECORDS, CLAIMS, RUNS):
-        (out / name).mkdir(parents=True, exist_ok=True)
-    job = Job(tuple(runs), scale, corpus, out, steps, device, workers, uuid.uuid4().hex, time.time())
-    open_corpus(job.config(runs[0]).data)  # what is wrong with it is said here, once
-    left = _left(job)
-    print(f"{left} of {len(runs)} runs to do, {min(workers, left)} at a time on {device}", flush=True)
-    try:
-        _work(job, min(workers, left), job.began + 60 * minutes)
-    finally:
-        collect(out / RECORDS, out)
-    statuses = [(job.record(run) or {"status": "not begun"})["status"] for run in runs]
-    return {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+
+    def __init__(self, guess: Callable[[J], float], kind: Callable[[J], object], company: float):
+        self._guess, self._kind, self._company = guess, kind, company
+        self._factors: dict[object, float] = {}
+
+    def seconds(self, job: J) -> float:
+        known = self._factors.values()
+        usual = sum(known) / len(known) if known else self._company
+        return self._guess(job) * self._factors.get(self._kind(job), usual)
+
+    def learn(self, job: J, seconds: float) -> None:
+        self._factors[self._kind(job)] = seconds / self._guess(job)
 
 
-def _work(job: Job, workers: int, deadline: float) -> None:
-    """Until no worker is alive. One that failed is started anew as long as others still get to begin runs."""
-    context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
-    started: list[Any] = [None] * workers
-    left = [0] * workers
+def do_jobs(
+    jobs: Sequence[J],
+    work: Work[J],
+    *,
+    workers: int,
+    minutes: float,
+    estimates: Estimates[J],
+) -> Iterator[tuple[J, dict[str, Any], float]]:
+    """Yields every job that was done, with its result and the seconds left for those not begun, as they end.
 
-    def start(number: int) -> None:
-        left[number] = _left(job)
-        started[number] = context.Process(target=work, args=(job, number))  # no daemon: compilers start processes
-        started[number].start()
-
-    for number in range(workers):
-        start(number)
+    Jobs begin in their order, but one that would not end within `minutes` is left out for others that do. What is at
+    work when the time is up, or at Ctrl-C and SIGTERM, is given up. A result {"error": ...} is that of a job that
+    failed: another process takes the place of that worker, as what failed may have cost it the GPU.
+    """
+    left, deadline = list(jobs), time.time() + 60 * minutes
+    team = [Worker(work, number) for number in range(min(workers, len(left)))]
     try:
         with StopRequest() as stop:
-            while any(process.is_alive() for process in started) and time.time() < deadline and not stop.signal:
-                for number, process in enumerate(started):
-                    if process.exitcode and 0 < _left(job) < left[number]:
-                        start(number)
-                time.sleep(0.2)
+            while not stop.signal and time.time() < deadline:
+                for worker in team:
+                    if worker.job is None:
+                        _give_next(worker, left, estimates, deadline)
+                busy = [worker for worker in team if worker.job is not None]
+                if not busy:
+                    return
+                for connection in wait([worker.connection for worker in busy], timeout=0.5):
+                    worker = next(each for each in busy if each.connection is connection)
+                    job, seconds = worker.job, time.time() - worker.begun
+                    result = worker.result()
+                    if "error" in result:
+                        place = team.index(worker)
+                        worker.stop()
+                        team[place] = Worker(work, place)
+                    else:
+                        estimates.learn(job, seconds)
+                    yield job, result, sum(map(estimates.seconds, left)) / len(team)
     finally:
-        for process in started:
-            process.terminate()  # in training it saves a checkpoint and ends
-        for process in started:
-            process.join()
+        for worker in team:
+            worker.stop()
 
 
-def _left(job: Job) -> int:
-    return sum(job.to_do(run) for run in job.runs)
+def _give_next(worker: Worker[J], left: list[J], estimates: Estimates[J], deadline: float) -> None:
+    room = deadline - time.time()
+    job = next((each for each in left if math.isinf(room) or estimates.seconds(each) < room), None)
+    if job is not None:
+        left.remove(job)
+        worker.give(job)

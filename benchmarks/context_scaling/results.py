@@ -1,70 +1,89 @@
-"""The three tables of results, and the learning rate that each setting is judged at."""
+"""The tables of results: a row a run (runs.csv), and its losses by position along training (positions.csv)."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
+from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.work import DONE, NOT_FINITE
 from sympow.recall import write_results
-from sympow.recall.results import group, read_rows
+from sympow.recall.results import read_rows
 
 Row = dict[str, Any]
-Setting = tuple[str, int]  # variant and training context
+
+FINISHED = (DONE, NOT_FINITE)  # statuses of runs that are not repeated
+RUNS, POSITIONS = "runs.csv", "positions.csv"
+KEY = tuple(each.name for each in fields(Run))
+COLUMNS = (*KEY, "scale", "status", "held_out_loss", "gain", "best_loss", "best_context", "parameters", "steps",
+           "flops", "tokens_per_second", "seconds", "peak_bytes", "compiled", "error", "processor", "torch", "commit",
+           "corpus")  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
-    """runs: a row a run; bins: its losses by position; curves: its losses along training."""
+    """Rows of both tables; `positions` are of `runs` only."""
 
-    runs: list[Row]
-    bins: list[Row]
-    curves: list[Row]
+    runs: list[Row] = field(default_factory=list)
+    positions: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row, positions: Iterable[Row]) -> None:
+        """Puts a run's record in place of an earlier one of the same run."""
+        name = run_of(row).name
+        self.runs = [other for other in self.runs if run_of(other) != run_of(row)] + [row]
+        self.positions = [other for other in self.positions if other["run"] != name] + list(positions)
+
+    def finished(self) -> set[Run]:
+        """Returns the runs that are not to be repeated."""
+        return {run_of(row) for row in self.runs if row["status"] in FINISHED}
+
+    def write(self, folder: Path) -> None:
+        """Writes both tables, each whole or not at all; that of runs last, so that none lacks its losses."""
+        folder.mkdir(parents=True, exist_ok=True)
+        bins = sorted({name for row in self.positions for name in row if name.isdecimal()}, key=int)
+        columns = ("run", "step", "evaluated_context", "documents", "held_out_loss", *bins)
+        write_results(folder / POSITIONS, [{name: row.get(name) for name in columns} for row in self.positions])
+        write_results(folder / RUNS, [{name: row.get(name) for name in COLUMNS} for row in self.runs])
 
 
-def collect(records: Path, folder: Path) -> None:
-    """Writes the tables of all records of a folder."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in records.glob("*.json")]
-    found.sort(key=lambda record: tuple(record["run"].values()))
-    runs = [{**record["run"], "status": record["status"], **record.get("row", {}), **record.get("about", {})}
-            for record in found]  # fmt: skip
-    bins, curves = (
-        [{**record["run"], **_rounded(line)} for record in found for line in record.get(name, [])]
-        for name in ("bins", "curve")
-    )
-    for name, rows in (("runs", runs), ("bins", bins), ("curves", curves)):
-        write_results(folder / f"{name}.csv", rows)
+def run_of(row: Row) -> Run:
+    """Returns the run of a row of runs.csv."""
+    return Run(**{name: row[name] for name in KEY})
 
 
 def read(folder: Path) -> Results:
-    """The tables that `collect` wrote into a folder. ValueError where one is missing."""
-    for name in ("runs", "bins", "curves"):
-        if not (folder / f"{name}.csv").is_file():
-            raise ValueError(f"{folder} holds no results: it has no {name}.csv")
-    return Results(*(read_rows(folder / f"{name}.csv") for name in ("runs", "bins", "curves")))
+    """Reads the tables of a folder; empty ones where it has none."""
+    if not (folder / RUNS).is_file():
+        return Results()
+    runs = read_rows(folder / RUNS, texts=("commit", "corpus"))
+    names = {run_of(row).name for row in runs}
+    positions = [row for row in read_rows(folder / POSITIONS) if row["run"] in names]
+    return Results(runs, [{name: value for name, value in row.items() if value is not None} for row in positions])
 
 
-def best(runs: list[Row]) -> dict[Setting, float]:
-    """The learning rate of each setting whose finished runs, all seeds together, have the lowest held-out loss."""
-    found = {}
-    finished = [run for run in runs if run["status"] == "done"]
-    for setting, rows in group(finished, "variant", "context").items():
-        rates = group(rows, "learning_rate")
-        ((found[setting],), _) = min(rates.items(), key=lambda item: mean(row["held_out_loss"] for row in item[1]))
-    return found
+def merge(source: Path, target: Path) -> int:
+    """Adds the finished runs of one folder to the tables of another, sorted; returns how many.
+
+    Raises ValueError for a run that both have finished, and for runs at another scale or of another corpus than those
+    that the target has.
+    """
+    new, old = read(source), read(target)
+    rows = [row for row in new.runs if row["status"] in FINISHED]
+    doubles = sorted(run.name for run in old.finished() & {run_of(row) for row in rows})
+    if doubles:
+        raise ValueError(f"{target} has {len(doubles)} of these runs already, {doubles[0]} for one")
+    for name in ("scale", "corpus"):
+        values = {row[name] for row in [*old.runs, *rows]}
+        if len(values) > 1:
+            raise ValueError(f"runs to compare share their {name}; {source} and {target} have {sorted(values)}")
+    positions = [row for row in new.positions if row["run"] in {run_of(each).name for each in rows}]
+    merged = Results(sorted(old.runs + rows, key=_order), old.positions + positions)
+    merged.positions.sort(key=lambda row: (row["run"], row["step"], row["evaluated_context"]))
+    merged.write(target)
+    return len(rows)
 
 
-def at_best(results: Results) -> Results:
-    """What finished, at the best learning rate of each setting."""
-    rates = best(results.runs)
-    runs = [run for run in results.runs if run["status"] == "done"]
-    return Results(*(
-        [row for row in rows if row["learning_rate"] == rates.get((row["variant"], row["context"]))]
-        for rows in (runs, results.bins, results.curves)
-    ))  # fmt: skip
-
-
-def _rounded(line: Row) -> Row:
-    return {name: round(value, 5) if isinstance(value, float) else value for name, value in line.items()}
+def _order(row: Row) -> tuple[Any, ...]:
+    return tuple((value is not None, value) for value in (row[name] for name in KEY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,9 @@ def load_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
     Raises FileNotFoundError where there is none, CheckpointError for a checkpoint that cannot be read.
     """
     loaded = load_model(path, device)
+    if loaded.older:
+        what = "power attention without short convolution and output gate"
+        print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)
     return Run(loaded.model, saved_tokenizer(loaded.run_dir), loaded.config)
 
 

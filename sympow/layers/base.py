@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar, TypedDict
@@ -18,9 +17,13 @@ from typing import Any, ClassVar, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.float32 import Float32Linear
+from sympow.layers.initial import init_linear
+from sympow.layers.state import MixerState
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
+from sympow.ops.gated_norm import gated_norm
 
 
 class HeadOptions(TypedDict, total=False):
@@ -31,29 +34,16 @@ class HeadOptions(TypedDict, total=False):
     value_dim: int | None
     frequencies: str
     max_length: float | None
+    rotary_dim: int | None
     rope_base: float | None
     qk_norm: bool
     qk_norm_eps: float
     bias: bool
     out_bias: bool | None
-
-
-@dataclass
-class MixerState:
-    """What a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
-
-    `step` may update the tensors in place where gradients are off: use the state it returns, not the one it
-    was given.
-    """
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor the state holds."""
-        return _tensors(self)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held, over the whole batch."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+    short_convolution: int
+    conv_identity: bool
+    head_norm: bool
+    output_gate: bool
 
 
 class Mixer(nn.Module, ABC):
@@ -160,6 +150,8 @@ class Mixer(nn.Module, ABC):
             if isinstance(module, nn.Linear):
                 own = out_std if module is out and out_std is not None else std
                 init_linear(module, own, generator)
+            elif isinstance(module, Float32Linear):
+                module.reset_parameters(std, generator)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
                 module.reset_parameters()
         self.reset_own_parameters(generator)
@@ -188,6 +180,11 @@ class Mixer(nn.Module, ABC):
 class AttentionMixer(Mixer):
     """A mixer of queries, keys and values in heads, with a rotation.
 
+    Around what a subclass computes (`mix`) stand three optional parts, none of them by default: a short convolution
+    of x in front, a norm of every head's output, and a gate on it. With all three,
+
+        c = convolution(x),  y = mix(c) in heads,  out = W_o (RMSNorm(y) * silu(W_g c)).
+
     Args:
         d_model: d.
         n_heads: H.
@@ -198,16 +195,22 @@ class AttentionMixer(Mixer):
             lists what the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
+        rotary_dim: channels of every query and key that turn, the first ones, even; None: all.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: what that norm adds to the mean square.
         bias: biases in the input and output projections.
         out_bias: a bias in the output projection; None: as `bias` says.
+        short_convolution: taps of a causal depthwise convolution of x, in front of everything else; 0: none.
+        head_norm: RMSNorm over the channels of every head's output.
+        output_gate: multiply every head's output by silu(W_g c).
 
     Raises ValueError for a width that the heads do not divide and for options it does not know.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
+    # Whether what follows `mix` is the mixer's own; then `head_norm` and `output_gate` are refused.
+    own_output: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -220,11 +223,16 @@ class AttentionMixer(Mixer):
         rotation: str = "fixed",
         frequencies: str = "standard",
         max_length: float | None = None,
+        rotary_dim: int | None = None,
         rope_base: float | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         bias: bool = True,
         out_bias: bool | None = None,
+        short_convolution: int = 0,
+        conv_identity: bool = True,
+        head_norm: bool = False,
+        output_gate: bool = False,
     ):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
@@ -244,23 +252,89 @@ class AttentionMixer(Mixer):
             raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
         if rotation not in self.rotations:
             raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
+        if not isinstance(short_convolution, int) or isinstance(short_convolution, bool) or short_convolution < 0:
+            raise ValueError(f"short_convolution is a number of taps, 0 for none; got {short_convolution!r}")
+        if self.own_output and (head_norm or output_gate):
+            raise ValueError(f"{type(self).__name__} has an output of its own: no head_norm and no output_gate")
         self.n_kv_heads = n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        self.rope_base = rope_base
+        self.rope_base, self.rotary_dim = rope_base, rotary_dim
         # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
         # device, whose arithmetic imports torch._dynamo.
         turned = 2 if rotation == "none" else head_dim
-        rotary_frequencies(turned, frequencies, max_length, base=rope_base, device="cpu")
+        rotary_frequencies(turned, frequencies, max_length, rope_base, rotary_dim, device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
+        self.convolution = (
+            DepthwiseConvolution(d_model, short_convolution, identity=conv_identity) if short_convolution else None
+        )
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
         self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
+        self.head_norm = nn.RMSNorm(value_dim, eps=1e-6) if head_norm else None
+        self.output_gate = nn.Linear(d_model, n_heads * value_dim, bias=False) if output_gate else None
+
+    def reset_parameters(
+        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().reset_parameters(std=std, out_std=out_std, generator=generator)
+        if self.convolution is not None:
+            self.convolution.reset_parameters(generator)
+
+    @abstractmethod
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V] for x [B, T, d], what the convolution made of the input."""
+
+    @abstractmethod
+    def mix_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Continues `mix` by x [B, T', d]: the heads' outputs [B, T', H, V], and the state after them."""
+
+    @abstractmethod
+    def mix_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MixerState:
+        """Returns the state of `mix_step` before the first token, see `Mixer.init_state`."""
+
+    @abstractmethod
+    def mix_state_size(self, context: int) -> int:
+        """Counts the elements that the state of `mix_step` holds per sequence after `context` tokens."""
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **extras: Tensor | None) -> Tensor:
+        self.check_input(x, self.qkv.weight)
+        if self.convolution is not None:
+            x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
+        return self.output(x, self.mix(x, cu_seqlens, **extras))
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MixerState:
+        behind = self.mix_state(batch_size, device=device, dtype=dtype)
+        if self.convolution is None:
+            return behind
+        return ShortConvolutionState(self.convolution.init_state(batch_size, device, dtype), behind)
+
+    def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
+        self.check_input(x, self.qkv.weight)
+        if self.convolution is None:
+            y, state = self.mix_step(x, state, **extras)
+            return self.output(x, y), state
+        x, past = self.convolution.step(x, state.past)
+        y, behind = self.mix_step(x, state.behind, **extras)
+        return self.output(x, y), ShortConvolutionState(past, behind)
+
+    def state_size(self, context: int) -> int:
+        convolution = 0 if self.convolution is None else self.convolution.state_size()
+        return self.mix_state_size(context) + convolution
+
+    def output(self, x: Tensor, y: Tensor) -> Tensor:
+        """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
+        gate = None if self.output_gate is None else self.output_gate(x)
+        weight = None if self.head_norm is None else self.head_norm.weight
+        return self.out(gated_norm(y, weight, gate, eps=1e-6))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
-        self.check_input(x, self.qkv.weight)
         q, k, v = self.qkv(x).split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -276,7 +350,6 @@ class AttentionMixer(Mixer):
         if self.q_norm is not None:
             q, k, v = self.heads(x)
             return *self.rotate(q, k, position), v
-        self.check_input(x, self.qkv.weight)
         return rotate_heads(self.qkv(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
 
     def first_position(self, x: Tensor) -> int:
@@ -301,13 +374,8 @@ class AttentionMixer(Mixer):
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
-        return position, frequencies(
-            self.head_dim, self.frequencies, self.max_length, base=self.rope_base, device=x.device
-        )
-
-    def merge(self, y: Tensor) -> Tensor:
-        """The output projection: y [B, T, H, V] -> [B, T, d]."""
-        return self.out(y.flatten(2))
+        key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
+        return position, frequencies(*key, device=x.device)
 
     def extra_repr(self) -> str:
         return (
@@ -316,59 +384,9 @@ class AttentionMixer(Mixer):
         )
 
 
-def init_linear(linear: nn.Linear, std: float, generator: torch.Generator | None = None) -> None:
-    """Weights N(0, std), bias 0; see `Mixer.reset_parameters`."""
-    draw_normal(linear.weight, std, generator)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-
-
-@torch.no_grad()
-def draw_normal(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fills `weight` from N(0, std), drawn on the CPU; on the meta device nothing is drawn."""
-    if not weight.is_meta:
-        weight.copy_(torch.empty(weight.shape, device="cpu").normal_(0, std, generator=generator))
-
-
-@torch.no_grad()
-def draw_orthogonal(weight: Tensor, gain: float, generator: torch.Generator | None = None) -> None:
-    """Fills `weight` with `gain` times an orthogonal matrix, as `draw_normal` does."""
-    if not weight.is_meta:
-        values = torch.empty(weight.shape, device="cpu")
-        weight.copy_(nn.init.orthogonal_(values, gain, generator=generator))
-
-
-@torch.no_grad()
-def draw_uniform(weight: Tensor, low: float, high: float, generator: torch.Generator | None = None) -> None:
-    """Fills `weight` from [low, high) evenly, as `draw_normal` does."""
-    if not weight.is_meta:
-        weight.copy_(torch.empty(weight.shape, device="cpu").uniform_(low, high, generator=generator))
-
-
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """`norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear(x)  # what follows would change nothing, and take 1/25 of the time of decoding a token
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
-
-
-def linears_float32(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """`linear_float32` of each, x [B, T, d]; in one product, as all of x is read for a few numbers a token."""
-    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
-        return tuple(linear_float32(linear, x) for linear in linears)
-    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
-    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
-    biases = [x.new_zeros(n.out_features, dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([n.out_features for n in linears], -1)
 
 
 def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
@@ -413,20 +431,15 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
 
 @lru_cache(maxsize=64)
 def _frequencies(
-    key_dim: int, rule: str, max_length: float | None, *, base: float | None, device: torch.device
+    key_dim: int,
+    rule: str,
+    max_length: float | None,
+    base: float | None,
+    rotary_dim: int | None,
+    *,
+    device: torch.device,
 ) -> Tensor:
     # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
     # that training can use it afterwards.
     with torch.inference_mode(False):
-        return rotary_frequencies(key_dim, rule, max_length, base=base, device=device)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+        return rotary_frequencies(key_dim, rule, max_length, base, rotary_dim, device=device)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import MixerState, per_document
+from sympow.layers.base import per_document
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.softmax import attend, attend_to_past, empty_cache
+from sympow.layers.state import MixerState
 from sympow.layers.window import WindowMixer
 
 
@@ -28,16 +29,16 @@ class BlockedWindowAttention(WindowMixer):
     The first block starts with the sequence, or with its document. Options as in `WindowMixer`.
     """
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
-        return self.merge(per_document(self._blocked, cu_seqlens, q, k, v))
+        return per_document(self._blocked, cu_seqlens, q, k, v)
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> BlockedWindowState:
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
-    def step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
+    def mix_step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
         q, k, v = self.rotated_heads(x, state.position)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         block, position, outs = state.block, state.position, []
@@ -51,9 +52,9 @@ class BlockedWindowAttention(WindowMixer):
             q, k, v = q[:, :, taken:], k[:, :, taken:], v[:, :, taken:]
             position += taken
         y = torch.cat(outs, dim=2).transpose(1, 2).to(x.dtype)
-        return self.merge(y), BlockedWindowState(block, position)
+        return y, BlockedWindowState(block, position)
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         held = (context - 1) % self.window + 1 if context else 0
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.layers.base import MixerState
+from sympow.layers.state import MixerState
 
 _LEAST = 16  # tokens a cache makes room for at first
 

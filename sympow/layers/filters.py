@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal, draw_uniform, linear_float32, state_options
+from sympow.layers.base import state_options
 from sympow.layers.cache import InputCache, capacity
+from sympow.layers.float32 import linear_float32
+from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.convolution import causal_convolution
 
 _BANDS = 16  # frequencies of the positional features, besides time itself

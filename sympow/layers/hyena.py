@@ -8,10 +8,11 @@ from math import log2
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, MixerState, per_document, state_options
+from sympow.layers.base import Mixer, per_document, state_options
 from sympow.layers.cache import InputCache, capacity
+from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.filters import ImplicitFilter, last_outputs
-from sympow.layers.short_convolution import DepthwiseConvolution
+from sympow.layers.state import MixerState
 
 _SHORT = 3  # taps of the convolution of the projections
 

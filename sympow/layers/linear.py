@@ -7,11 +7,12 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, normed, per_document
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size
+from sympow.layers.state import MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
@@ -32,7 +33,7 @@ class LinearAttention(AttentionMixer):
     """Linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
 
     Args:
-        feature_map: "identity": weights are q . k and every head's output is RMS-normalized. "elu+1": weights
+        feature_map: "identity": weights are q . k, and `head_norm` is on unless it is given. "elu+1": weights
             are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum.
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
             of the weights stays positive (Su et al., 2021, section 3.3).
@@ -51,14 +52,14 @@ class LinearAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
+        heads.setdefault("head_norm", feature_map == "identity")
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         if feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map is one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
         self.feature_map, self.chunk_size, self.impl = feature_map, chunk_size, impl
-        self.out_norm = nn.RMSNorm(self.value_dim, eps=1e-6) if feature_map == "identity" else None
         self.reset_parameters()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v, features = self._inputs(x, self.first_position(x))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         y = power_attention(q, k, v, **self._options() | split).out
@@ -68,9 +69,9 @@ class LinearAttention(AttentionMixer):
             if self.context_group is not None:
                 sums = sums + exclusive_sum(sums[:, -1], self.context_group)[:, None]
             y = _normalized(y, q, sums)
-        return self._output(y)
+        return y
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
         device = self.out.weight.device if device is None else torch.device(device)
@@ -78,7 +79,7 @@ class LinearAttention(AttentionMixer):
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 
-    def step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
+    def mix_step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
         q, k, v, features = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, None, state.memory, **self._options())
         feature_sum = state.feature_sum
@@ -87,9 +88,9 @@ class LinearAttention(AttentionMixer):
             sums = feature_sum[:, None] + _running_sum(k)
             feature_sum = sums[:, -1].clone()  # a view would hold all sums
             y = _normalized(y, q, sums)
-        return self._output(y), LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
+        return y, LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
         return memory_size(self, 1, self.impl) + self.n_kv_heads * feature_sum
 
@@ -111,9 +112,6 @@ class LinearAttention(AttentionMixer):
         scale = None if self.feature_map == "identity" else 1.0
         options = {"chunk_size": self.chunk_size, "impl": self.impl}
         return {"p": 1, "normalize": False, "scale": scale, **options}
-
-    def _output(self, y: Tensor) -> Tensor:
-        return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
 
 
 def _running_sum(k: Tensor) -> Tensor:

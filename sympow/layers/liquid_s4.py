@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import Mixer, MixerState, draw_normal, per_document
+from sympow.layers.base import Mixer, per_document
+from sympow.layers.initial import draw_normal
+from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
 

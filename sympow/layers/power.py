@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, MixerState, linears_float32, normed
+from sympow.layers.base import AttentionMixer, HeadOptions
+from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.state import MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -26,9 +28,6 @@ from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import tail_elements
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options
-
-# Adam moves every weight by about the learning rate, and a position is a sum over all tokens before it.
-_POSITION_SCALE = 0.1
 
 
 @dataclass
@@ -49,8 +48,11 @@ class PowerAttention(AttentionMixer):
             (a single head starts at the middle). A bias b remembers for about exp(b) tokens, so (1, 8)
             spreads the heads over memories of a few to a few thousand tokens. This matters: biases of 0, a
             half-life of one token, learn far worse, and ungated p = 2 worse still.
-        rotation: "data": positions advance by 1 + tanh(W x / 10) at every token (M14), W = 0 at first, which is
+        rotation: "data": positions advance by 1 + tanh(r W x) at every token (M14), W = 0 at first, which is
             "fixed"; "fixed": by 1; "none".
+        position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
+            learning rate: with r below 1 positions move that much more slowly.
+        qk_gain: factor of the initial weights of queries and keys.
         initial_score: the score (M1) that the biases of queries and keys give every pair at first (before `qk_norm`);
             even p only, and with `bias`. So attention starts as an average of the past, as softmax attention
             does. From 0 its first weights are squares of noise, and which sign all scores take together is
@@ -75,6 +77,8 @@ class PowerAttention(AttentionMixer):
         gate: bool = True,
         gate_bias: Sequence[float] = (1.0, 8.0),
         rotation: str = "data",
+        position_rate: float = 0.1,
+        qk_gain: float = 1.0,
         initial_score: float = 1.0,
         normalize: bool | None = None,
         eps: float = 1.0,
@@ -82,44 +86,45 @@ class PowerAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
+        heads.setdefault("short_convolution", 4)
+        heads.setdefault("head_norm", True)
+        heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
-        if len(gate_bias) != 2:
-            raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
+        if not (math.isfinite(position_rate) and position_rate > 0):
+            raise ValueError(f"position_rate must be positive and finite; got {position_rate}")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
+        self.position_rate, self.qk_gain = position_rate, qk_gain
         self.normalize = p % 2 == 0 if normalize is None else normalize
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
-        self.gate = nn.Linear(d_model, self.n_kv_heads) if gate else None
-        self.beta = nn.Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
-        self.out_norm = None if self.normalize else nn.RMSNorm(self.value_dim, eps=1e-6)
+        self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
+        self.beta = Float32Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
+            self.qkv.weight[: (self.n_heads + self.n_kv_heads) * self.head_dim] *= self.qk_gain
             if self.p % 2 == 0 and self.qkv.bias is not None:
                 # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
                 # as roundings of one that is most of all scores would be the same for all tokens.
                 qk = self.qkv.bias[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
-            if self.gate is not None:
-                first, last = self.gate_bias
-                if self.n_kv_heads == 1:
-                    first = (first + last) / 2
-                self.gate.bias.copy_(torch.linspace(first, last, self.n_kv_heads, device="cpu"))
+            if self.gate is not None and self.gate.bias is not None:
+                self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
             if self.beta is not None:
                 # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.
                 self.beta.weight.zero_()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        y = power_attention(q, k, v, log_g, **self._options() | split).out
-        return self._output(y)
+        return power_attention(q, k, v, log_g, **self._options() | split).out
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
         device = self.out.weight.device if device is None else torch.device(device)
@@ -128,12 +133,12 @@ class PowerAttention(AttentionMixer):
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
         return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
 
-    def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+    def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         q, k, v, log_g, position = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
-        return self._output(y), PowerAttentionState(memory, position)
+        return y, PowerAttentionState(memory, position)
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         position = self.n_kv_heads if self.rotation == "data" else 0
         return memory_size(self, self.p, self.impl) + position
 
@@ -148,12 +153,11 @@ class PowerAttention(AttentionMixer):
         self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
         """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
-        self.check_input(x, self.qkv.weight)
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
             start = position if isinstance(position, Tensor) else None
-            steps = 1 + torch.tanh(_POSITION_SCALE * gates[-1])
+            steps = 1 + torch.tanh(self.position_rate * gates[-1])
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
@@ -164,9 +168,6 @@ class PowerAttention(AttentionMixer):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
-
-    def _output(self, y: Tensor) -> Tensor:
-        return self.merge(y if self.out_norm is None else normed(self.out_norm, y))
 
 
 def initial_memory(

@@ -83,3 +83,20 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
         if inner:
             filled["options"] = inner
     return filled
+
+
+def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options that mean today what `options` meant in version 0.1, also of a mixer behind a convolution.
+
+    There power attention had no short convolution and no output gate, and a norm of every head's output only where it
+    did not divide by the sum of the weights.
+    """
+    behind = options.get("mixer")
+    if name == "short_convolution" and behind is not None:
+        return dict(options) | {"options": options_of_older(behind, options.get("options") or {})}
+    if name != "power":
+        return dict(options)
+    divides = options.get("normalize")
+    divides = options.get("p", 2) % 2 == 0 if divides is None else divides
+    then = {"short_convolution": 0, "head_norm": not divides, "output_gate": False, "normalize": divides}
+    return dict(options) | then

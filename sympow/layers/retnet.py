@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, draw_uniform, head_normed, state_options
+from sympow.layers.base import AttentionMixer, HeadOptions, head_normed, state_options
+from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, continue_power
 from sympow.ops import PowerState, power_attention
 
@@ -29,6 +30,8 @@ class RetNet(AttentionMixer):
         impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`, with other defaults: value_dim 2 K, bias False.
     """
+
+    own_output: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -55,24 +58,23 @@ class RetNet(AttentionMixer):
             bound = 2**-2.5 * sqrt(6 / sum(weight.shape))
             draw_uniform(weight, -bound, bound, generator)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
-        y = power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
-        return self._output(x, y)
+        return power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
         options = state_options(self.out.weight, device, dtype, sums=True)
         memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
         return PowerAttentionState(memory, 0)
 
-    def step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+    def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
-        return self._output(x, y), PowerAttentionState(memory, state.position + x.shape[1])
+        return y, PowerAttentionState(memory, state.position + x.shape[1])
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
 
     def _decay(self, k: Tensor) -> Tensor:
@@ -84,5 +86,5 @@ class RetNet(AttentionMixer):
     def _options(self) -> dict[str, Any]:
         return {"p": 1, "normalize": False, "chunk_size": self.chunk_size, "impl": self.impl}
 
-    def _output(self, x: Tensor, y: Tensor) -> Tensor:
+    def output(self, x: Tensor, y: Tensor) -> Tensor:
         return self.out(F.silu(self.gate(x)) * head_normed(self.out_norm, y))

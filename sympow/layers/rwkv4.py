@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, MixerState, draw_orthogonal, linear_float32, per_document, state_options
+from sympow.layers.base import Mixer, per_document, state_options
+from sympow.layers.float32 import linear_float32
+from sympow.layers.initial import draw_orthogonal
+from sympow.layers.state import MixerState
 
 _FEW = 8  # sums that a scan takes all at once
 

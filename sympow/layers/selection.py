@@ -6,24 +6,19 @@ A few such layers among BaseConv ones are the hybrids of Zoology; selecting ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import (
-    AttentionMixer,
-    HeadOptions,
-    MixerState,
-    linear_float32,
-    per_document,
-    state_options,
-)
+from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
+from sympow.layers.state import MixerState
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -69,6 +64,8 @@ class SelectiveAttention(AttentionMixer):
         **heads: options of `AttentionMixer`.
     """
 
+    own_output: ClassVar[bool] = True
+
     def __init__(
         self,
         d_model: int,
@@ -92,24 +89,30 @@ class SelectiveAttention(AttentionMixer):
         self.score = nn.Linear(d_model, 1) if selection == "learned" else None
         self.reset_parameters()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+    def output(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns y [B, T, d], which `mix` has projected for the selected tokens alone."""
+        return y
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
         q, k, v = self.rotated_heads(x)
         inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionState:
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
-    def step(self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None) -> tuple[Tensor, SelectionState]:
+    def mix_step(
+        self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, SelectionState]:
         q, k, v = self.rotated_heads(x, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = self._attend(q, *cache.filled(), selected)
         return self._gated(y, gate), SelectionState(cache, choice)
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         return cache + (capacity(context) if self.reads_tokens else self.top_k + 1)
 
@@ -153,7 +156,7 @@ class SelectiveAttention(AttentionMixer):
         return selected, gate, choice
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
-        """The output projection of attention for selected rows of q [B, T, H, K], 0 for others: [B, T, d].
+        """Attends from the selected rows of q [B, T, H, K] and projects; the others get 0: [B, T, d].
 
         q are the last T of the S tokens of k [B, G, S, K] and v [B, G, S, V]; selected is bool [B, T].
         """
@@ -168,7 +171,7 @@ class SelectiveAttention(AttentionMixer):
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
             outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
-        y = self.merge(torch.cat(outs, dim=1).to(q.dtype)) * selected.gather(1, rows)[..., None]
+        y = self.out(torch.cat(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
         return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -10,10 +12,21 @@ from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
 from sympow.layers.cache import KVCache, capacity
+from sympow.layers.float32 import Float32Linear, gate_biases
+from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
+from sympow.layers.state import MixerState
 from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
 MASK_ELEMENTS = 1 << 23
+
+
+@dataclass
+class GatedCache(MixerState):
+    """Keys, with the sum L of log_g up to each of them in their last channels, and values; L so far, float64 [B, G]."""
+
+    cache: KVCache
+    log_sum: Tensor
 
 
 class SoftmaxAttention(AttentionMixer):
@@ -22,34 +35,81 @@ class SoftmaxAttention(AttentionMixer):
     Packed documents are computed one after another.
 
     Args:
+        gate: adds log sigmoid(W x + b) of every later token to a token's scores, for each key/value head (Lin et al.,
+            "Forgetting Transformer", 2025): the gate of `PowerAttention`.
+        gate_bias: as in `PowerAttention`.
         rotation: "fixed" or "none".
         **heads: options of `AttentionMixer`.
     """
 
-    def __init__(self, d_model: int, n_heads: int, *, rotation: str = "fixed", **heads: Unpack[HeadOptions]):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        gate: bool = False,
+        gate_bias: Sequence[float] = (1.0, 8.0),
+        rotation: str = "fixed",
+        **heads: Unpack[HeadOptions],
+    ):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
+        self.gate_bias = tuple(gate_bias)
+        self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.reset_parameters()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        if self.gate is not None and self.gate.bias is not None:
+            with torch.no_grad():
+                self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
-        return self.merge(per_document(_causal, cu_seqlens, q, k, v))
+        if self.gate is None:
+            return per_document(_causal, cu_seqlens, q, k, v)
+        log_g = F.logsigmoid(self.gate(x))
+        return per_document(gated_attention, cu_seqlens, q, k, v, log_g)
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KVCache:
-        return empty_cache(self, batch_size, device, dtype)
+    ) -> KVCache | GatedCache:
+        if self.gate is None:
+            return empty_cache(self, batch_size, device, dtype)
+        cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))
+        return GatedCache(cache, torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=cache.k.device))
 
-    def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
+        if self.gate is not None:
+            return self._gated_step(x, state, self.gate)
+        if not isinstance(state, KVCache):
+            raise TypeError("the state was made by a layer with a gate; this one has none")
         q, k, v = self.rotated_heads(x, state.length)
         state = state.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
-        return self.merge(y.transpose(1, 2).to(x.dtype)), state
+        return y.transpose(1, 2).to(x.dtype), state
 
-    def state_size(self, context: int) -> int:
-        return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
+    def mix_state_size(self, context: int) -> int:
+        if self.gate is None:
+            return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
+        key_dim = gated_key_dim(self.head_dim)
+        return self.n_kv_heads * ((key_dim + self.value_dim) * capacity(context) + 1)
 
     def training_flops(self, time: int) -> int:
         return both_ways(time, self)
+
+    def _gated_step(self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear) -> tuple[Tensor, GatedCache]:
+        if not isinstance(state, GatedCache):
+            raise TypeError("the state was made by a layer without a gate; this one has one")
+        q, k, v = self.rotated_heads(x, state.cache.length)
+        log_g = F.logsigmoid(gate(x))
+        sums = state.log_sum[:, None] + log_g.cumsum(1, dtype=torch.float64)
+        dtype = state.cache.k.dtype
+        q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
+        cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
+        with torch.autocast(x.device.type, enabled=False):  # it would round the sums in the keys
+            y = attend_to_past(q.transpose(1, 2), *cache.filled(), scale=self.head_dim**-0.5)
+        y = y.transpose(1, 2).to(x.dtype)
+        return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
 
 
 def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:
@@ -59,21 +119,46 @@ def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> in
     return sum(ways)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v for q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]."""
+def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
+    """Causal softmax attention to scores q_i . k_j / sqrt(K) + L_i - L_j, L = cumsum(log_g).
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        log_g: [B, T, G], natural logarithms of the gates, float32 or float64.
+
+    Returns:
+        [B, T, H, V].
+    """
+    scale, value_dim = q.shape[-1] ** -0.5, v.shape[-1]
+    q, k = with_gates(q, k, log_g)
+    if value_dim < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - value_dim))  # some kernels take values as wide as keys alone
+    with torch.autocast(q.device.type, enabled=False):  # it would round the sums in the keys
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, scale=scale)
+    return y[..., :value_dim].transpose(1, 2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q k^T) v for q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]; `scale` is 1 / sqrt(K) if None."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def attend_to_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last T of S tokens: q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]."""
+def attend_to_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    """Causal attention of the last T of S tokens: q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]; see `attend`."""
     new, total = q.shape[2], k.shape[2]
     if new == 1 or new == total:
-        return attend(q, k, v, causal=new > 1)
+        return attend(q, k, v, causal=new > 1, scale=scale)
     position = torch.arange(total, device=q.device)
     blocks = q.split(max(1, MASK_ELEMENTS // total), dim=2)
     rows = position[total - new :].split(blocks[0].shape[2])
-    outs = [attend(block, k, v, mask=row[:, None] >= position) for block, row in zip(blocks, rows, strict=True)]
+    outs = []
+    for block, row in zip(blocks, rows, strict=True):
+        outs.append(attend(block, k, v, mask=row[:, None] >= position, scale=scale))
     return torch.cat(outs, dim=2)
 
 
@@ -83,10 +168,11 @@ def empty_cache(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     limit: int | None = None,
+    key_dim: int | None = None,
 ) -> KVCache:
-    """The cache of `mixer` before the first token; see `Mixer.init_state`."""
+    """The cache of `mixer` before the first token; see `Mixer.init_state`. `key_dim` is the mixer's if None."""
     options = state_options(mixer.out.weight, device, dtype)
-    k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim, **options)
+    k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim if key_dim is None else key_dim, **options)
     v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)
     return KVCache(k, v, limit=limit)
 

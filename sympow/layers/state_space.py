@@ -7,7 +7,8 @@ from math import log, pi
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal, draw_uniform, state_options
+from sympow.layers.base import state_options
+from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.convolution import causal_convolution
 
 _DT_MIN, _DT_MAX = 1e-3, 1e-1

@@ -47,19 +47,19 @@ class WindowAttention(WindowMixer):
     The window includes the token itself. Options as in `WindowMixer`.
     """
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.rotated_heads(x)
         if cu_seqlens is None and x.shape[1] > self.window and suits_flex(q, v):  # documents have too many lengths
             y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
-            return self.merge(y.transpose(1, 2))
-        return self.merge(per_document(self._windowed, cu_seqlens, q, k, v))
+            return y.transpose(1, 2)
+        return per_document(self._windowed, cu_seqlens, q, k, v)
 
-    def init_state(
+    def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> KVCache:
         return empty_cache(self, batch_size, device, dtype, limit=self.window)
 
-    def step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def mix_step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if x.shape[1] == 1:
@@ -72,9 +72,9 @@ class WindowAttention(WindowMixer):
             v_seen = torch.cat([past_v, v.to(past_v.dtype)], dim=2)
             y = attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
             state = state.extend(k, v)  # after the past was read: it may be overwritten
-        return self.merge(y.transpose(1, 2).to(x.dtype)), state
+        return y.transpose(1, 2).to(x.dtype), state
 
-    def state_size(self, context: int) -> int:
+    def mix_state_size(self, context: int) -> int:
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
 
     def training_flops(self, time: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from sympow.layers import check_mixer
-from sympow.layers.registry import fill_options
+from sympow.layers.registry import fill_options, options_of_older
 
 Body = Literal["gpt2", "llama", "rwkv7"]
 
@@ -144,7 +144,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Reads what `to_dict` gives. Without "body" the body is "gpt2": older runs knew no other.
+        """Reads what `to_dict` gives, also what that of version 0.1 gave, in which there is no "body".
+
+        Such a model has the gpt2 body and mixers as they were by default then; see `options_of_older`.
 
         Raises ValueError for a field that is missing or unknown, or that the body does not have.
         """
@@ -154,7 +156,12 @@ class ModelConfig:
             if body in get_args(Body) and body not in _FIELDS_OF.get(name, (body,)):
                 raise ValueError(cls._lacks(body, name))
         if "mixers" in values:
-            values["mixers"] = tuple(MixerConfig.from_dict(mixer) for mixer in values["mixers"])
+            mixers = [MixerConfig.from_dict(mixer) for mixer in values["mixers"]]
+            if "body" not in values:
+                mixers = [MixerConfig(mixer.name, options_of_older(mixer.name, mixer.options)) for mixer in mixers]
+            values["mixers"] = tuple(mixers)
+        elif "body" not in values:
+            values["mixers"] = (MixerConfig("power", options_of_older("power", {})),)
         return cls(**values)
 
     @classmethod

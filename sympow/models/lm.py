@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
-from sympow.layers.base import draw_normal
+from sympow.layers.initial import draw_normal
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import reset_norm
 from sympow.models.config import ModelConfig

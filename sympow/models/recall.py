@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import draw_normal
+from sympow.layers.initial import draw_normal
 from sympow.models.config import ModelConfig
 from sympow.models.lm import LanguageModel, ModelState
 

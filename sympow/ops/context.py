@@ -122,59 +122,57 @@ class _ExclusiveSum(torch.autograd.Function):
 
 
 def previous_tokens(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The last `count` tokens of the part of the rank before, zeros on the first: x [B, T, ...] -> [B, count, ...].
+    """Returns the last `count` tokens of the rank before, [B, count, ...] of x [B, T, ...]; zeros on the first.
 
-    Every rank of the group calls it, with parts of one shape, also in the backward.
+    Every rank of the group calls it, with tensors of one shape, also in the backward.
+
+    Raises ValueError where a rank has fewer than `count` tokens.
     """
-    if not 1 <= count <= x.shape[1]:
+    if x.shape[1] < count:
         raise ValueError(f"a part of {x.shape[1]} tokens has no last {count} of them to pass on")
-    return _PreviousTokens.apply(x, count, group)
+    return _PreviousTokens.apply(x[:, x.shape[1] - count :], group)
 
 
 class _PreviousTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, count, group):
-        ctx.time, ctx.group = x.shape[1], group
-        return _from_neighbour(x[:, x.shape[1] - count :].contiguous(), group, reverse=False)
+    def forward(ctx, tail, group):
+        ctx.group = group
+        return _neighbour(tail, group, reverse=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        own = _from_neighbour(grad.contiguous(), ctx.group, reverse=True)
-        before = own.new_zeros(own.shape[0], ctx.time - own.shape[1], *own.shape[2:])
-        return torch.cat([before, own], dim=1), None, None
+        return _neighbour(grad, ctx.group, reverse=True), None
 
 
-def _from_neighbour(x: Tensor, group: dist.ProcessGroup, *, reverse: bool) -> Tensor:
-    """x of the rank before, zeros on the first; of the rank behind, zeros on the last, in reverse."""
+def _neighbour(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
+    """What the rank before has in the place of x, the rank after in reverse; zeros where there is none."""
     if torch.compiler.is_compiling():
-        return _exchange_as_operator(x, group.group_name, reverse)
-    return _exchange(x, group, reverse)
+        return _neighbour_as_operator(x, group.group_name, reverse)
+    return _exchanged(x, group, reverse)
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
-    """All pairs of neighbours at once, not as a chain: what is sent does not depend on what comes."""
+def _exchanged(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    source, target = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
-    first = not 0 <= source < size
-    incoming = torch.zeros_like(x) if first else torch.empty_like(x)
+    before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+    sent, received = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
     transfers = []
-    if not first:
-        transfers.append(dist.P2POp(dist.irecv, incoming, group=group, group_peer=source))
-    if 0 <= target < size:
-        transfers.append(dist.P2POp(dist.isend, x, group=group, group_peer=target))
-    for transfer in dist.batch_isend_irecv(transfers) if transfers and x.numel() else ():
-        transfer.wait()
-    return incoming
+    if x.numel() and 0 <= after < size:
+        transfers.append(dist.P2POp(dist.isend, sent, group=group, group_peer=after))
+    if x.numel() and 0 <= before < size:
+        transfers.append(dist.P2POp(dist.irecv, received, group=group, group_peer=before))
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
+        work.wait()
+    return received
 
 
-@torch.library.custom_op("sympow::from_neighbour", mutates_args=())
-def _exchange_as_operator(x: Tensor, group: str, reverse: bool) -> Tensor:
-    """In a graph of torch.compile: whole, as `_scan_as_operator` is."""
+@torch.library.custom_op("sympow::neighbour", mutates_args=())
+def _neighbour_as_operator(x: Tensor, group: str, reverse: bool) -> Tensor:
+    """In a graph of torch.compile: whole, for the reason of `_scan_as_operator`."""
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-    return _exchange(x, resolve(group), reverse)
+    return _exchanged(x, resolve(group), reverse)
 
 
-@_exchange_as_operator.register_fake
+@_neighbour_as_operator.register_fake
 def _(x, group, reverse):
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sympow.ops import eager, reference
 from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
+from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.kernels import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.types import PowerOutput, PowerState
@@ -90,14 +91,14 @@ def power_attention(
     if cu_seqlens is None:
         _check_state(initial_state, q.shape[0], k, v, p)
         return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
-    _check_cu_seqlens(cu_seqlens, q)
+    check_borders(cu_seqlens, q.shape[0])
     _check_state(initial_state, len(cu_seqlens) - 1, k, v, p)
     if run is _triton:
         if cu_seqlens.device.type == "cpu":
-            _document_ends(cu_seqlens, q)
+            borders(cu_seqlens, q.shape[1])
         cu_seqlens = cu_seqlens.to(q.device, torch.int32)
         return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
-    return _packed(run, q, k, v, log_g, initial_state, _document_ends(cu_seqlens, q), **options)
+    return _packed(run, q, k, v, log_g, initial_state, borders(cu_seqlens, q.shape[1]), **options)
 
 
 def power_attention_step(
@@ -352,22 +353,3 @@ def _check_context(run: Callable, state: PowerState | None, return_state: bool, 
         raise ValueError("impl='reference' computes whole rows; it takes no context_group")
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"cu_seqlens must be an int32 or int64 tensor; got {getattr(cu_seqlens, 'dtype', cu_seqlens)!r}"
-        )
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be [N + 1] for N >= 1 documents; got {list(cu_seqlens.shape)}")
-    if q.shape[0] != 1:
-        raise ValueError(f"packed documents (cu_seqlens) lie along T of a batch of 1; got B = {q.shape[0]}")
-
-
-def _document_ends(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    """The values of cu_seqlens, checked; of a tensor on a GPU the host waits for them."""
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != q.shape[1] or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to T = {q.shape[1]} without falling; got {ends[:8]}...{ends[-1]}"
-        )
-    return ends

@@ -24,17 +24,20 @@ def rotary_frequencies(
     key_dim: int,
     rule: str = "standard",
     max_length: float | None = None,
-    *,
     base: float | None = None,
+    rotary_dim: int | None = None,
+    *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """(M13): theta_m = theta_1 / N**(2 (m - 1) / K), in radians per unit of position: float64 [K/2].
+    """Returns theta_m = theta_1 / N**(2 (m - 1) / K), in radians per unit of position: float64 [K/2], (M13).
 
     Args:
         key_dim: K, even.
         rule: "standard": theta_1 = 1, N = base (Su et al., 2021). "conformal": theta_1 = 2 pi, N = max_length, the
             longest document (Kumar et al., 2025).
         max_length: N of the conformal rule; not taken by the standard one.
+        rotary_dim: the channels that turn, even and at most K: theta is that of so many channels in the first pairs,
+            and 0 in the others. None: all.
         base: N of the standard rule, 10,000 if None; not taken by the conformal one.
     """
     if key_dim < 2 or key_dim % 2:
@@ -49,8 +52,11 @@ def rotary_frequencies(
     if not 1 < n < inf:
         name = "the rotation's base" if max_length is None else "max_length"
         raise ValueError(f"{name} must be greater than 1; got {n:g}")
-    exponent = torch.arange(key_dim // 2, dtype=torch.float64, device=device) * (2 / key_dim)
-    return first * n**-exponent
+    turning = key_dim if rotary_dim is None else rotary_dim
+    if not 2 <= turning <= key_dim or turning % 2:
+        raise ValueError(f"rotary_dim must be even, from 2 to {key_dim}; got {rotary_dim}")
+    exponent = torch.arange(turning // 2, dtype=torch.float64, device=device) * (2 / turning)
+    return F.pad(first * n**-exponent, (0, (key_dim - turning) // 2))
 
 
 def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:

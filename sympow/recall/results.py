@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from statistics import mean, median
@@ -41,10 +41,13 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of any file of `write_results`."""
+def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The rows of any file of `write_results`. Columns named in `texts` are not read as numbers where they look so."""
     with open(path, newline="", encoding="utf-8") as file:
-        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+        return [
+            {name: text if name in texts and text else _value(text) for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

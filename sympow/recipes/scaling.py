@@ -1,75 +1,306 @@
-"""Loss against context: one shape, one budget of tokens and one order of the data for every mixer and every context.
+"""Loss against context: one function a variant, of one shape, one budget of tokens and one order of the data.
 
 Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two arrays in the
 layout of LongCrawl64 with 16,384 different tokens. A step is 65,536 tokens at every context: training.context=N goes
 with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` runs the whole grid.
+
+"The block" is a short convolution before the mixer, a norm of every head's output and a gate on it. Variants have it
+unless they are called plain or published. "Published" variants have none of the project's defaults either: eps = 1e-6,
+scores that start at 0, and where there is a gate, biases of 0 [CST].
 """
 
+from dataclasses import replace
 from typing import Any
 
 from sympow.data import DataConfig
-from sympow.models import MixerConfig, preset
+from sympow.models import MixerConfig, ModelConfig, preset
 from sympow.training import RunConfig, TrainingConfig
 
 TOKENS_PER_STEP = 65_536
 STEPS = 460  # 30 million tokens
 VOCAB_SIZE = 16_384
+LONGEST = 65_536  # tokens of a document
+
+BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True}
+PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False}
+PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
+UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
+GATED: dict[str, Any] = {"gate_bias": (0.0, 0.0), "rotation": "fixed"}
+CONFORMAL: dict[str, Any] = {
+    "gate_bias": (0.0, 0.0), "rotation": "data", "position_rate": 1.0, "frequencies": "conformal",
+    "max_length": LONGEST,
+}  # fmt: skip
+
+
+# Power attention, and what it is compared with, in the block.
 
 
 def power() -> RunConfig:
-    """Power attention, p = 2, gated and rotated by the data: conformal sympow [CST]."""
-    return _power("power", p=2)
+    """Returns the layer's default: p = 2, gated and rotated by the data, in the block."""
+    return _power("power")
 
 
 def power_gated() -> RunConfig:
-    """p = 2 with a gate and fixed rotation."""
-    return _power("power_gated", p=2, rotation="fixed")
+    """Returns p = 2 with a gate and fixed rotation."""
+    return _power("power_gated", rotation="fixed")
 
 
 def power_ungated() -> RunConfig:
-    """p = 2 without a gate and with fixed rotation: sympow as it was first published [SPT], but for how it starts."""
-    return _power("power_ungated", p=2, gate=False, rotation="fixed")
+    """Returns p = 2 without a gate and with fixed rotation."""
+    return _power("power_ungated", **UNGATED)
 
 
-def power4_gated() -> RunConfig:
-    """p = 4 with a gate and fixed rotation; its quadratic form, as the state would be too large."""
-    return _power("power4_gated", p=4, rotation="fixed")
+def linear_gated() -> RunConfig:
+    """Returns p = 1 with a gate: gated linear attention."""
+    return _power("linear_gated", p=1)
 
 
-def power4_ungated() -> RunConfig:
-    """p = 4 without a gate."""
-    return _power("power4_ungated", p=4, gate=False, rotation="fixed")
+def power3() -> RunConfig:
+    """Returns p = 3 of keys of 32: a state of 5,984 rows, 2.9 times that of p = 2."""
+    return _power("power3", p=3, head_dim=32, value_dim=64)
 
 
-def power6_ungated() -> RunConfig:
-    """p = 6 without a gate."""
-    return _power("power6_ungated", p=6, gate=False, rotation="fixed")
+def power_p4_k24() -> RunConfig:
+    """Returns p = 4 of keys of 24: a state of 17,550 rows, 8.4 times that of p = 2."""
+    return _power("power_p4_k24", p=4, head_dim=24, value_dim=64)
+
+
+def power4() -> RunConfig:
+    """Returns p = 4 of keys of 64: a state of 766,480 rows, so that it is computed in its quadratic form."""
+    return _power("power4", p=4)
 
 
 def softmax() -> RunConfig:
-    """Softmax attention with rotary positions."""
-    return _config("softmax", MixerConfig("softmax"))
+    """Returns softmax attention with rotary positions."""
+    return _config("softmax", MixerConfig("softmax", BLOCK))
+
+
+def softmax_gate() -> RunConfig:
+    """Returns softmax attention with the gate of power attention."""
+    return _config("softmax_gate", MixerConfig("softmax", BLOCK | {"gate": True}))
 
 
 def window() -> RunConfig:
-    """Softmax attention over a sliding window of 8,192 tokens."""
-    return _config("window", MixerConfig("window", {"window": 8192}))
+    """Returns a window of 1,024 tokens: a state of 131,072 elements a head, where that of p = 2 has 135,200."""
+    return _window("window", 1024)
 
 
 def linear() -> RunConfig:
-    """Linear attention."""
-    return _config("linear", MixerConfig("linear"))
+    """Returns linear attention without a gate."""
+    return _config("linear", MixerConfig("linear", BLOCK))
+
+
+def window32() -> RunConfig:
+    """Returns a window of 32 tokens: a state of 4,096 elements a head, where that of linear attention has 4,160."""
+    return _window("window32", 32)
+
+
+def rwkv7() -> RunConfig:
+    """Returns the time mixing of RWKV-7, which has a block of its own."""
+    return _config("rwkv7", *_rwkv7())
+
+
+def gated_delta_net() -> RunConfig:
+    """Returns Gated DeltaNet of flash-linear-attention, which has a block of its own."""
+    return _config("gated_delta_net", MixerConfig("gated_delta_net"))
+
+
+def hybrid_softmax() -> RunConfig:
+    """Returns five layers of power attention and one of softmax attention."""
+    return _config("hybrid_softmax", *[MixerConfig("power")] * 5, MixerConfig("softmax", BLOCK))
+
+
+def hybrid_window() -> RunConfig:
+    """Returns power attention and windows of 256 tokens in turns: a state of constant size."""
+    return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 256}), MixerConfig("power"))
+
+
+# Without the block, and as published.
+
+
+def softmax_plain() -> RunConfig:
+    """Returns softmax attention without the block."""
+    return _config("softmax_plain", MixerConfig("softmax"))
+
+
+def power_plain() -> RunConfig:
+    """Returns the default of power attention without the block."""
+    return _power("power_plain", **PLAIN)
+
+
+def published_p2() -> RunConfig:
+    """Returns p = 2 without a gate: symmetric power transformers [SPT]."""
+    return _power("published_p2", **PUBLISHED, **UNGATED)
+
+
+def published_p4() -> RunConfig:
+    """Returns p = 4 without a gate [SPT]."""
+    return _power("published_p4", p=4, **PUBLISHED, **UNGATED)
+
+
+def published_p6() -> RunConfig:
+    """Returns p = 6 without a gate [SPT]."""
+    return _power("published_p6", p=6, **PUBLISHED, **UNGATED)
+
+
+def published_p2_gated() -> RunConfig:
+    """Returns p = 2 with the gate of [CST] and fixed rotation."""
+    return _power("published_p2_gated", **PUBLISHED, **GATED)
+
+
+def published_p4_gated() -> RunConfig:
+    """Returns p = 4 with the gate of [CST] and fixed rotation."""
+    return _power("published_p4_gated", p=4, **PUBLISHED, **GATED)
+
+
+def conformal_p2() -> RunConfig:
+    """Returns p = 2 with gate and rotation as in [CST]: conformal symmetric power transformers."""
+    return _power("conformal_p2", **PUBLISHED, **CONFORMAL)
+
+
+def conformal_p4() -> RunConfig:
+    """Returns p = 4 with gate and rotation as in [CST]."""
+    return _power("conformal_p4", p=4, **PUBLISHED, **CONFORMAL)
+
+
+# `power` with one thing changed: to what a source has, or to nothing for the parts of the block.
+
+
+def power_eps() -> RunConfig:
+    """Returns `power` with eps = 1e-6 instead of 1."""
+    return _power("power_eps", eps=1e-6)
+
+
+def power_score() -> RunConfig:
+    """Returns `power` with scores that start at 0 instead of 1."""
+    return _power("power_score", initial_score=0.0)
+
+
+def power_gate_bias_0() -> RunConfig:
+    """Returns `power` with initial gate biases of 0 [CST] instead of 1 to 8: a half-life of one token."""
+    return _power("power_gate_bias_0", gate_bias=(0.0, 0.0))
+
+
+def power_gate_bias_7() -> RunConfig:
+    """Returns `power` with initial gate biases of 6.906768 instead of 1 to 8: gates of 0.999, as [SCRA]'s code has."""
+    return _power("power_gate_bias_7", gate_bias=(6.906768, 6.906768))
+
+
+def power_frequencies() -> RunConfig:
+    """Returns `power` with the frequencies of [CST] (M13) instead of the standard ones."""
+    return _power("power_frequencies", frequencies="conformal", max_length=LONGEST)
+
+
+def power_positions() -> RunConfig:
+    """Returns `power` with positions that learn at the full rate [CST] instead of a tenth of it."""
+    return _power("power_positions", position_rate=1.0)
+
+
+def power_warmup() -> RunConfig:
+    """Returns `power` with a warm-up over 1% of the steps instead of 10%; the sources warm up over less than 1%."""
+    config = _power("power_warmup")
+    return replace(config, training=replace(config.training, warmup_steps=STEPS // 100))
+
+
+def power_no_bias() -> RunConfig:
+    """Returns `power` without biases in the projections, as [SCRA]'s code; its scores so start at 0."""
+    return _power("power_no_bias", bias=False)
+
+
+def power_unnormalized() -> RunConfig:
+    """Returns `power` without the division by the sum of the weights; the norm of heads is what is left."""
+    return _power("power_unnormalized", normalize=False)
+
+
+def power_no_convolution() -> RunConfig:
+    """Returns `power` without the short convolution."""
+    return _power("power_no_convolution", short_convolution=0)
+
+
+def power_no_head_norm() -> RunConfig:
+    """Returns `power` without the norm of heads' outputs."""
+    return _power("power_no_head_norm", head_norm=False)
+
+
+def power_no_output_gate() -> RunConfig:
+    """Returns `power` without the gate on heads' outputs."""
+    return _power("power_no_output_gate", output_gate=False)
+
+
+# The body of RWKV-7 around other mixers [SCRA].
+
+
+def body_power() -> RunConfig:
+    """Returns power attention in the body of RWKV-7."""
+    return _in_rwkv7_body("body_power", MixerConfig("power", PLAIN))
+
+
+def body_softmax() -> RunConfig:
+    """Returns softmax attention in the body of RWKV-7."""
+    return _in_rwkv7_body("body_softmax", MixerConfig("softmax"))
+
+
+def body_linear() -> RunConfig:
+    """Returns gated linear attention in the body of RWKV-7."""
+    return _in_rwkv7_body("body_linear", MixerConfig("power", PLAIN | {"p": 1, "head_norm": True}))
+
+
+def body_rwkv7() -> RunConfig:
+    """Returns the time mixing of RWKV-7 in its own body."""
+    return _in_rwkv7_body("body_rwkv7", *_rwkv7())
+
+
+# Models of about 550 million FLOPs a token at 65,536 tokens that spend them otherwise on weights and on the state
+# [SCRA Figure 2]. The weight-state FLOP ratio is in the name.
+
+
+def ratio_1_12() -> RunConfig:
+    """Returns 2 layers of softmax attention, 512 wide."""
+    return _shape("ratio_1_12", 512, 2, MixerConfig("softmax", BLOCK))
+
+
+def ratio_2_1() -> RunConfig:
+    """Returns 7 layers of power attention, 768 wide."""
+    return _shape("ratio_2_1", 768, 7, MixerConfig("power"))
+
+
+def ratio_4_1() -> RunConfig:
+    """Returns 9 layers of windows of 2,048 tokens, 768 wide."""
+    return _shape("ratio_4_1", 768, 9, MixerConfig("window", BLOCK | {"window": 2048}))
+
+
+def ratio_99_1() -> RunConfig:
+    """Returns 11 layers of windows of 80 tokens, 768 wide."""
+    return _shape("ratio_99_1", 768, 11, MixerConfig("window", BLOCK | {"window": 80}))
 
 
 def _power(name: str, **options: Any) -> RunConfig:
     return _config(name, MixerConfig("power", options))
 
 
-def _config(name: str, mixer: MixerConfig) -> RunConfig:
-    """At the longest context: a tenth of the steps warms up, held-out losses come eight times, a checkpoint last."""
+def _window(name: str, width: int) -> RunConfig:
+    return _config(name, MixerConfig("window", BLOCK | {"window": width}))
+
+
+def _rwkv7() -> list[MixerConfig]:
+    """The six layers of the shape: RWKV-7 starts otherwise the deeper a layer stands."""
+    return [MixerConfig("rwkv7", {"depth": layer / 5}) for layer in range(6)]
+
+
+def _in_rwkv7_body(name: str, *mixers: MixerConfig) -> RunConfig:
+    config = _config(name, *mixers)
+    return replace(config, model=replace(config.model, body="rwkv7"))
+
+
+def _shape(name: str, d_model: int, n_layers: int, mixer: MixerConfig) -> RunConfig:
+    return replace(_config(name), model=ModelConfig(VOCAB_SIZE, d_model, n_layers, d_model // 64, (mixer,)))
+
+
+def _config(name: str, *mixers: MixerConfig) -> RunConfig:
+    """The run at the longest context: a tenth of the steps warms up, the held-out loss is measured eight times."""
     return RunConfig(
         name=f"scaling-{name}",
-        model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixer),
+        model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers or MixerConfig("power")),
         data=DataConfig(
             kind="zarr",
             path="corpus/train.zarr",

@@ -77,6 +77,7 @@ def train(
     run_dir: str | os.PathLike[str],
     *,
     held_out: RowSource | None = None,
+    observe: Callable[[LanguageModel, int], object] | None = None,
     quiet: bool = False,
     ranks: Ranks | None = None,
 ) -> TrainingResult:
@@ -89,7 +90,8 @@ def train(
     `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, in turns on
     several ranks, so that position in the data is a function of the step alone. The loss of a step is the mean over
     all its real targets, however they fall into passes. `held_out` gives the first `evaluation_batches` of its
-    batches to the held-out loss; without it there is none.
+    batches to the held-out loss; without it there is none. `observe(model, step)` is called every `evaluate_every`
+    steps and after the last, on every rank; its time does not count.
 
     On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
     SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
@@ -146,7 +148,10 @@ def train(
             tracing()
 
             last = step == settings.steps
-            evaluates = held_out is not None and (last or step % settings.evaluate_every == 0)
+            evaluates = last or step % settings.evaluate_every == 0
+            if observe and evaluates:
+                observe(model, step)
+            evaluates = evaluates and held_out is not None
             number = int(ranks.max(stop.signal or 0))
             stopped_by = signal.Signals(number).name if number else None
             if last or evaluates or step % settings.log_every == 0:

@@ -77,12 +77,16 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
 
 
 class LoadedModel(NamedTuple):
-    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for."""
+    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for.
+
+    older: whether the run is of version 0.1, whose power attention had no short convolution and no output gate.
+    """
 
     model: LanguageModel
     config: RunConfig
     run_dir: Path
     step: int
+    older: bool
 
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> LoadedModel:
@@ -102,17 +106,20 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     config = RunConfig.from_dict(checkpoint.config)
     model = LanguageModel(config.model, seed=config.training.seed)
     restore_model(model, checkpoint.model, file)
-    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step)
+    older = _is_older(checkpoint.config)
+    return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step, older)
 
 
 def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
+    older = _is_older(stored)
     stored = _with_all_fields(stored)
     difference = first_difference(without_execution(stored), without_execution(config.to_dict()))
     if difference:
         field, old, new = difference
+        kind = "a run of version 0.1" if older else "a run"
         raise ValueError(
-            f"{where} holds a run with {field} = {old!r}, not {new!r}: "
+            f"{where} holds {kind} with {field} = {old!r}, not {new!r}: "
             "continue with the same config, or restart, or give another folder"
         )
 
@@ -123,6 +130,11 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
         return RunConfig.from_dict(stored).to_dict()
     except (KeyError, TypeError, ValueError):
         return stored
+
+
+def _is_older(config: dict[str, Any]) -> bool:
+    """Whether the config of a run is of version 0.1, which knew no bodies."""
+    return "body" not in config.get("model", {})
 
 
 def _read_json(file: Path) -> dict[str, Any]:

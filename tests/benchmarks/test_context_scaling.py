@@ -1,190 +1,250 @@
-"""Loss against context: the grid, runs that go on after any interruption, and the tables of their results."""
+"""The evidence suite: what runs are, that each is trained, measured and kept once, and that time limits hold."""
 
-import json
-import os
-import signal
-import subprocess
+import csv
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
+import torch
 import zarr
 
 from benchmarks.context_scaling import __main__ as program
-from benchmarks.context_scaling import work as worker
-from benchmarks.context_scaling.grid import RATES, SCALES, Run, grid, parts, settings
-from benchmarks.context_scaling.results import best, collect, read
-from benchmarks.context_scaling.work import Job, work
+from benchmarks.context_scaling import cost, results, speed, work
+from benchmarks.context_scaling.data import make_batches, read_documents
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run
+from benchmarks.context_scaling.launch import Estimates, do_jobs
+from benchmarks.context_scaling.measures import contexts_of, gain
+from benchmarks.context_scaling.studies import STUDIES, grid
+from sympow.data.zarr_corpus import ZarrCorpus
 from sympow.training import NonFiniteError
+from tests.benchmarks.chores import Chores
 
-ROOT = Path(__file__).resolve().parents[2]
 TOY = SCALES["toy"]
+PENDING = {"softmax_gate", "body_softmax", "body_power", "body_linear", "body_rwkv7"}  # their options are not there yet
+LENGTH = DOCUMENT // TOY.shrink
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Documents of 512 tokens, each said twice."""
+    """Documents each half of which is said twice."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
-    for name, documents in (("train", 6), ("heldout", 3)):
-        tokens = rng.integers(0, 256, (documents, 256), dtype=np.uint16).repeat(2, axis=1)
-        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, 512), zarr_format=2)
+    for name, documents in (("train", 6), ("heldout", 5)):
+        tokens = rng.integers(0, 256, (documents, LENGTH // 2), dtype=np.uint16).repeat(2, axis=1)
+        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
     return folder
-
-
-def make_job(corpus, out, runs, launch="first", **changes):
-    for name in ("records", "claims", "runs"):
-        (out / name).mkdir(parents=True, exist_ok=True)
-    fields = {"scale": TOY, "steps": 2, "device": "cpu", "workers": 2} | changes
-    return Job(tuple(runs), corpus=corpus, out=out, launch=launch, began=time.time(), **fields)
-
-
-def test_the_grid_is_that_of_the_report():
-    mini = SCALES["mini"]
-    of_part = parts(mini)
-    assert {name: len(of_part[name]) for name in of_part} == {"a": 19, "d": 4, "f": 4}
-    asked = settings(mini, "adf")
-    assert len(asked) == len(set(asked)) == 19 + 2 + 2
-    runs = grid(dict.fromkeys(asked, RATES), [0, 1])
-    assert len(runs) == len({run.name for run in runs}) == 23 * 3 * 2
-    first = runs[:23]
-    assert {(run.seed, run.learning_rate) for run in first} == {(0, 2e-3)}
-    assert (first[0].variant, first[0].context) == ("softmax", 65_536) and first[-1].context == 1024
-    for run in runs:
-        config = run.config(mini, Path("corpus"))
-        assert config.training.context * config.training.batch_size == 65_536
-        assert config.model.d_model == 384 and config.training.precision == "bf16" and not config.data.pack
-
-
-def run_program(monkeypatch, corpus, out, *options):
-    words = ["run", "--corpus", str(corpus), "--out", str(out), "--scale", "toy", "--steps", "2", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["context_scaling", *words, *options])
-    return program.main()
 
 
 @pytest.fixture
 def without_processes(monkeypatch):
-    """Workers one after another in this process."""
-    from benchmarks.context_scaling import launch
+    """Jobs one after another in this process."""
 
-    monkeypatch.setattr(launch, "_work", lambda job, workers, deadline: work(job, 0))
-    monkeypatch.setattr(worker, "parent_alive", lambda: True)
-    monkeypatch.setattr(worker, "commit", lambda: "abc")  # git takes longer than a run
+    def do(jobs, task, **settings):
+        done = task.prepare(0)
+        for job in jobs:
+            try:
+                yield job, done(job), 0.0
+            except RuntimeError as error:
+                yield job, {"error": str(error)}, 0.0
 
-
-def test_runs_are_trained_and_tabulated_once(corpus, tmp_path, monkeypatch, without_processes, capsys):
-    assert run_program(monkeypatch, corpus, tmp_path, "--parts", "d", "--rates", "1e-3") == 0
-    printed = capsys.readouterr().out
-    assert "4 of 4 runs to do" in printed and "4 of 4: window-512-lr0.001-seed0: held-out loss 5." in printed
-    results = read(tmp_path)
-    assert len(results.runs) == 4 and {row["status"] for row in results.runs} == {"done"}
-    row = results.runs[0]
-    assert (row["variant"], row["context"], row["steps"], row["tokens"]) == ("linear", 512, 2, 2 * 511)
-    assert row["flops"] > 0 and row["tokens_per_second"] > 0 and row["peak_bytes"] is None
-    ends = [line["end"] for line in results.bins if line["variant"] == "softmax"]
-    assert ends == [1, 2, 4, 8, 16, 32, 64, 128, 256, 511]
-    curve = [line for line in results.curves if line["variant"] == "power"]
-    assert [line["step"] for line in curve] == [1, 2] and all(line["held_out_loss"] for line in curve)
-
-    assert run_program(monkeypatch, corpus, tmp_path, "--parts", "d", "--rates", "best", "--seeds", "0,1") == 0
-    assert "4 of 8 runs to do" in capsys.readouterr().out
-    again = read(tmp_path)
-    assert len(again.runs) == 8 and [row for row in again.runs if row["seed"] == 0] == results.runs
-    assert {row["learning_rate"] for row in again.runs} == {1e-3}
+    monkeypatch.setattr(program, "do_jobs", do)
+    monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
 
 
-def test_the_best_learning_rate_is_that_of_the_lowest_mean_loss_of_what_finished():
-    losses = {(1e-3, 0): 3.0, (1e-3, 1): 3.2, (2e-3, 0): 2.9, (2e-3, 1): 3.4, (4e-3, 0): 1.0}
-    rows = [{"variant": "power", "context": 64, "learning_rate": rate, "seed": seed, "held_out_loss": loss,
-             "status": "failed" if rate == 4e-3 else "done"} for (rate, seed), loss in losses.items()]  # fmt: skip
-    assert best(rows) == {("power", 64): 1e-3}
-    assert best(rows[:3]) == {("power", 64): 2e-3} and best(rows[4:]) == {}
+def call(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["context_scaling", *map(str, words)])
+    return program.main()
 
 
-def test_shorter_rows_are_measured_at_their_own_context_and_at_the_longest(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "parent_alive", lambda: True)
-    work(make_job(corpus, tmp_path, [Run("power", 64, 1e-3, 0)]), 0)
-    collect(tmp_path / "records", tmp_path)
-    (row,), bins = read(tmp_path).runs, read(tmp_path).bins
-    own = [line for line in bins if line["evaluated_context"] == 64]
-    assert sum(line["tokens"] for line in own) == 3 * 512 // 64 * 63
-    assert sum(line["tokens"] for line in bins) == 3 * (512 // 64 * 63 + 511)
-    mean = sum(line["loss"] * line["tokens"] for line in own) / sum(line["tokens"] for line in own)
-    assert row["held_out_loss"] == pytest.approx(mean, abs=2e-5)  # bins are rounded to 1e-5
+def run(monkeypatch, corpus, out, *words):
+    where = ("--corpus", corpus, "--out", out, "--known", out / "known", "--scale", "toy", "--device", "cpu")
+    return call(monkeypatch, "run", *where, *words)
 
 
-def test_what_fails_or_diverges_does_not_stop_the_others(corpus, tmp_path, monkeypatch):
-    fails = {"softmax": NonFiniteError("the loss is nan"), "linear": RuntimeError("out of luck")}
-    tried = []
-
-    def measure(job, run, *documents):
-        tried.append(run.variant)
-        if run.variant in fails:
-            raise fails[run.variant]
-        return {"status": "done", "row": {"held_out_loss": 1.0, "tokens_per_second": 1.0}, "bins": [], "curve": []}
-
-    monkeypatch.setattr(worker, "parent_alive", lambda: True)
-    monkeypatch.setattr(worker, "_measure", measure)
-    runs = [Run(variant, 64, 1e-3, 0) for variant in ("softmax", "linear", "power")]
-    first = make_job(corpus, tmp_path, runs)
-    with pytest.raises(SystemExit):  # after an error of an unknown kind the process ends ...
-        work(first, 0)
-    work(first, 0)  # ... and the next one goes on behind it
-    assert tried == ["softmax", "linear", "power"]
-    assert [first.record(run)["status"] for run in runs] == ["not finite", "failed", "done"]
-    del fails["linear"]
-    work(make_job(corpus, tmp_path, runs, launch="second"), 0)
-    assert tried[3:] == ["linear"]
-    collect(tmp_path / "records", tmp_path)
-    assert [row["status"] for row in read(tmp_path).runs] == ["done", "done", "not finite"]
-    assert list(best(read(tmp_path).runs)) == [("linear", 64), ("power", 64)]
+def test_every_run_of_every_study_is_one_of_a_kind_and_can_be_made():
+    runs = grid(list(STUDIES))
+    assert len(runs) == len({each.name for each in runs}) > 100
+    for each in {replace(each, seed=0) for each in runs if each.variant not in PENDING}:
+        config = each.config(SCALES["full"], Path("corpus"))
+        settings = config.training
+        assert settings.context * settings.rows_per_pass == DOCUMENT
+        assert settings.passes_per_step == each.documents
+        assert settings.steps * settings.context * settings.batch_size == each.tokens
+        assert settings.precision == "bf16" and not config.data.pack
+        assert cost.guess(each) > 0
 
 
-def test_a_launch_killed_at_any_moment_continues(corpus, tmp_path):
-    """Its workers, which outlive it, end after the run they are at; the next launch repeats nothing finished."""
-    words = ["run", "--corpus", str(corpus), "--out", str(tmp_path), "--scale", "toy", "--steps", "2",
-             "--device", "cpu", "--parts", "d", "--rates", "1e-3"]  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.context_scaling", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    killed = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    while " 1 of 4: " not in killed.stdout.readline():
-        assert killed.poll() is None
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    finished = {file: file.stat().st_mtime_ns for file in (tmp_path / "records").iterdir()
-                if json.loads(file.read_text())["status"] == "done"}  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("4 done\n"), done.stderr
-    assert finished and {file: file.stat().st_mtime_ns for file in finished} == finished
+def test_the_bars_are_what_was_asked_for():
+    assert (SHORT, MIDDLE, LONG) == (460 * DOCUMENT, 100_139_008, 3 * MIDDLE)
+    bars = grid(["bars_1024"])
+    assert {(each.context, each.tokens, each.documents, each.learning_rate) for each in bars} == {
+        (1024, SHORT, 1, 2e-3)
+    }
+    assert [each.seed for each in bars] == [0] * 6 + [1] * 6 + [2] * 6
+    (of_long,) = {(each.context, each.tokens, each.documents) for each in grid(["bar_65536"])}
+    assert of_long == (65_536, MIDDLE, 8) and bars[1].config(SCALES["full"], Path("corpus")).training.warmup_steps == 46
+    assert [each.learning_rate for each in grid(["bar_65536"], seeds=[4], rates=[1e-3, 4e-3])] == [1e-3] * 2 + [
+        4e-3
+    ] * 2
+    with pytest.raises(ValueError, match=r"a study is one of bars_1024, .*; got 'bars'"):
+        grid(["bars"])
+
+
+def test_the_reshape_control_sees_the_same_documents_in_the_same_steps(corpus):
+    documents = read_documents(TOY, corpus).train
+    long = Run("power", 65_536, documents=2)
+    cut = replace(long, row_tokens=16_384)
+    whole, rows = (make_batches(each, TOY, documents, n)[3] for each, n in ((long, 1), (cut, 4)))
+    assert rows.tokens.shape == (4, LENGTH // 4) and whole.tokens.shape == (1, LENGTH)
+    assert torch.equal(rows.tokens.flatten(), whole.tokens.flatten())
+    assert torch.equal(rows.targets.flatten(), whole.targets.flatten())
+    assert cut.config(TOY, corpus).training.context == LENGTH // 4
+
+
+def test_runs_are_trained_measured_and_kept_once(corpus, tmp_path, monkeypatch, without_processes, capsys):
+    words = ("--studies", "scra_latency,bars_4096", "--variants", "softmax,power", "--seeds", "0")
+    assert run(monkeypatch, corpus, tmp_path, *words) == 0
+    assert "4 of 4 runs done" in capsys.readouterr().out
+    found = results.read(tmp_path)
+    assert [(row["variant"], row["context"], row["status"]) for row in found.runs] == [
+        (variant, context, "done") for context in (65_536, 4096) for variant in ("softmax", "power")
+    ]
+    row = found.runs[1]
+    assert row["steps"] == 2 and row["flops"] > 0 and row["parameters"] > 0 and row["commit"] == "123456789012"
+    last = [each for each in found.positions if each["run"] == results.run_of(row).name][-1]
+    assert (last["step"], last["evaluated_context"], last["documents"]) == (2, LENGTH, 5)
+    ends = [1 << n for n in range(11)]
+    counts = [1, *(end // 2 for end in ends[1:-1]), LENGTH // 2 - 1]  # the last position has no target
+    assert row["held_out_loss"] == pytest.approx(
+        sum(last[str(end)] * count for end, count in zip(ends, counts, strict=True)) / sum(counts), abs=1e-4
+    )
+    assert row["gain"] == pytest.approx(last["128"] - last["1024"], abs=1e-4)
+    assert row["best_loss"] == pytest.approx(min(last[str(end)] for end in ends if end > 64), abs=1e-4)
+    short = [(each["step"], each["evaluated_context"], each["documents"])
+             for each in found.positions if each["run"] == results.run_of(found.runs[3]).name]  # fmt: skip
+    assert short == [(1, 64, 4), (2, 64, 5), (2, LENGTH, 5)]
+
+    assert run(monkeypatch, corpus, tmp_path, *words) == 0
+    assert capsys.readouterr().out == "0 of 4 runs to do\n"
+    assert call(monkeypatch, "merge", "--from", tmp_path, "--into", tmp_path / "known") == 0
+    merged = results.read(tmp_path / "known")
+    assert sorted(map(str, merged.runs)) == sorted(map(str, found.runs)) and len(merged.positions) == 10
+    assert call(monkeypatch, "merge", "--from", tmp_path, "--into", tmp_path / "known") == 2
+    assert "has 4 of these runs already" in capsys.readouterr().err
+    assert run(monkeypatch, corpus, tmp_path / "later", "--known", tmp_path / "known", *words) == 0
+    assert capsys.readouterr().out.endswith("0 of 4 runs to do\n")
+
+
+def test_what_fails_or_diverges_is_a_row_and_does_not_stop_the_others(corpus, tmp_path, monkeypatch, without_processes):
+    raised = {"softmax": NonFiniteError("the loss is nan"), "power": RuntimeError("out of luck")}
+    trained = []
+
+    def train(config, *_, observe, **__):
+        variant = config.name.split("-")[0]
+        trained.append(variant)
+        if variant in raised:
+            raise raised[variant]
+        raise RuntimeError("another error")
+
+    monkeypatch.setattr(work, "train", train)
+    words = ("--studies", "bars_1024", "--variants", "softmax,power,power4", "--seeds", "0")
+    assert run(monkeypatch, corpus, tmp_path, *words) == 0
+    statuses = {row["variant"]: (row["status"], row["error"]) for row in results.read(tmp_path).runs}
+    assert statuses == {"softmax": ("not finite", "the loss is nan"), "power": ("failed", "out of luck"),
+                        "power4": ("failed", "another error")}  # fmt: skip
+    assert run(monkeypatch, corpus, tmp_path, *words) == 0
+    assert trained == ["softmax", "power", "power4", "power", "power4"]
+    assert len(results.read(tmp_path).runs) == 3
+    assert results.merge(tmp_path, tmp_path / "known") == 1
+
+
+def test_runs_of_another_corpus_are_not_merged(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        row = {**{key: None for key in results.COLUMNS}, **vars(Run("power", 1024, seed=seed)), "scale": "full",
+               "status": "done", "corpus": f"900 rows, {name}"}  # fmt: skip
+        results.Results([row]).write(tmp_path / name)
+    with pytest.raises(ValueError, match=r"runs to compare share their corpus; .* have"):
+        results.merge(tmp_path / "a", tmp_path / "b")
+
+
+def guess_nothing(seconds):
+    return Estimates(lambda job: seconds, lambda job: job, 1.0)
+
+
+def test_workers_take_the_place_of_those_that_failed():
+    jobs = ["a", "fail", "b", "die", "c"]
+    found = {
+        job: result for job, result, _ in do_jobs(jobs, Chores(), workers=2, minutes=5, estimates=guess_nothing(1))
+    }
+    assert {job: found[job]["done"] for job in "abc"} == {"a": "a", "b": "b", "c": "c"}
+    assert found["fail"] == {"error": "RuntimeError: out of luck"}
+    assert found["die"] == {"error": "the process ended with exit code 3"}
+
+
+def test_what_cannot_end_in_time_is_not_begun_and_what_runs_over_it_is_given_up():
+    estimates = Estimates(lambda job: 1e9 if job == "long" else 1e-3, lambda job: job, 1.0)
+    done = [job for job, _, _ in do_jobs(["long", "a", "b"], Chores(), workers=1, minutes=5, estimates=estimates)]
+    assert done == ["a", "b"]
+    assert list(do_jobs(["sleep"], Chores(), workers=1, minutes=0.02, estimates=guess_nothing(1e-3))) == []
+
+
+def test_estimates_learn_from_what_jobs_took():
+    estimates = Estimates(lambda job: 10.0 * job, lambda job: job % 2, company=3.0)
+    assert estimates.seconds(2) == 60
+    estimates.learn(2, 10.0)
+    assert estimates.seconds(4) == 20 and estimates.seconds(3) == 15  # another kind takes the mean of those known
+    estimates.learn(1, 15.0)
+    assert estimates.seconds(3) == 45 and estimates.seconds(4) == 20
+
+
+def test_gain_and_what_is_evaluated():
+    row = {"64": 4.0, "128": 3.0, "256": 2.5, "512": 2.25}
+    assert gain(row, 512) == 0.75 and gain(row, 256) == 0.5 and gain(row, 128) is None
+    assert contexts_of(1024, DOCUMENT) == [1024, 16_384] and contexts_of(16_384, DOCUMENT) == [16_384, DOCUMENT]
+    assert contexts_of(DOCUMENT, DOCUMENT) == [DOCUMENT]
+
+
+def test_a_subset_holds_documents_of_the_whole(corpus, tmp_path, monkeypatch, capsys):
+    words = ("subset", "--corpus", corpus, "--out", tmp_path / "some", "--rows", 3)
+    assert call(monkeypatch, *words) == 0
+    assert capsys.readouterr().out.startswith(str(tmp_path / "some"))
+    some, whole = (ZarrCorpus(str(folder / "train.zarr"), 256) for folder in (tmp_path / "some", corpus))
+    assert [some[i].tolist() for i in range(len(some))] == [whole[i].tolist() for i in (0, 2, 5)]
+    assert len(ZarrCorpus(str(tmp_path / "some" / "heldout.zarr"), 256)) == 5
+    assert call(monkeypatch, *words) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_times_are_kept_once(tmp_path, monkeypatch, without_processes, capsys):
+    monkeypatch.setattr(speed, "TIMED", 1)
+    monkeypatch.setattr(speed, "WARM_UP", 1)
+    words = ("speed", "--variants", "power,softmax", "--contexts", 4096, "--modes", "eager", "--out", tmp_path / "out",
+             "--known", tmp_path / "known", "--scale", "toy", "--device", "cpu")  # fmt: skip
+    assert call(monkeypatch, *words) == 0
+    with open(tmp_path / "out" / "speed.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["context"], row["mode"]) for row in rows] == [
+        ("power", "4096", "eager"), ("softmax", "4096", "eager")]  # fmt: skip
+    assert mean(float(row["tokens_per_second"]) for row in rows) > 0
+    assert call(monkeypatch, "merge", "--from", tmp_path / "out", "--into", tmp_path / "known") == 0
+    assert call(monkeypatch, *words) == 0
+    assert capsys.readouterr().out.endswith("2 times added\n0 of 2 to time\n")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parts", "a,z"], "a part that trains is one of a, d, f; got 'z'"),
-        (["--rates", "1e-3,fast"], "--rates takes numbers with commas between; got '1e-3,fast'"),
-        (["--seeds", "0.5"], "--seeds takes numbers with commas between; got '0.5'"),
-        (["--workers", "0"], "it takes a worker and two steps at least; got 0 and 2"),
-        (["--rates", "best"], "--rates best needs finished runs"),
-        (["--corpus", "nowhere"], "zarr corpus does not exist: nowhere/train.zarr"),
+        (["--studies", "a"], "a study is one of bars_1024, "),
+        (["--studies", "bars_1024", "--rates", "fast"], "--rates takes values with commas between; got 'fast'"),
+        (["--studies", "bars_1024", "--seeds", "0.5"], "--seeds takes values with commas between; got '0.5'"),
+        (["--studies", "bars_1024", "--workers", "0"], "it takes a worker at least; got 0"),
+        (["--studies", "bars_1024", "--corpus", "nowhere"], "zarr corpus does not exist: nowhere/train.zarr"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(corpus, tmp_path, monkeypatch, capsys, options, message):
-    collect(tmp_path, tmp_path)  # no runs
-    assert run_program(monkeypatch, corpus, tmp_path, *options) == 2
+    assert run(monkeypatch, corpus, tmp_path, *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-def test_results_of_another_setting_are_not_taken_for_those_asked_for(corpus, tmp_path):
-    run = Run("power", 64, 1e-3, 0)
-    make_job(corpus, tmp_path, [run]).write(run, {"status": "done"})
-    with pytest.raises(ValueError, match=r"is of a run with training\.\w+ = 2, not 4: give another folder"):
-        make_job(corpus, tmp_path, [run], steps=4).record(run)
-
-
-def test_no_results_are_said_to_be_none(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no results: it has no runs\.csv"):
-        read(tmp_path)

@@ -15,11 +15,20 @@ def input_like(layer: PowerAttention, time: int = 20, dtype: torch.dtype = torch
     return torch.randn(1, time, layer.d_model, generator=generator, dtype=torch.float64).to(dtype)
 
 
+# Nothing around the attention: no convolution in front, no norm of the heads' outputs, no gate on them.
+PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False}
+
+
 def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
-    """(M1)-(M5), (M13)-(M16), score by score, with gate and data-dependent rotation; x [1, T, d]."""
+    """The layer by its formulas: (M1)-(M5), (M13)-(M16), score by score, and what stands around; x [1, T, d]."""
+    if layer.convolution is not None:
+        taps, past = layer.convolution.weight, F.pad(x, (0, 0, layer.convolution.width - 1, 0))
+        x = layer.convolution.bias + sum(taps[:, s] * past[:, s : s + x.shape[1]] for s in range(taps.shape[1]))
     heads, groups, key_dim = layer.n_heads, layer.n_kv_heads, layer.head_dim
     q, k, v = layer.qkv(x[0]).split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
-    theta = 10_000.0 ** (-torch.arange(key_dim // 2, dtype=torch.float64) * 2 / key_dim)
+    turning = layer.rotary_dim or key_dim
+    theta = 10_000.0 ** (-torch.arange(turning // 2, dtype=torch.float64) * 2 / turning)
+    theta = F.pad(theta, (0, (key_dim - turning) // 2))
     outs = []
     for h in range(heads):
         g = h // (heads // groups)
@@ -35,14 +44,29 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         y = weight @ v[:, g * layer.value_dim : (g + 1) * layer.value_dim]
         if layer.normalize:
             y = y / (weight.sum(-1, keepdim=True) + layer.eps)
-        else:
-            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * layer.out_norm.weight
+        if layer.head_norm is not None:
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * layer.head_norm.weight
         outs.append(y)
-    return layer.out(torch.cat(outs, dim=-1))[None]
+    y = torch.cat(outs, dim=-1)
+    if layer.output_gate is not None:
+        gate = layer.output_gate(x[0])
+        y = y * gate * torch.sigmoid(gate)
+    return layer.out(y)[None]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"p": 3}, {"n_kv_heads": 2, "value_dim": 5}, {"normalize": False}, {"eps": 1e-6}]
+    "options",
+    [
+        {},
+        {"p": 3},
+        {"n_kv_heads": 2, "value_dim": 5},
+        {"normalize": False},
+        {"eps": 1e-6},
+        PLAIN,
+        {"short_convolution": 2, "output_gate": False},
+        {"short_convolution": 0, "head_norm": False},
+        {"rotary_dim": 2},
+    ],
 )
 def test_is_the_formula(options):
     layer = PowerAttention(16, 4, **options).double()
@@ -92,7 +116,7 @@ def test_scores_start_alike(options, score):
 @torch.no_grad()
 def test_attention_starts_as_an_average_of_the_past():
     def started(**options):
-        layer = PowerAttention(64, 2, gate=False, rotation="fixed", **options)
+        layer = PowerAttention(64, 2, gate=False, rotation="fixed", **PLAIN, **options)
         layer.reset_parameters(generator=torch.Generator().manual_seed(7))
         return layer.double()
 
@@ -115,7 +139,7 @@ def test_parameters_of_gate_and_rotation():
 
 @torch.no_grad()
 def test_position_is_carried_in_float64_whatever_the_weights():
-    layer = PowerAttention(16, 2).to(torch.bfloat16)
+    layer = PowerAttention(16, 2, **PLAIN).to(torch.bfloat16)
     layer.beta.weight.fill_(0.1)
     x = input_like(layer, 1, torch.bfloat16)
     state = layer.init_state(1)
@@ -153,10 +177,10 @@ def test_gate_and_positions_stay_float32_under_autocast(monkeypatch):
 def test_one_token_writes_into_the_state_it_was_given():
     layer = PowerAttention(16, 2)
     state = layer.init_state(1)
-    held = state.memory.s
+    held = memory(state).s
     for _ in range(3):
         _, state = layer.step(input_like(layer, 1, torch.float32), state)
-    assert state.memory.s.data_ptr() == held.data_ptr()
+    assert memory(state).s.data_ptr() == held.data_ptr()
 
 
 def test_state_of_another_rotation_is_refused():
@@ -175,6 +199,11 @@ def test_frequencies_survive_a_change_of_dtype_and_inference_mode():
     assert y.isfinite().all() and layer.qkv.weight.grad.isfinite().all()
 
 
+def memory(state):
+    """The op's part of the state of a layer, which may stand behind that of its convolution."""
+    return getattr(state, "behind", state).memory
+
+
 @pytest.mark.parametrize("kind", [PowerAttention, LinearAttention])
 def test_decoding_by_kernel_keeps_a_tail(kind):
     """Read token by token, in pieces and with gradients on: the sequence, by a state of the size it says."""
@@ -184,11 +213,11 @@ def test_decoding_by_kernel_keeps_a_tail(kind):
     layer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
     x = input_like(layer, 9, torch.float32).to(device)
     state, outs = layer.init_state(1), []
-    assert isinstance(state.memory, DecodingState)
+    assert isinstance(memory(state), DecodingState)
     for piece in x.split([1, 1, 4, 1, 2], dim=1):
         with torch.set_grad_enabled(piece.shape[1] == 2):
             y, state = layer.step(piece, state)
         outs.append(y)
         assert sum(tensor.numel() for tensor in state.tensors()) == layer.state_size(9)
     torch.testing.assert_close(torch.cat(outs, dim=1), layer(x), rtol=1e-4, atol=1e-5)
-    assert outs[-1].requires_grad and state.memory.s.requires_grad
+    assert outs[-1].requires_grad and memory(state).s.requires_grad

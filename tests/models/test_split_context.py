@@ -9,11 +9,19 @@ from tests.ops.contract import assert_equal_float64
 from tests.ranks import run_ranks
 
 POWER, LINEAR = MixerConfig("power", {"chunk_size": 4}), MixerConfig("linear")
+ALONE = {"short_convolution": 0, "head_norm": False, "output_gate": False}
 CASES = {
     "power, gate, data rotation": {"mixers": (POWER,)},
+    "power alone": {"mixers": (MixerConfig("power", {"chunk_size": 4, **ALONE}),)},
     "power, fixed rotation": {"mixers": (MixerConfig("power", {"rotation": "fixed", "gate": False, "n_kv_heads": 1}),)},
     "power p 3": {"mixers": (MixerConfig("power", {"p": 3, "rotation": "none"}),)},
-    "linear": {"mixers": (LINEAR, MixerConfig("linear", {"feature_map": "elu+1"}))},
+    "linear": {"mixers": (LINEAR, MixerConfig("linear", {"feature_map": "elu+1", "short_convolution": 3}))},
+    "behind a convolution": {
+        "mixers": (
+            MixerConfig("short_convolution", {"mixer": "linear", "options": {"output_gate": True}}),
+            MixerConfig("short_convolution"),
+        ),
+    },
     "llama": {"mixers": (POWER, LINEAR), "body": "llama", "n_kv_heads": 1, "tie_embeddings": False},
     "rwkv7": {"mixers": (POWER, LINEAR), "body": "rwkv7"},
 }

@@ -167,7 +167,7 @@ def test_previous_tokens():
             torch.testing.assert_close(grad, torch.stack([after, -after])[..., None])
 
 
-@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("count", [5])
 def test_a_part_too_short_to_pass_tokens_on_is_refused(count):
     with pytest.raises(ValueError, match=f"a part of 4 tokens has no last {count} of them"):
         previous_tokens(torch.zeros(1, 4, 2), count, object())

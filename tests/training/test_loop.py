@@ -88,6 +88,18 @@ def test_a_run_learns_and_leaves_its_folder(tmp_path, make_config, make_batches)
     assert torch.equal(load_model(latest(run)).model.embedding.weight, loaded.model.embedding.weight)
 
 
+def test_observers_see_the_model_where_it_is_evaluated(tmp_path, make_config, make_batches):
+    config = make_config(steps=6, evaluate_every=4, checkpoint_every=6)
+    held_out, seen = make_batches(config, corpus_seed=1), []
+
+    def observe(model, step):
+        seen.append((step, held_out_loss(model, held_out, config.training, CPU)))
+
+    train(config, make_batches(config), tmp_path / "run", held_out=held_out, observe=observe, quiet=True)
+    rows = read_metrics(tmp_path / "run")
+    assert seen == [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row] and len(seen) == 2
+
+
 @pytest.mark.parametrize(
     ("mixer", "options", "model"),
     [

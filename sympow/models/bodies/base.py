@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState, make_mixer
-from sympow.layers.base import Mixer, init_linear
+from sympow.layers.base import Mixer
+from sympow.layers.initial import init_linear
 from sympow.models.config import ModelConfig
 
 

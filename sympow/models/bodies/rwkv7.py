@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers import MixerState
-from sympow.layers.base import draw_uniform, state_options
+from sympow.layers.base import state_options
+from sympow.layers.initial import draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.rwkv7 import LowRank, low_rank
 from sympow.models.bodies.base import Block, block_mixer, reset_norm

@@ -1,0 +1,61 @@
+"""The documents of all runs, in memory, and the batches of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.context_scaling.grid import Run, Scale
+from sympow.data import Batch, Batches, Corpus, Subset, TokenCorpus, open_corpus
+
+HELD_OUT = 16  # documents that losses are measured on: a million tokens
+
+
+class Documents(NamedTuple):
+    """Documents to train on, and those that losses are measured on."""
+
+    train: TokenCorpus
+    held_out: TokenCorpus
+
+
+def read_documents(scale: Scale, corpus: Path) -> Documents:
+    """Reads a corpus whole: out of compressed chunks short rows would come too slowly."""
+    splits = open_corpus(Run("softmax", 65_536).config(scale, corpus).data)
+    count = len(splits.held_out)
+    chosen = np.linspace(0, count - 1, min(HELD_OUT, count)).astype(np.int64)
+    return Documents(_in_memory(splits.train), _in_memory(Subset(splits.held_out, chosen)))
+
+
+def make_batches(run: Run, scale: Scale, documents: TokenCorpus, rows: int) -> Batches | Reshaped:
+    """Returns the batches of a run, each of `rows` rows as the model sees them."""
+    if run.row_tokens is None:
+        return Batches(documents, run.context // scale.shrink, rows, run.seed, pack=False)
+    cut = run.context // run.row_tokens
+    return Reshaped(Batches(documents, run.context // scale.shrink, rows // cut, run.seed, pack=False), cut)
+
+
+class Reshaped:
+    """Batches whose rows are cut into `cut` rows each: the same tokens, of which the model sees less at a time."""
+
+    def __init__(self, batches: Batches, cut: int):
+        self._batches, self._cut = batches, cut
+
+    def __getitem__(self, index: int) -> Batch:
+        tokens, targets, _ = self._batches[index]
+        width = tokens.shape[1] // self._cut
+        return Batch(tokens.reshape(-1, width), targets.reshape(-1, width), None)
+
+    def state(self) -> dict[str, Any]:
+        return {**self._batches.state(), "cut": self._cut}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        self._batches.check_state({name: value for name, value in state.items() if name != "cut"})
+
+
+def _in_memory(corpus: Corpus) -> TokenCorpus:
+    """Returns the same corpus, by its fingerprint too."""
+    texts = [corpus[i] for i in range(len(corpus))]
+    offsets = np.cumsum([0, *(len(text) for text in texts)], dtype=np.int64)
+    return TokenCorpus(np.concatenate(texts), offsets, corpus.vocab_size, corpus.fingerprint)

@@ -1,0 +1,86 @@
+"""Tokens a second and memory of training steps, a process alone on its GPU: runs side by side slow each other down."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
+from benchmarks.context_scaling.work import choose_gpu, fast_attention
+from benchmarks.measure import commit, processor
+from sympow.models import LanguageModel
+from sympow.training.loop import make_pass, train_step
+from sympow.training.optimizer import make_optimizer
+from sympow.training.ranks import Part, Ranks, prepare
+from sympow.training.throughput import token_flops
+
+WARM_UP, TIMED = 4, 12  # steps
+SPEED = "speed.csv"
+KEY = ("variant", "context", "mode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: steps of one document, cut into rows of `context` tokens."""
+
+    variant: str
+    context: int
+    mode: str  # "eager" or "compiled"
+
+
+@dataclass(frozen=True)
+class Timer:
+    """How cases are timed: at which scale, on which device."""
+
+    scale: str
+    device: str
+
+    def prepare(self, worker: int) -> Callable[[Case], dict[str, Any]]:
+        """Returns what times a case and gives its row."""
+        choose_gpu(self.device, worker)
+        about = {"processor": processor(self.device), "torch": torch.__version__, "commit": commit()}
+        return lambda case: {"variant": case.variant, "context": case.context, "mode": case.mode,
+                             **self._time(case), **about}  # fmt: skip
+
+    def _time(self, case: Case) -> dict[str, Any]:
+        scale = SCALES[self.scale]
+        run = Run(case.variant, case.context)
+        config = run.config(scale, Path("corpus"), self.device, case.mode == "compiled")
+        settings, device = config.training, torch.device(self.device)
+        model = LanguageModel(config.model, seed=0).to(device)
+        flops = token_flops(model, settings.context)
+        prepare(model, config, Ranks())
+        optimizer = make_optimizer(model, settings)
+        generator = torch.Generator().manual_seed(0)
+        shape = (DOCUMENT // run.context, settings.context + 1)
+        seconds = []
+        with fast_attention(self.device):
+            for step in range(WARM_UP + TIMED):
+                text = torch.randint(config.model.vocab_size, shape, generator=generator)
+                passes = [make_pass(Part(text[:, :-1].contiguous(), text[:, 1:].contiguous()), model, device)]
+                if self.device == "cuda" and step == 2:  # the first steps compile and try out kernels
+                    torch.cuda.reset_peak_memory_stats()
+                begun = time.perf_counter()
+                train_step(model, optimizer, passes, 1e-4, settings, device)  # waits for the device
+                seconds.append(time.perf_counter() - begun)
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+        parameters = model.num_parameters()
+        del model, optimizer
+        gc.collect()
+        torch.compiler.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return {
+            "tokens_per_second": round(shape[0] * settings.context / median(seconds[WARM_UP:])),
+            "first_step_seconds": round(seconds[0], 1),
+            "peak_bytes": peak,
+            "flops_per_token": flops,
+            "parameters": parameters,
+        }

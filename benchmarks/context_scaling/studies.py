@@ -1,0 +1,147 @@
+"""The studies: for every claim and figure of the report, the runs that it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
+
+CONTEXTS = (1024, 4096, 16_384, 65_536)
+SWEEP = (1e-3, 2e-3, 4e-3)
+
+# The learning rate of each variant, from the study "rates"; all others have that of `Run`.
+RATES: dict[str, float] = {}
+
+BARS = ("softmax", "power", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window")
+CONTROLS = ("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "linear_gated", "window", "rwkv7",
+            "gated_delta_net")  # fmt: skip
+CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p2", "published_p4",
+             "published_p4_gated", "conformal_p4")  # fmt: skip
+ABLATIONS = ("power_eps", "power_score", "power_gate_bias_0", "power_gate_bias_7", "power_frequencies",
+             "power_positions", "power_gated", "power_warmup", "power_no_bias", "power_unnormalized",
+             "power_no_convolution", "power_no_head_norm", "power_no_output_gate", "power_plain")  # fmt: skip
+# What was tried for the defaults: docs/decisions/0007-block.md.
+SEARCH = (
+    "softmax", "power", "power+rotary_dim=16", "softmax+rotary_dim=16", "power+normalize=false", "power+qk_gain=4",
+    "power+initial_score=0", "power+rotation=none", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window",
+    "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+window=512", "power+rotary_dim=16+qk_gain=4",
+    "power_gated+rotary_dim=16", "power+bias=false", "power+n_heads=3", "power+qk_norm=true+rotary_dim=16",
+    "power+conv_identity=false", "power3+head_dim=48+rotary_dim=16", "power+body=llama", "softmax+body=llama",
+    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=16", "power+short_convolution=8",
+    "power+gate_bias=[4,9]", "power+n_heads=12", "power_p4_k24+head_dim=32", "softmax+qk_norm=true", "power_plain",
+    "softmax_plain", "linear_gated", "softmax_gate",
+)  # fmt: skip
+SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
+               "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
+BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A named list of runs, at seed 0, and how many seeds its claim takes."""
+
+    name: str
+    question: str
+    runs: tuple[Run, ...]
+    seeds: int = 3
+
+
+def _runs(variants: Iterable[str], contexts: Iterable[int], **fields: int | str | None) -> list[Run]:
+    return [Run(variant, context, **fields) for context in contexts for variant in variants]  # type: ignore[arg-type]
+
+
+def _axes() -> list[Run]:
+    """Returns both variants along each axis of [SCRA]; what axes share stands once."""
+    variants = ("softmax", "power")
+    runs = []
+    for tokens in (SHORT // 4, SHORT, MIDDLE):  # updates
+        runs += _runs(variants, [16_384], tokens=tokens)
+    for documents in (1, 4, 16):  # documents a batch, at the same updates
+        runs += _runs(variants, [16_384], tokens=SHORT // 4 * documents, documents=documents)
+    for size in ("tiny", None, "small"):  # parameters
+        runs += _runs(variants, [16_384], size=size)
+    for row_tokens in (1024, 4096, None):  # context: the same documents in every step, those of "bar_65536"
+        runs += _runs(variants, [DOCUMENT], tokens=MIDDLE, documents=8, row_tokens=row_tokens)
+    return list(dict.fromkeys(runs))
+
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study("bars_1024", "How far is power attention from softmax attention at 1,024 tokens?",
+              tuple(_runs(BARS, [1024]))),
+        Study("bars_4096", "How far is it at 4,096 tokens?", tuple(_runs(BARS, [4096]))),
+        Study("bar_65536", "Who leads at 65,536 tokens, eight documents a step, 100 million tokens?",
+              tuple(_runs(("softmax", "power"), [65_536], tokens=MIDDLE, documents=8))),
+        Study("tokens_4096", "Does the ratio to softmax attention at 4,096 tokens change with the tokens of a run?",
+              tuple(run for tokens in (SHORT, MIDDLE, LONG)
+                    for run in _runs(("softmax", "power", "power4"), [4096], tokens=tokens))),
+        Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
+              tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
+                    + _runs(("power_p4_k24",), CONTEXTS[:3]))),
+        Study("rates", "Is each variant's learning rate its best?",
+              tuple(replace(run, learning_rate=rate) for rate in SWEEP for run in _runs(BARS + CONTROLS[1:], [4096])),
+              seeds=1),
+        Study("controls", "Is it the power, or the gate, the block, the size of the state?",
+              tuple(_runs(CONTROLS, [4096]) + _runs(("softmax", "softmax_gate", "power", "window"), [65_536]))),
+        Study("conformal", "Do gate and rotation as published keep the loss falling with context?",
+              tuple(_runs(CONFORMAL, CONTEXTS[:3]) + _runs(CONFORMAL[:4], [65_536])), seeds=1),
+        Study("ablations", "What does each place bring where the defaults differ from the sources?",
+              tuple(_runs(("power", *ABLATIONS), [4096]))),
+        Study("powers", "How do p = 2, 4, 6 as published compare with softmax attention at 4,096 tokens?",
+              tuple(_runs(("softmax_plain", "published_p2", "published_p4", "published_p6"), [4096],
+                          tokens=MIDDLE))),
+        Study("scra_curves", "How do in-context curves change along training?",
+              tuple(_runs(("softmax", "power", "linear_gated"), [65_536], tokens=MIDDLE, documents=8)), seeds=1),
+        Study("scra_window", "Is power attention ahead of a window with a state of equal size?",
+              tuple(_runs(("power", "window", "linear", "window32"), [16_384, 65_536]))),
+        Study("scra_axes", "Who gains from updates, documents a batch, parameters, and context itself?",
+              tuple(_axes()), seeds=1),
+        Study("scra_bodies", "What do mixers come to in the body of RWKV-7?", tuple(_runs(BODIES, [4096])), seeds=1),
+        Study("scra_ratio", "At equal FLOPs, how should they be shared between weights and state?",
+              tuple(_runs(("ratio_1_12", "ratio_2_1", "ratio_4_1", "ratio_99_1"), [65_536])), seeds=1),
+        Study("scra_latency", "At equal time of training, who leads at 65,536 tokens?",
+              (*_runs(("softmax",), [65_536]), *_runs(("power", "window"), [65_536], tokens=MIDDLE)), seeds=1),
+        Study("beyond", "What happens beyond the context trained at, up to 16 times?",
+              tuple(_runs(("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "hybrid_softmax",
+                           "hybrid_window"), [1024, 4096]))),
+        Study("search", "Which options make power attention learn, and softmax attention?",
+              tuple(_runs(SEARCH, [1024])), seeds=1),
+        Study("search_rates", "At which rates?",
+              tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
+                    for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
+        Study("search_long", "And at 4,096 tokens?", tuple(_runs(SEARCH_LONG, [4096])), seeds=1),
+    )
+}  # fmt: skip
+
+
+def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequence[float] | None = None) -> list[Run]:
+    """Returns the runs of some studies in order of priority: study by study, in a study seed by seed.
+
+    Args:
+        names: of `STUDIES`; ValueError for others.
+        seeds: instead of those of each study, 0, 1, ...
+        rates: instead of each run's own learning rate.
+    """
+    unknown = [name for name in names if name not in STUDIES]
+    if unknown:
+        raise ValueError(f"a study is one of {', '.join(STUDIES)}; got {unknown[0]!r}")
+    runs: list[Run] = []
+    for study in (STUDIES[name] for name in names):
+        for seed in range(study.seeds) if seeds is None else seeds:
+            of_seed = [replace(with_rate(run, study), seed=seed) for run in study.runs]
+            if rates is not None:
+                of_seed = [replace(run, learning_rate=rate) for rate in rates for run in of_seed]
+            runs += of_seed
+    return list(dict.fromkeys(runs))
+
+
+def with_rate(run: Run, study: Study) -> Run:
+    """Returns the run with its variant's learning rate, unless the study is about rates."""
+    return run if "rates" in study.name else replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
+
+
+def selected(names: Sequence[str], condition: Callable[[Run], bool]) -> list[Run]:
+    """Returns the runs of some studies, at seed 0, that meet a condition."""
+    return [run for run in grid(names, [0]) if condition(run)]

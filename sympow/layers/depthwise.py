@@ -1,0 +1,81 @@
+"""A short causal convolution of every channel by itself: its weights, and the state that a step carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sympow.layers.initial import draw_uniform
+from sympow.layers.state import MixerState
+from sympow.ops.context import previous_tokens
+from sympow.ops.short_convolution import short_convolution
+
+
+class DepthwiseConvolution(nn.Module):
+    """Computes y_t = b + sum over s < k of w_s x_{t-s}, channel by channel.
+
+    Args:
+        channels: C.
+        width: k, the tokens seen, the token itself included.
+        identity: start near the identity: 1 is added to the token's own weight, and the bias is 0.
+
+    `weight` is [C, k], the token's own weight last, and is drawn as torch's convolutions are: uniform within
+    1 / sqrt(k), the bias [C] too.
+    """
+
+    def __init__(self, channels: int, width: int, *, identity: bool = False):
+        super().__init__()
+        if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+            raise ValueError(f"width must be an integer of at least 1; got {width!r}")
+        self.width, self.identity = width, identity
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        bound = 1 / sqrt(self.width)
+        draw_uniform(self.weight, -bound, bound, generator)
+        draw_uniform(self.bias, -bound, bound, generator)
+        if self.identity:
+            self.weight[:, -1] += 1
+            self.bias.zero_()
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, context_group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """Convolves x [B, T, C]; zeros stand before the first token, of each document of `cu_seqlens`.
+
+        With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
+        """
+        past = None if context_group is None else previous_tokens(x, self.width - 1, context_group)
+        return short_convolution(x, self.weight, self.bias, past=past, cu_seqlens=cu_seqlens)
+
+    def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+        """Returns the k - 1 inputs before the first token, zeros [B, k - 1, C]."""
+        like = self.weight
+        shape = (batch_size, self.width - 1, like.shape[0])
+        return torch.zeros(shape, device=device or like.device, dtype=dtype or like.dtype)
+
+    def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs."""
+        y = short_convolution(x, self.weight, self.bias, past=past)
+        seen = torch.cat([past, x.to(past.dtype)], dim=1)
+        return y, seen[:, seen.shape[1] - past.shape[1] :].clone()  # a view would hold all inputs
+
+    def state_size(self) -> int:
+        return self.weight.shape[0] * (self.width - 1)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.weight.shape[0]}, width={self.width}"
+
+
+@dataclass
+class ShortConvolutionState(MixerState):
+    """The last k - 1 inputs [B, k - 1, d], and the state of what stands behind the convolution."""
+
+    past: Tensor
+    behind: MixerState | None

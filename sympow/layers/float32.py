@@ -1,0 +1,75 @@
+"""Linear maps in float32, for what adds up over the context: gates and the steps of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sympow.layers.initial import draw_normal
+
+
+class Float32Linear(nn.Module):
+    """Maps x [..., d] to x W^T + b [..., n], computed in float32 at least.
+
+    It is no `nn.Linear`, so that a host which draws the weights of all those anew, and sets their biases to 0 (Hugging
+    Face's `_init_weights`, Zoology's), leaves its initial values alone.
+
+    Args:
+        d_model: d.
+        width: n.
+        bias: whether there is b.
+    """
+
+    def __init__(self, d_model: int, width: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, d_model))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+    def reset_parameters(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Draws W from N(0, std) and sets b to 0."""
+        draw_normal(self.weight, std, generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_float32(self, x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={len(self.weight)}, bias={self.bias is not None}"
+
+
+def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
+    """Returns linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
+    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, linear.weight, linear.bias)  # casts would cost a decoded token time, and change nothing
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
+
+
+def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Returns `linear_float32` of each, x [B, T, d]: in one product, as all of x is read for a few numbers a token."""
+    if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
+        return tuple(linear_float32(linear, x) for linear in linears)
+    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
+    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
+    biases = [x.new_zeros(len(n.weight), dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
+
+
+def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:
+    """Returns the initial biases [G] of a gate for each key/value head, on a line between the two of `gate_bias`.
+
+    A single head gets their middle. The tensor is on the CPU.
+
+    Raises ValueError unless `gate_bias` is two numbers.
+    """
+    if len(gate_bias) != 2:
+        raise ValueError(f"gate_bias is two numbers, of the first and the last head; got {gate_bias!r}")
+    first, last = gate_bias
+    return torch.linspace((first + last) / 2 if n_kv_heads == 1 else first, last, n_kv_heads, device="cpu")

@@ -1,0 +1,114 @@
+"""The gates of softmax attention as channels of queries and keys, with which any fused attention kernel computes them.
+
+Scores are s_ij + L_i - L_j with L = cumsum(log_g) (Lin et al., "Forgetting Transformer", 2025). L_i is constant along a
+row, so softmax needs -L_j alone, and a few more channels add it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# What queries hold where keys hold sums: a power of two, exact in every dtype, and large, so that sums fit in float16.
+_ONE = 32.0
+_PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
+_LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
+
+
+def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys with channels that add -L_j to the scores, which keep their scale of 1 / sqrt(K).
+
+    The error of a score is that of float32 for numbers as large as L, whatever the dtype of q and k.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, G, K].
+        log_g: [B, T, G], natural logarithms of the gates, float32 or float64.
+
+    Returns:
+        [B, T, H, K'] and [B, T, G, K'], K' a multiple of 8.
+    """
+    queries, keys = _Gated.apply(q, k, log_g)
+    return queries, keys
+
+
+def gated_key_dim(key_dim: int) -> int:
+    """Channels of a key with its sum, a multiple of 8."""
+    return -(-(key_dim + _PARTS) // 8) * 8
+
+
+def gated_keys(k: Tensor, sums: Tensor) -> Tensor:
+    """k [B, T, G, K] with the sums L of its tokens, float64 [B, T, G]: [B, T, G, gated_key_dim(K)]."""
+    parts = _parts(sums, k.shape[-1] ** -0.5, k.dtype)
+    return F.pad(torch.cat([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
+
+
+def gated_queries(q: Tensor) -> Tensor:
+    """q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
+    ones = q.new_full((*q.shape[:-1], _PARTS), _ONE)
+    return F.pad(torch.cat([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
+
+
+def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """[..., 3]: numbers of `dtype` that add up to -sums / (scale _ONE). The first has the gradient of all."""
+    rest = -sums / (scale * _ONE)
+    parts = []
+    for _ in range(_PARTS):
+        parts.append(rest.to(dtype))
+        rest = rest.detach() - parts[-1].detach()
+    return torch.stack(parts, dim=-1)
+
+
+class _Gated(torch.autograd.Function):
+    """q, k and log_g -> q and k of which the scores hold -L_j. Its backward adds up the gradient of log_g.
+
+    With D_ij the gradient of a score, that of log_g_t is A(t) = sum_{i >= t > j} D_ij. Rows of D add up to 0, so it
+    is minus the sum of the columns from t on. But a kernel gives sums of columns rounded to its dtype, of a D whose
+    rows add up to 0 only nearly, and sums over thousands of tokens would be sums of roundings where gates forget
+    within a few. Therefore further channels, which add 0 to every score, read more of D:
+
+    - where a query holds 0 and a key a constant, the gradient of the query is the sum of a row: what is left of it.
+      A(t) - A(t + 1) is the sum of row t less that of column t, whatever the roundings of D;
+    - where a key holds 0 and a query a constant from token e on, the gradient of the key is the sum of D_ij over
+      i >= e, and all j < e add up to A(e): the sum begins anew at e.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
+        time, key_dim = q.shape[1:4:2]
+        scale = key_dim**-0.5
+        width = -(-(key_dim + _PARTS + _LEAST_READINGS) // 8) * 8
+        restarts = width - key_dim - _PARTS - 1
+        ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
+        from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
+        constant = torch.cat([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
+        parts = _parts(log_g.cumsum(1, dtype=torch.float64), scale, k.dtype)
+        row = torch.full_like(parts[..., :1], _ONE)
+        keys = F.pad(torch.cat([k, parts, row], dim=-1), (0, restarts))
+        return torch.cat([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk = grads
+        key_dim, scale, length, dtype = ctx.sizes
+        time, row = dk.shape[1], key_dim + _PARTS
+        unit = 1 / (scale * _ONE)
+        rows = dq[..., row].unflatten(2, (dk.shape[2], -1)).sum(-1, dtype=torch.float64)
+        columns = dk[..., key_dim].double()
+        step = _steps(ctx, time, dk)
+        later = (step < torch.arange(1, dk.shape[-1] - row, device=dk.device))[:, None]  # tokens before each restart
+        anew = torch.where(later, dk[..., row + 1 :], 0).sum(1, dtype=torch.float64)  # [B, G, restarts]
+        # Sums from every token to the end, and to where the next ones begin anew.
+        net = F.pad((rows - columns).flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+        ends = (torch.arange(1, anew.shape[-1] + 2, device=dk.device) * length).clamp(max=time)
+        after = F.pad(anew.transpose(1, 2), (0, 0, 0, 1)) - net[:, ends]
+        dlog_g = (net[:, :-1] + after[:, step[:, 0]]) * unit
+        return dq[..., :key_dim], dk[..., :key_dim], dlog_g.to(dtype)
+
+
+def _steps(ctx: Any, time: int, like: Tensor) -> Tensor:
+    """[T, 1]: which of the stretches between restarts a token lies in."""
+    return (torch.arange(time, device=like.device) // ctx.sizes[2])[:, None]

@@ -1,0 +1,155 @@
+"""The norm of every head's output and the gate on it by one kernel each way, as PyTorch operators.
+
+`sympow.ops.gated_norm` specifies them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.ops.triton import config
+
+ELEMENTS, WARPS = 4096, 4  # of a tile of heads
+PROGRAMS = 8  # of the backward for each multiprocessor: a part of the sum for the weights each
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def norm_gate(
+    y,  # [ROWS, V], a row for each head of each token
+    weight,  # [V], or None: no norm
+    gate,  # [ROWS, V], or None: no gate
+    out,  # [ROWS, V]
+    eps,
+    ROWS,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Norms and gates a tile of TILE rows; WIDTH is the power of two that holds V."""
+    row = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
+    col = tl.arange(0, WIDTH)
+    mask = (row < ROWS)[:, None] & (col < V)[None, :]
+    place = row[:, None] * V + col[None, :]
+    value = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / V + eps)
+        w = tl.load(weight + col, mask=col < V, other=0.0).to(tl.float32)
+        value = value * scale[:, None] * w[None, :]
+    if gate is not None:
+        g = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
+        value = value * g / (1.0 + tl.exp(-g))
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def norm_gate_backward(
+    dout,  # [ROWS, V]
+    y,  # [ROWS, V]
+    weight,  # [V], or None
+    gate,  # [ROWS, V], or None
+    dy,  # [ROWS, V]
+    dweight,  # float32 [programs, V]: a part of the sum for each program, or None
+    dgate,  # [ROWS, V], or None
+    eps,
+    ROWS,
+    V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Forms the gradients of every so many-th tile of TILE rows, and what these add to that of the weights."""
+    col = tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    w = tl.full([WIDTH], 1.0, tl.float32)
+    if weight is not None:
+        w = tl.load(weight + col, mask=col < V, other=0.0).to(tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(ROWS, TILE), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        mask = (row < ROWS)[:, None] & (col < V)[None, :]
+        place = row[:, None] * V + col[None, :]
+        value = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.full([TILE], 1.0, tl.float32)
+        if weight is not None:
+            scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / V + eps)
+        normed = value * scale[:, None]
+        if gate is not None:
+            g = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = 1.0 / (1.0 + tl.exp(-g))
+            of_gate = grad * normed * w[None, :] * sigmoid * (1.0 + g * (1.0 - sigmoid))
+            tl.store(dgate + place, of_gate.to(dgate.dtype.element_ty), mask=mask)
+            grad = grad * g * sigmoid
+        if weight is not None:
+            total += tl.sum(grad * normed, 0)
+            grad = grad * w[None, :]
+            along = tl.sum(grad * normed, 1) / V
+            grad = (grad - normed * along[:, None]) * scale[:, None]
+        tl.store(dy + place, grad.to(dy.dtype.element_ty), mask=mask)
+    if weight is not None:
+        tl.store(dweight + tl.program_id(0) * V + col, total, mask=col < V)
+
+
+@torch.library.custom_op("sympow::gated_norm", mutates_args=())
+def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
+    """Norms y [B, T, H, V] over V times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
+    y, gate = y.contiguous(), None if gate is None else gate.contiguous()
+    out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
+    rows, tile, dims = _tiles(y)
+    if rows:
+        with torch.cuda.device_of(y):
+            norm_gate[(config.ceil_div(rows, tile),)](y, weight, gate, out, eps, rows, **dims, num_warps=WARPS)
+    return out
+
+
+@gated_norm.register_fake
+def _(y, weight, gate, eps):
+    return y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
+
+
+@torch.library.custom_op("sympow::gated_norm_backward", mutates_args=())
+def gated_norm_backward(
+    dout: Tensor, y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of y, weight and gate; an empty tensor for what was not given."""
+    dout, y, gate = dout.contiguous(), y.contiguous(), None if gate is None else gate.contiguous()
+    rows, tile, dims = _tiles(y)
+    programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
+    dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
+    dweight = None if weight is None else torch.zeros(max(1, programs), y.shape[3], device=y.device)
+    if rows:
+        with torch.cuda.device_of(y):
+            norm_gate_backward[(programs,)](
+                dout, y, weight, gate, dy, dweight, dgate, eps, rows, **dims, num_warps=WARPS
+            )  # fmt: skip
+    if dweight is None or weight is None:
+        return dy, y.new_empty(0), dgate
+    return dy, dweight.sum(0).to(weight.dtype), dgate
+
+
+@gated_norm_backward.register_fake
+def _(dout, y, weight, gate, eps):
+    return y.new_empty(y.shape), *(y.new_empty(0) if x is None else x.new_empty(x.shape) for x in (weight, gate))
+
+
+def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Rows of heads, rows of a tile, and constants of the kernels."""
+    value_dim = y.shape[3]
+    width = config.next_power_of_2(value_dim)
+    tile = max(1, ELEMENTS // width)
+    return y.numel() // value_dim, tile, {"V": value_dim, "WIDTH": width, "TILE": tile}
+
+
+def _setup(ctx, inputs, output):
+    y, weight, gate, ctx.eps = inputs
+    ctx.save_for_backward(y, weight, gate)
+
+
+def _backward(ctx, dout):
+    _, weight, gate = ctx.saved_tensors
+    dy, dweight, dgate = gated_norm_backward(dout, *ctx.saved_tensors, ctx.eps)
+    return dy, None if weight is None else dweight, None if gate is None else dgate, None
+
+
+gated_norm.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,159 @@
+"""The short convolution by one kernel each way, as PyTorch operators; `sympow.ops.short_convolution` specifies it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.ops.triton import config
+
+TOKENS, CHANNELS, WARPS = 32, 128, 4  # of a tile
+SPAN = 512  # tokens of a program of the backward, whose sums for the weights are then added up
+
+
+@triton.jit(do_not_specialize=["T"])
+def convolve(
+    x,  # [B, T, C]
+    weight,  # [C, WIDTH]
+    bias,  # [C]
+    first,  # int32 [T], the first token of each token's document, or None
+    y,  # [B, T, C]
+    T,
+    C,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Convolves a tile of TOKENS tokens and CHANNELS channels."""
+    blocks = tl.cdiv(T, TOKENS)
+    i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, real = token < T, channel < C
+    start = tl.zeros([TOKENS], tl.int32)
+    if first is not None:
+        start = tl.load(first + token, mask=inside, other=0)
+    x += i_b * T * C
+    y += i_b * T * C
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32) + tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+    for s in tl.static_range(WIDTH):
+        seen = inside & (token - s >= start)
+        tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32)
+        place = (token - s).to(tl.int64)[:, None] * C + channel[None, :]
+        total += tl.load(x + place, mask=seen[:, None] & real[None, :], other=0.0).to(tl.float32) * tap[None, :]
+    place = token.to(tl.int64)[:, None] * C + channel[None, :]
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def convolve_backward(
+    dy,  # [B, T, C]
+    x,  # [B, T, C]
+    weight,  # [C, WIDTH]
+    first,  # int32 [T], the first token of each token's document, or None
+    dx,  # [B, T, C]
+    dweight,  # float32 [programs, C, WIDTH]: a part of the sum for each program
+    dbias,  # float32 [programs, C], likewise
+    T,
+    C,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Forms the gradient of SPAN tokens of CHANNELS channels, and what they add to the gradients of the weights."""
+    blocks = tl.cdiv(T, SPAN)
+    i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    begin = tl.program_id(0) % blocks * SPAN
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channel < C
+    dy += i_b * T * C
+    x += i_b * T * C
+    dx += i_b * T * C
+    of_weight = (tl.cast(tl.program_id(0), tl.int64) * C + channel) * WIDTH
+    of_bias = tl.zeros([CHANNELS], tl.float32)
+    # A pass over the span for each tap's sum would read it again: tokens are the outer loop, taps the inner one.
+    tap_index = tl.arange(0, triton.next_power_of_2(WIDTH))
+    of_taps = tl.zeros([triton.next_power_of_2(WIDTH), CHANNELS], tl.float32)
+    for offset in range(0, SPAN, TOKENS):
+        token = begin + offset + tl.arange(0, TOKENS)
+        inside = token < T
+        place = token.to(tl.int64)[:, None] * C + channel[None, :]
+        mask = inside[:, None] & real[None, :]
+        here = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+        for s in tl.static_range(WIDTH):
+            later = token + s
+            seen = later < T
+            if first is not None:
+                start = tl.load(first + later, mask=seen, other=0)
+                seen = seen & (token >= start)
+            grad = tl.load(dy + place + s * C, mask=seen[:, None] & real[None, :], other=0.0).to(tl.float32)
+            tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32)
+            total += grad * tap[None, :]
+            of_taps += tl.where(tap_index[:, None] == WIDTH - 1 - s, tl.sum(grad * here, 0)[None, :], 0.0)
+            if s == 0:
+                of_bias += tl.sum(grad, 0)
+        tl.store(dx + place, total.to(dx.dtype.element_ty), mask=mask)
+    part = dweight + of_weight[None, :] + tap_index[:, None]
+    tl.store(part, of_taps, mask=(tap_index < WIDTH)[:, None] & real[None, :])
+    tl.store(dbias + tl.cast(tl.program_id(0), tl.int64) * C + channel, of_bias, mask=real)
+
+
+@torch.library.custom_op("sympow::short_convolution", mutates_args=())
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
+    """Convolves x [B, T, C] with weight [C, k] and bias [C]; `first` is int32 [T] or None. Sums are in float32."""
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    (batch, time, channels), width = x.shape, weight.shape[1]
+    if x.numel():
+        grid = (batch * config.ceil_div(time, TOKENS), config.ceil_div(channels, CHANNELS))
+        with torch.cuda.device_of(x):
+            convolve[grid](
+                x, weight, bias, first, y, time, channels,
+                WIDTH=width, TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=WARPS,
+            )  # fmt: skip
+    return y
+
+
+@short_convolution.register_fake
+def _(x, weight, bias, first):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("sympow::short_convolution_backward", mutates_args=())
+def short_convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, weight and bias."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    (batch, time, channels), width = x.shape, weight.shape[1]
+    programs = batch * config.ceil_div(time, SPAN)
+    dx = torch.empty_like(x)
+    dweight = torch.empty(programs, channels, width, device=x.device, dtype=torch.float32)
+    dbias = torch.empty(programs, channels, device=x.device, dtype=torch.float32)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            convolve_backward[(programs, config.ceil_div(channels, CHANNELS))](
+                dy, x, weight, first, dx, dweight, dbias, time, channels,
+                WIDTH=width, SPAN=SPAN, TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=WARPS,
+            )  # fmt: skip
+    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype)
+
+
+@short_convolution_backward.register_fake
+def _(dy, x, weight, bias, first):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return *short_convolution_backward(dy, *ctx.saved_tensors), None
+
+
+short_convolution.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,148 @@
+"""Softmax attention with forgetting gates against its formula: results, gradients, precision; and ALiBi, (M18)."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sympow.layers import PowerAttention, SoftmaxAttention
+from sympow.layers.gate_channels import gated_key_dim
+from sympow.layers.softmax import gated_attention
+from sympow.ops import power_attention
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def scores(q, k):
+    """q . k / sqrt(K) of every pair, [B, H, T, T]."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    return torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+
+
+def attended(score, v):
+    """Causal softmax attention [B, T, H, V] of scores [B, H, T, T]."""
+    v = v.repeat_interleave(score.shape[1] // v.shape[2], dim=2)
+    future = torch.ones(score.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bhts,bshv->bthv", score.masked_fill(future, -torch.inf).softmax(-1), v)
+
+
+def dense(q, k, v, log_g):
+    """The formula: scores s_ij + L_i - L_j."""
+    sums = log_g.cumsum(1).transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+    return attended(scores(q, k) + sums[..., None] - sums[..., None, :], v)
+
+
+def inputs(time: int, heads: int, groups: int, key_dim: int, value_dim: int, bias: float) -> list[torch.Tensor]:
+    shapes = ((heads, key_dim), (groups, key_dim), (groups, value_dim))
+    q, k, v = (random(1, time, *shape, seed=seed) for seed, shape in enumerate(shapes))
+    return [q, k, v, F.logsigmoid(bias + random(1, time, groups, seed=3))]
+
+
+@pytest.mark.parametrize("time", [1, 2, 13, 14, 15, 100])
+@pytest.mark.parametrize(("heads", "groups", "value_dim"), [(2, 2, 6), (4, 2, 3), (3, 1, 40)])
+def test_is_the_formula_with_its_gradients(time, heads, groups, value_dim):
+    given = [x.requires_grad_() for x in inputs(time, heads, groups, 6, value_dim, bias=1.0)]
+    got, wanted = gated_attention(*given), dense(*given)
+    dout = random(*wanted.shape, seed=4)
+    torch.testing.assert_close(got, wanted, **TIGHT)
+    for a, b in zip(*(torch.autograd.grad(y, given, dout) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.parametrize("time", [5, 30])
+def test_gradients_are_those_of_differences(time):
+    given = [x.requires_grad_() for x in inputs(time, 2, 1, 2, 2, bias=0.0)]
+    torch.autograd.gradcheck(gated_attention, given)
+
+
+@pytest.mark.parametrize(("time", "bias"), [(300, 8.0), (1024, -3.0), (1024, 4.0), (4096, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates_are_as_exact_as_float32(time, bias, dtype):
+    """Against float64 on the same rounded inputs.
+
+    A score is a sum of numbers up to max |L|, rounded to float32 for each of 3 parts and for all: 4 * 2**-24 |L|.
+    In bfloat16 there are besides roundings of weights, of the gradient of scores, and of results, of 2**-9 each; in
+    float32 those of T terms, 2**-24 sqrt(T). The gradient of gates adds up those of stretches of T / 13 tokens, two
+    a token; if it added up those of all T, it would miss what is allowed for strong gates by 10 times.
+    """
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    *rest, log_g = inputs(time, 1, 1, 64, 64, bias)
+    given = [x.to(on, dtype) for x in rest] + [log_g.to(on, torch.float32)]
+    dout = random(1, time, 1, 64, seed=4).to(on, dtype)
+
+    def run(attend, *tensors):
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        y = attend(*tensors)
+        return [y, *torch.autograd.grad(y, tensors, dout.to(y))]
+
+    got = run(gated_attention, *given)
+    assert got[0].dtype == dtype and got[-1].dtype == torch.float32
+    unit = 2**-9 if dtype == torch.bfloat16 else time**0.5 * 2**-24
+    sums = 2 * (time / 13) ** 0.5 if dtype == torch.bfloat16 else 8
+    score = 4 * 2**-24 * -float(log_g.sum(1).min())
+    allowed = [4 * unit + score, *[8 * unit + score] * 3, sums * unit + score]
+    for a, b, rtol in zip(got, run(dense, *(x.cpu().double() for x in given)), allowed, strict=True):
+        assert (a.cpu().double() - b).norm() <= rtol * b.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16])
+def test_sums_keep_their_precision_in_the_cache(cache):
+    """Late in a row, under autocast: there a sum rounded to bfloat16 is off by more than the scores are large."""
+    layer = SoftmaxAttention(32, 2, gate=True, gate_bias=(-1, 1))
+    layer.reset_parameters(std=0.3, generator=torch.Generator().manual_seed(0))
+    x = random(1, 600, 32).float()
+    y, state, outs = layer(x), layer.init_state(1, dtype=cache), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for piece in x.split([500, 1, 1, 40, 58], dim=1):
+            out, state = layer.step(piece, state)
+            outs.append(out.float())
+    assert state.log_sum.dtype == torch.float64 and state.log_sum.min() < -600
+    assert (torch.cat(outs, dim=1) - y).norm() < 0.03 * y.norm()
+
+
+def test_gates_start_as_those_of_power_attention():
+    for options in ({}, {"n_kv_heads": 1}, {"gate_bias": (2, 4)}):
+        softmax, power = (
+            kind(12, 3, **options | more) for kind, more in ((SoftmaxAttention, {"gate": True}), (PowerAttention, {}))
+        )
+        assert torch.equal(softmax.gate.bias, power.gate.bias)
+
+
+def test_without_a_past_to_forget_gates_change_nothing():
+    plain, gated = (SoftmaxAttention(8, 2, gate=gate).double() for gate in (False, True))
+    assert gated.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["gate.weight", "gate.bias"]
+    x = random(1, 20, 8)
+    assert (gated(x) - plain(x)).abs().max() > 1e-4
+    torch.nn.init.constant_(gated.gate.bias, 60.0)
+    torch.testing.assert_close(gated(x), plain(x), **TIGHT)
+
+
+def test_states_of_other_layers_are_refused():
+    plain, gated = SoftmaxAttention(8, 2), SoftmaxAttention(8, 2, gate=True)
+    x = torch.zeros(1, 1, 8)
+    with pytest.raises(TypeError, match="made by a layer with a gate; this one has none"):
+        plain.step(x, gated.init_state(1))
+    with pytest.raises(TypeError, match="made by a layer without a gate; this one has one"):
+        gated.step(x, plain.init_state(1))
+
+
+def test_keys_with_sums_are_whole_eights():
+    assert [gated_key_dim(k) for k in (5, 6, 32, 64, 128)] == [8, 16, 40, 72, 136]
+
+
+def test_alibi_is_a_constant_gate():
+    """(M18): biases -m (i - j) of softmax's scores, factors exp(-m (i - j)) of power attention's weights."""
+    slopes, time = torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64), 50
+    q, k, v, log_g = inputs(time, 3, 3, 4, 4, bias=0.0)
+    log_g = -slopes.expand_as(log_g)
+    lag = torch.arange(time, dtype=torch.float64)[:, None] - torch.arange(time)
+    bias = -slopes[:, None, None] * lag
+    torch.testing.assert_close(gated_attention(q, k, v, log_g), attended(scores(q, k) + bias, v), **TIGHT)
+    for p in (2, 4):
+        weight = (scores(q, k) ** p * bias.exp()).tril()
+        wanted = torch.einsum("bhts,bshv->bthv", weight / (weight.sum(-1, keepdim=True) + 1.0), v)
+        torch.testing.assert_close(power_attention(q, k, v, log_g, p=p, eps=1.0).out, wanted, **TIGHT)

@@ -1,0 +1,86 @@
+"""The short convolution against its sum, written out, in float64; its kernel against that, and on packed documents.
+
+Tolerances of the kernel, of norms of differences: sums of a few products in float32, 1e-6 of the norm; in half
+precision twice the rounding of what is stored. Sums over all tokens, the gradients of the weights, likewise.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sympow.ops.short_convolution import document_starts, short_convolution
+from tests.ops.contract import DEVICE
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+SHAPES = [(2, 37, 5, 4), (1, 1, 3, 4), (1, 3, 130, 7), (3, 600, 4, 1), (1, 513, 129, 3)]
+BORDERS = [0, 2, 2, 3, 20, 37]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def written_out(x, weight, bias):
+    """Token by token and tap by tap."""
+    y = bias.expand_as(x).clone()
+    for t in range(x.shape[1]):
+        for s in range(min(weight.shape[1], t + 1)):
+            y[:, t] = y[:, t] + weight[:, weight.shape[1] - 1 - s] * x[:, t - s]
+    return y
+
+
+def make(batch, time, channels, width):
+    return normal(batch, time, channels), normal(channels, width, seed=1), normal(channels, seed=2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_the_sum(shape):
+    x, weight, bias = make(*shape)
+    torch.testing.assert_close(short_convolution(x, weight, bias), written_out(x, weight, bias), rtol=0, atol=1e-12)
+
+
+def test_documents_are_each_alone():
+    x, weight, bias = make(1, 37, 5, 4)
+    alone = [short_convolution(x[:, a:b], weight, bias) for a, b in pairwise(BORDERS)]
+    packed = short_convolution(x, weight, bias, cu_seqlens=torch.tensor(BORDERS))
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20, 36])
+def test_goes_on_from_the_tokens_before(cut):
+    x, weight, bias = make(2, 37, 5, 4)
+    padded = torch.cat([torch.zeros(2, 3, 5, dtype=torch.float64), x], 1)
+    y = short_convolution(x[:, cut:], weight, bias, past=padded[:, cut : cut + 3])
+    torch.testing.assert_close(y, short_convolution(x, weight, bias)[:, cut:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bounds", [[0, 30], [0, 20, 10, 37], [1, 37], [37]])
+def test_wrong_borders_are_refused(bounds):
+    x, weight, bias = make(1, 37, 5, 4)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        short_convolution(x, weight, bias, cu_seqlens=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel(shape, packed, dtype):
+    pytest.importorskip("triton", reason="needs triton")
+    from sympow.ops.triton import short_convolution as kernel
+
+    x, weight, bias = (z.requires_grad_() for z in make(*shape))
+    dy, time = normal(*shape[:3], seed=3), shape[1]
+    cu_seqlens = torch.tensor(sorted({0, *(b for b in BORDERS if b < time), time})) if packed else None
+    if packed:
+        x, dy = x.detach()[:1].clone().requires_grad_(), dy[:1]
+    y = short_convolution(x, weight, bias, cu_seqlens=cu_seqlens)
+    expected = [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)]
+    inputs = [z.detach().to(DEVICE, dtype if i == 0 else torch.float32).requires_grad_()
+              for i, z in enumerate((x, weight, bias))]  # fmt: skip
+    first = None if cu_seqlens is None else document_starts(cu_seqlens, time).to(DEVICE)
+    y = kernel.short_convolution(*inputs, first)
+    found = [y.detach(), *torch.autograd.grad(y, inputs, dy.to(DEVICE, dtype))]
+    allowed = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double().cpu() - b).norm() <= allowed * b.norm()
