@@ -16,6 +16,7 @@ from sympow.training import (
     CheckpointError,
     ExecutionConfig,
     NonFiniteError,
+    RunConfig,
     latest,
     load_checkpoint,
     load_model,
@@ -326,19 +327,19 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
 
 def test_an_older_run_goes_on(tmp_path, make_config, make_batches):
     """One whose config has no fields of bodies, in its folder and in its checkpoints."""
-    config, run = make_config(steps=4, checkpoint_every=2), tmp_path / "run"
-    train(config, make_batches(config), run, quiet=True)
-    list_checkpoints(run)[-1].unlink()
-    old = config.to_dict()
+    old = make_config(steps=4, checkpoint_every=2).to_dict()
     for name in ("body", "n_kv_heads", "tie_embeddings"):
         del old["model"][name]
+    config, run = RunConfig.from_dict(old), tmp_path / "run"
+    train(config, make_batches(config), run, quiet=True)
+    list_checkpoints(run)[-1].unlink()
     (run / "config.json").write_text(json.dumps(old))
     checkpoint = torch.load(latest(run), weights_only=False)
     torch.save(checkpoint | {"config": old}, latest(run))
     assert train(config, make_batches(config), run, quiet=True).step == 4
     assert load_model(run).config == config
     other = make_config(model={"body": "llama"}, steps=4, checkpoint_every=2)
-    with pytest.raises(ValueError, match=r"holds a run with model.body = 'gpt2', not 'llama': "):
+    with pytest.raises(ValueError, match=r"with model.body = 'gpt2', not 'llama': "):
         train(other, make_batches(other), run, quiet=True)
 
 
