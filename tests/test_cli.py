@@ -210,6 +210,33 @@ def test_sizes_are_the_published_ones(capsys):
     assert tables["power_state"][0]["spow_elements"] == 2 * 4 * 528 * 33
 
 
+def test_sizes_of_the_xl_shape_and_of_bodies(capsys):
+    def tables(*words):
+        assert main(["sizes", *words, "--json"]) == 0
+        return {table["name"]: table["rows"] for table in json.loads(capsys.readouterr().out)}
+
+    assert tables("xl")["other_state"][0] == {
+        "attention": "linear, no normalizer", "bytes": 9_830_400, "elements": 4_915_200
+    }  # fmt: skip
+    ratios = [
+        tables("xl", "--body", body)["weight_state_flop_ratio"][0]["at_1024"] for body in ("gpt2", "llama", "rwkv7")
+    ]
+    weights = [4 * 1600**2 + others for others in (8 * 1600**2, 3 * 1600 * 4288, 8 * 1600**2 + 2 * 1600 * 192)]
+    assert [ratio / ratios[0] for ratio in ratios] == pytest.approx([each / weights[0] for each in weights])
+
+
+@pytest.mark.parametrize(
+    "model", [["body=llama"], ["body=llama", "mlp_hidden=24", "n_kv_heads=1", "tie_embeddings=false"], ["body=rwkv7"]]
+)
+def test_a_body_is_an_override(folder, tmp_path, capsys, model):
+    words = [f"{folder}/tiny.py:power", *(f"model.{each}" for each in model), "training.steps=2"]
+    assert main(["train", *words, "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert load_run(tmp_path / "run").config.model.body == model[0].removeprefix("body=")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the ", "--max-new-tokens", "4"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
+    capsys.readouterr()
+
+
 def test_demo_trains_compares_and_generates(folder, tmp_path, capsys, monkeypatch):
     real = commands.load_recipe
     monkeypatch.setattr(commands, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
@@ -289,6 +316,9 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     assert refused("training.steps=-1") == "training.steps must be at least 1, got -1"
     assert refused("steps") == "an override is written key=value, got 'steps'"
     assert "no option 'q'" in refused("model.mixers.0.options.q=1")
+    assert refused("model.body=bert") == "model.body is one of gpt2, llama, rwkv7, got 'bert'"
+    line = refused("model.body=llama", "model.mlp_ratio=3")
+    assert line.startswith("the llama body has no field 'mlp_ratio'; it has vocab_size, ")
     assert "data held_out must be above 0" in refused("data.held_out=2")
     assert "device 'warp' cannot be used here" in fails(
         "generate", folder / "power", "--prompt", "x", "--device", "warp"
