@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from sympow import progress
+
 torch.set_num_threads(1)
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
@@ -21,3 +23,10 @@ def seeded():
     """What a test draws without a generator of its own, such as a layer's weights, is the same in any order of tests.
     Now and then a first token's score is so near zero that its slope carries roundings beyond what is allowed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def every_count_is_told(monkeypatch):
+    """A line for each advance of what `Progress` counts, and no other."""
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "_LOOK", 3600.0)

@@ -1,15 +1,19 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
-from sympow.cli import commands, main
+from sympow.cli import commands, main, runs
 from sympow.cli.runs import load_run
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
@@ -109,6 +113,29 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):
+    """Where stderr is no terminal."""
+    run = str(tmp_path / "run")
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"training: 3 of 4 steps, loss \d\.\d{4}, 0:\d\d:\d\d", line) for line in lines)
+    assert main(["evaluate", run, "--context", "32", "--rows", "2"]) == 0
+    assert "evaluating run: 2 of 2 rows, " in capsys.readouterr().err
+    assert main(["train", f"{folder}/tiny.py:power", "--out", run, "--restart", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_opening_the_data_is_told(folder, tmp_path, capsys, monkeypatch):
+    """It may train a tokenizer, for minutes, before there is a step to count."""
+    told = []
+    monkeypatch.setattr(runs, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    monkeypatch.setattr(commands, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    words = ["train", f"{folder}/tiny.py:power", "training.steps=1", "--out", str(tmp_path / "run")]
+    assert main(words) == main([*words[:-1], str(tmp_path / "quiet"), "--quiet"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
+    assert told == [("opening the data", False), ("opening the data", True), ("opening the data", False)]
+
+
 def test_runs_go_to_a_folder_of_their_name(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", f"{folder}/tiny.py:softmax", "training.steps=1", "--quiet"]) == 0
@@ -183,6 +210,33 @@ def test_sizes_are_the_published_ones(capsys):
     assert tables["power_state"][0]["spow_elements"] == 2 * 4 * 528 * 33
 
 
+def test_sizes_of_the_xl_shape_and_of_bodies(capsys):
+    def tables(*words):
+        assert main(["sizes", *words, "--json"]) == 0
+        return {table["name"]: table["rows"] for table in json.loads(capsys.readouterr().out)}
+
+    assert tables("xl")["other_state"][0] == {
+        "attention": "linear, no normalizer", "bytes": 9_830_400, "elements": 4_915_200
+    }  # fmt: skip
+    ratios = [
+        tables("xl", "--body", body)["weight_state_flop_ratio"][0]["at_1024"] for body in ("gpt2", "llama", "rwkv7")
+    ]
+    weights = [4 * 1600**2 + others for others in (8 * 1600**2, 3 * 1600 * 4288, 8 * 1600**2 + 2 * 1600 * 192)]
+    assert [ratio / ratios[0] for ratio in ratios] == pytest.approx([each / weights[0] for each in weights])
+
+
+@pytest.mark.parametrize(
+    "model", [["body=llama"], ["body=llama", "mlp_hidden=24", "n_kv_heads=1", "tie_embeddings=false"], ["body=rwkv7"]]
+)
+def test_a_body_is_an_override(folder, tmp_path, capsys, model):
+    words = [f"{folder}/tiny.py:power", *(f"model.{each}" for each in model), "training.steps=2"]
+    assert main(["train", *words, "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert load_run(tmp_path / "run").config.model.body == model[0].removeprefix("body=")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the ", "--max-new-tokens", "4"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
+    capsys.readouterr()
+
+
 def test_demo_trains_compares_and_generates(folder, tmp_path, capsys, monkeypatch):
     real = commands.load_recipe
     monkeypatch.setattr(commands, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
@@ -221,7 +275,7 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
     assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
     assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
-    known = "load_recipe, load_sweep, recipe_names"
+    known = "describe_recipes, load_recipe, load_sweep, recipe_names"
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"
 
 
@@ -262,6 +316,9 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     assert refused("training.steps=-1") == "training.steps must be at least 1, got -1"
     assert refused("steps") == "an override is written key=value, got 'steps'"
     assert "no option 'q'" in refused("model.mixers.0.options.q=1")
+    assert refused("model.body=bert") == "model.body is one of gpt2, llama, rwkv7, got 'bert'"
+    line = refused("model.body=llama", "model.mlp_ratio=3")
+    assert line.startswith("the llama body has no field 'mlp_ratio'; it has vocab_size, ")
     assert "data held_out must be above 0" in refused("data.held_out=2")
     assert "device 'warp' cannot be used here" in fails(
         "generate", folder / "power", "--prompt", "x", "--device", "warp"
@@ -317,7 +374,29 @@ def test_what_is_no_run(folder, fails, tmp_path):
     torch.save({"weight": torch.ones(2)}, checkpoint)
     assert fails("generate", checkpoint, "--prompt", "x").endswith("it has no 'sympow-checkpoint' mark")
     checkpoint.write_bytes(good)
-    assert "without a tokenizer" in fails("generate", checkpoint, "--prompt", "x")  # taken out of its folder
+    missing = f"{tmp_path.parent}/tokenizer.json is missing: "  # taken out of its folder
+    assert fails("generate", checkpoint, "--prompt", "x").startswith(missing)
+
+
+def test_a_run_without_its_tokenizer(folder, fails, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "power", run)
+    (run / "tokenizer.json").unlink()
+    line = f"{run}/tokenizer.json is missing: the run's config names a tokenizer, 'bytes', saved there"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert fails("evaluate", run) == line  # and does not train another
+
+
+def test_a_run_that_never_had_a_tokenizer(folder, fails, tmp_path):
+    rows = torch.arange(8 * 64).remainder(251).view(8, 64).to(torch.uint16).numpy()
+    zarr.save_array(tmp_path / "rows.zarr", rows)
+    data = ["data.kind=zarr", f"data.path={tmp_path}/rows.zarr", "data.tokenizer=none", "data.vocab_size=256"]
+    run = tmp_path / "run"
+    words = ["train", f"{folder}/tiny.py:power", *data, "training.steps=1", "--out", str(run), "--quiet"]
+    assert main(words) == 0
+    line = "tiny-power was trained on tokens without a tokenizer: it cannot read or write text"
+    assert fails("generate", run, "--prompt", "x") == line
+    assert main(["evaluate", str(run), "--context", "32", "--rows", "2"]) == 0
 
 
 def test_prompts_and_contexts(folder, fails, tmp_path):

@@ -1,11 +1,15 @@
 """`sympow kernel-corpus`: a corpus and the image of its lengths, which a run then trains on."""
 
+import io
+import sys
+import threading
 from functools import partial
 
 import pytest
 
+from sympow import progress
 from sympow.cli import commands, main
-from sympow.data import build_kernel_corpus
+from sympow.data import build_kernel_corpus, kernel_corpus
 from tests.data.trees import source_tree, write_archive
 
 
@@ -35,6 +39,47 @@ def test_the_corpus_is_made_drawn_and_trained_on(words, tmp_path, capsys):
     overrides += ["training.precision=float32"]
     assert main(["train", "longcrawl64:power", *overrides, "--out", str(run), "--quiet"]) == 0
     assert main(["generate", str(run), "--prompt", "int", "--max-new-tokens", "1"]) == 0
+
+
+def test_it_tells_how_far_it_is(every_count_is_told, words, capsys):
+    """Where stderr is no terminal: every reading of the source, in turn, and nothing if quiet."""
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    tasks = list(dict.fromkeys(line.partition(":")[0] for line in lines))
+    assert tasks == ["looking through", "training the tokenizer", "tokenizing"]
+    files = len(source_tree())
+    assert lines[0].startswith("looking through: 1 files, 0:00:")
+    assert lines[-1].startswith(f"tokenizing: {files} of {files} files, 0:00:")
+    assert main([*words, "--out", f"{words[2]}2", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_fetching_the_package_is_told(words, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "_LOOK", 0.001)
+    said = threading.Event()
+
+    def fetch(folder):
+        monkeypatch.setattr(sys, "stderr", Signal(said))
+        assert said.wait(60)
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(kernel_corpus, "fetch_package", fetch)
+    assert main(["kernel-corpus", "--out", str(tmp_path / "other")]) == 2
+    assert sys.stderr.getvalue().startswith("fetching linux-source-6.1: 0:00:")
+
+
+class Signal(io.StringIO):
+    """Sets an event when something is written."""
+
+    def __init__(self, event):
+        super().__init__()
+        self._event = event
+
+    def write(self, text):
+        count = super().write(text)
+        self._event.set()
+        return count
 
 
 def test_errors_are_one_line(words, tmp_path, capsys):

@@ -66,6 +66,15 @@ def test_a_sweep_and_its_figures(recipe, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == names
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_sweep_tells_how_far_it_is(every_count_is_told, recipe, tmp_path, capsys, jobs):
+    """Where stderr is no terminal."""
+    words = ["mqar", f"{recipe}:several", "--executor", "process", "--device", "cpu", "--jobs", jobs]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("sweep: 4 of 4 runs, 0:0") and all(line.startswith("sweep: ") for line in lines)
+
+
 def test_errors_are_one_line(recipe, fails, tmp_path):
     out = ["--out", str(tmp_path / "out")]
     assert fails("mqar", recipe, "train.0.length=9", *out) == "length must be even; got 9"

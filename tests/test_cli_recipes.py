@@ -1,10 +1,12 @@
 """The project's own recipes: each is a run that can be built."""
 
 import dataclasses
+import importlib
 import inspect
 
 import pytest
 
+from sympow.cli import main
 from sympow.models import LanguageModel
 from sympow.recall.run import describe_tasks
 from sympow.recipes import load_recipe, load_sweep, recipe_names, scaling
@@ -25,6 +27,29 @@ SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 3
 
 def test_every_file_is_listed():
     assert recipe_names() == sorted({name.split(":")[0] for name in RECIPES} | {"mqar"})
+
+
+@pytest.mark.parametrize("command", ["train", "mqar"])
+def test_help_lists_every_recipe_of_the_command(command, capsys, monkeypatch):
+    """By name, with the first line of what is written about it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    listed = capsys.readouterr().out.partition("\nrecipes:\n")[2].splitlines()
+    names = [*RECIPES, "scaling:gated_delta_net"] if command == "train" else [f"mqar:{name}" for name in SWEEPS]
+    assert sorted(line.split()[0] for line in listed) == sorted(names)
+    for line in listed:
+        name, _, about = line.strip().partition("  ")
+        file, _, function = name.partition(":")
+        recipe = getattr(importlib.import_module(f"sympow.recipes.{file}"), function)
+        assert about.strip() == inspect.getdoc(recipe).splitlines()[0] != ""
+
+
+def test_the_list_of_recipes_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    with pytest.raises(SystemExit, match="0"):
+        main(["mqar", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 72
 
 
 @pytest.mark.parametrize("name", SWEEPS)

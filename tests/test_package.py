@@ -18,15 +18,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each part of the package may import of the others. Imports run downwards; data stands at the side.
 MAY_IMPORT = {
+    "progress": set(),
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers"},
-    "data": set(),
-    "evaluation": {"ops", "layers", "models"},
-    "training": {"ops", "layers", "models"},
-    "recall": {"ops", "layers", "models", "data", "evaluation", "training"},
+    "data": {"progress"},
+    "evaluation": {"progress", "ops", "layers", "models"},
+    "training": {"progress", "ops", "layers", "models"},
+    "recall": {"progress", "ops", "layers", "models", "data", "evaluation", "training"},
     "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
-    "cli": {"ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes"},
+    "cli": {"progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes"},
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},
 }
@@ -110,6 +111,16 @@ def test_help_comes_at_once():
     imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.stdout.startswith("usage: sympow")
     assert {name for name in imported if name.split(".")[0] in ("sympow", "torch", "numpy")} == {"sympow", "sympow.cli"}
+
+
+@pytest.mark.parametrize("command", ["train", "mqar"])
+def test_help_with_recipes_comes_at_once(command):
+    """The recipes are read and not imported."""
+    words = [sys.executable, "-X", "importtime", "-m", "sympow", command, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    ours = {name for name in imported if name.split(".")[0] in ("sympow", "torch", "numpy")}
+    assert ours == {"sympow", "sympow.cli", "sympow.recipes"} and "\nrecipes:\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", [*sympow.__all__, "ops"])

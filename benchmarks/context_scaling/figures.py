@@ -24,7 +24,7 @@ def differences(found: Found, study: str) -> Any:
     groups: dict[tuple, list[tuple[Run, Interval]]] = {}
     for run in runs:
         base = baseline_of(run, study)
-        value = None if base is None or base == run else found.difference(run, base)
+        value = None if base == run else found.difference(run, base)
         if value is not None:
             groups.setdefault(setting_of(run), []).append((run, value))
     if not groups:
@@ -179,10 +179,7 @@ def learning_rates(found: Found, study: str) -> Any:
 
 
 def _value(found: Found, run: Run, study: str, name: str, ratio: bool) -> Interval | None:
-    if not ratio:
-        return found.mean(run, name)
-    base = baseline_of(run, study)
-    return None if base is None else found.ratio(run, base, name)
+    return found.ratio(run, baseline_of(run, study), name) if ratio else found.mean(run, name)
 
 
 def _positions(axis: Any, rows: Sequence[dict], look: dict[str, Any]) -> None:

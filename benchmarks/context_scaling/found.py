@@ -12,7 +12,7 @@ from benchmarks.context_scaling.grid import Run
 from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.results import Row, read, run_of
 from benchmarks.context_scaling.speed import SPEED
-from benchmarks.context_scaling.studies import STUDIES, grid
+from benchmarks.context_scaling.studies import RATES, STUDIES, grid
 from benchmarks.context_scaling.work import DONE
 from sympow.recall.results import read_rows
 
@@ -102,11 +102,10 @@ def pick(study: str, variant: str, **setting: Any) -> Run:
     return found[0]
 
 
-def baseline_of(run: Run, study: str) -> Run | None:
-    """Returns the run of the study's baseline in the same setting; None where it has none."""
+def baseline_of(run: Run, study: str) -> Run:
+    """Returns the run of the study's baseline in the same setting, at its own learning rate."""
     base = STUDIES[study].baseline
-    alike = [other for other in runs_of(study) if other.variant == base and setting_of(other) == setting_of(run)]
-    return alike[0] if alike else None
+    return replace(run, variant=base, learning_rate=RATES.get(base, Run.learning_rate))
 
 
 def setting_of(run: Run) -> tuple[Any, ...]:

@@ -32,6 +32,14 @@ SEARCH = (
     "power+gate_bias=[4,9]", "power+n_heads=12", "power_p4_k24+head_dim=32", "softmax+qk_norm=true", "power_plain",
     "softmax_plain", "linear_gated", "softmax_gate",
 )  # fmt: skip
+NO_ROTATION = (
+    "power+rotation=none+normalize=false", "power+rotation=none+qk_gain=4", "power_p4_k24+rotation=none",
+    "power4+rotation=none", "softmax+rotation=none", "power+rotation=none+normalize=false+qk_gain=4",
+    "power+rotation=none+n_heads=3", "power+rotation=none+initial_score=0", "power+rotation=none+conv_identity=false",
+    "power+rotation=none+gate_bias=[4,9]", "power+rotation=none+qk_norm=true",
+    "power+rotation=none+short_convolution=8",
+    "power+rotation=none+n_kv_heads=3+head_dim=96+value_dim=64", "power+rotation=none+bias=false",
+)  # fmt: skip
 SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
                "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
@@ -117,6 +125,9 @@ STUDIES = {
                            "hybrid_window"), [1024, 4096]))),
         Study("search", "Which options make power attention learn, and softmax attention?",
               tuple(_runs(SEARCH, [1024])), seeds=1),
+        Study("search_no_rotation", "What else, without a rotation?",
+              tuple([*_runs(NO_ROTATION[:3], [1024]), Run("power+rotation=none", 1024, learning_rate=4e-3),
+                     *_runs(["power+rotation=none"], [4096]), *_runs(NO_ROTATION[3:], [1024])]), seeds=1),
         Study("search_rates", "At which rates?",
               tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
                     for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
@@ -147,5 +158,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 
 
 def with_rate(run: Run, study: Study) -> Run:
-    """Returns the run with its variant's learning rate, unless the study is about rates."""
-    return run if "rates" in study.name else replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
+    """Returns the run with its variant's learning rate, unless the study was there to find it."""
+    if study.name.startswith(("rates", "search")):
+        return run
+    return replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))

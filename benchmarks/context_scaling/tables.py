@@ -23,12 +23,14 @@ def comparison(found: Found, study: str) -> str:
     lines: list[list[str]] = []
     for run in sorted(runs, key=lambda run: [str(value or 0).zfill(12) for value in setting_of(run)]):
         other = baseline_of(run, study)
-        cells = [setting(run, varying(runs)), label(run.variant)]
+        alike = [each for each in runs if (each.variant, setting_of(each)) == (run.variant, setting_of(run))]
+        rate = f", rate {run.learning_rate:g}" if len(alike) > 1 else ""
+        cells = [setting(run, varying(runs)), label(run.variant) + rate]
         if not found.rows(run):
             lines.append([*cells, MISSING, "", "", "", "", ""])
             continue
         gains = _text(found.mean(run, "gain"), 2)
-        if other is None or other == run:
+        if other == run:
             compared = ["", "", ""]
         else:
             share = found.ratio(run, other, "gain")
@@ -38,6 +40,15 @@ def comparison(found: Found, study: str) -> str:
                       str(len(found.rows(run)))])  # fmt: skip
     return table(["trained at" if varying(runs) == ["context"] else "", "", "held-out loss", f"less {base}",
                   f"over {base}", "gain", "gain over it", "seeds"], lines)  # fmt: skip
+
+
+def searches(found: Found) -> str:
+    """Shows what was tried for the defaults, study by study."""
+    parts = []
+    for name, study in STUDIES.items():
+        if name.startswith("search"):
+            parts += [f"`{name}`: {study.question}", rates(found, name) if "rates" in name else comparison(found, name)]
+    return "\n\n".join(parts)
 
 
 def rates(found: Found, study: str) -> str:
@@ -129,14 +140,14 @@ def _text(value: Interval | None, digits: int, sign: bool = False) -> str:
 
 
 def _flops(found: Found, run: Run) -> list[tuple[float, float]] | None:
-    """Returns losses along training by FLOPs, means over seeds; None where the run or its FLOPs are not known."""
-    flops = found.mean(run, "flops")
-    return None if flops is None else [(share * flops.mean, loss) for share, loss in along(found, run)]
+    """Returns losses along training by FLOPs, means over seeds; None where these are not known."""
+    flops, curve = found.mean(run, "flops"), along(found, run)
+    return None if flops is None or not curve else [(share * flops.mean, loss) for share, loss in curve]
 
 
 def _seconds(found: Found, run: Run) -> list[tuple[float, float]] | None:
-    speed = found.speed(run)
-    curve = along(found, run)
+    """Returns the same by seconds alone on a GPU."""
+    speed, curve = found.speed(run), along(found, run)
     return None if speed is None or not curve else [(share * run.tokens / speed, loss) for share, loss in curve]
 
 

@@ -67,6 +67,11 @@ class Trainer:
         positions: list[dict[str, Any]] = []
 
         def observe(model: LanguageModel, step: int) -> None:
+            # Not compiled, as rows of other lengths would be compiled anew.
+            with torch.compiler.set_stance("force_eager"):
+                look(model, step)
+
+        def look(model: LanguageModel, step: int) -> None:
             if step < settings.steps:
                 losses = measure(model, along, settings.context, settings.precision)
                 positions.append(_position_row(run, step, along, losses))
@@ -81,6 +86,8 @@ class Trainer:
 
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        if self.compiled:  # what another run's model was compiled to counts against the limit of recompilations
+            torch.compiler.reset()
         with tempfile.TemporaryDirectory() as folder:
             train(config, batches, folder, observe=observe, quiet=True)
             metrics = read_metrics(folder)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=description, parents=[common])
 
     train = command("train", "train a recipe, or continue it", TRAIN)
+    train.set_defaults(recipes=("RunConfig",))
     train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="such as training.learning_rate=1e-3"
@@ -93,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
 
     mqar = command("mqar", "train on associative recall: one run, or a sweep", MQAR)
+    mqar.set_defaults(recipes=("RecallConfig", "Sweep"))
     mqar.add_argument("recipe", metavar="RECIPE", help="mqar:attention, mqar:widths, path/to/file.py:function")
     mqar.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="of every run, such as learning_rate=1e-3"
@@ -161,10 +165,30 @@ is done already is not done again."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, as all others here."""
+    """An argument parser whose errors are one line, as all others here.
+
+    The help of a command with the default `recipes`, the types that its recipes return, ends with a list of them.
+    """
+
+    def format_help(self) -> str:
+        returned = self.get_default("recipes")
+        return super().format_help() + (_recipe_list(returned) if returned else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+
+
+def _recipe_list(returned: Sequence[str]) -> str:
+    from sympow.recipes import describe_recipes
+
+    recipes = describe_recipes(*returned)
+    column = max(map(len, recipes)) + 4
+    width = max(shutil.get_terminal_size().columns - 2, column + 20)
+    lines = [
+        textwrap.fill(line, width, initial_indent=f"  {name}".ljust(column), subsequent_indent=" " * column)
+        for name, line in recipes.items()
+    ]
+    return "\n".join(["", "recipes:", *lines, ""])
 
 
 def _positive(text: str) -> int:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from sympow.cli.runs import Run, load_run, train_run
+from sympow.cli.runs import OPENING, Run, load_run, train_run
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
 from sympow.models import BODIES, preset, stream
 from sympow.ops.cost import ModelShape, format_bytes
+from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
@@ -138,7 +139,8 @@ def demo(options: argparse.Namespace) -> int | None:
         if code:
             return code
     runs = _load_runs([str(each) for each in folders], resolve_device("auto"))
-    curves = _evaluate(runs, 4 * max(run.config.training.context for run in runs.values()), rows=16)
+    context = 4 * max(run.config.training.context for run in runs.values())
+    curves = _evaluate(runs, context, rows=16, quiet=options.quiet)
     _print_curves(curves)
     write_csv(folder / "context_loss.csv", curves)
     plot_context_losses(curves, folder / "context_loss.png")
@@ -194,15 +196,18 @@ def _tokenizer_id(run: Run) -> str | None:
     return run.tokenizer.fingerprint if run.tokenizer else None
 
 
-def _evaluate(runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = ()) -> list[Curve]:
+def _evaluate(
+    runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = (), quiet: bool = False
+) -> list[Curve]:
     """Every run on its held-out documents, or on those of its data config with the assignments in `data`."""
     opened: dict[str, Corpus] = {}
     curves = []
     for label, run in runs.items():
         config = override(run.config.data, data)
         if str(config) not in opened:
-            opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
-        progress = label if sys.stderr.isatty() else None
+            with Progress(OPENING, quiet=quiet):
+                opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
+        progress = None if quiet else f"evaluating {label}"
         losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
         curves.append(Curve(label, losses, run.config.training.context))
     return curves

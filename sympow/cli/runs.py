@@ -11,6 +11,7 @@ import torch
 
 from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
 from sympow.models import LanguageModel
+from sympow.progress import Progress
 from sympow.training import RunConfig, TrainingResult, load_model, train
 from sympow.training.checkpoint import latest_step
 from sympow.training.loop import resolve_device
@@ -18,6 +19,7 @@ from sympow.training.ranks import join, launched
 from sympow.training.run_folder import clear_run_folder, open_run_folder
 
 TOKENIZER = "tokenizer.json"
+OPENING = "opening the data"  # which may train a tokenizer and fill a cache
 
 
 def train_run(
@@ -38,7 +40,7 @@ def train_run(
         folder = open_run_folder(run_dir, config, ranks)
         if latest_step(folder) >= settings.steps:
             return TrainingResult(settings.steps, settings.steps, None, None)
-        with ranks.main_first():  # which may train a tokenizer and fill a cache
+        with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
             batches, held_out = _open_batches(config, folder, save=ranks.main)
         return train(config, batches, folder, held_out=held_out, quiet=quiet, ranks=ranks)
 
@@ -71,13 +73,18 @@ class Run(NamedTuple):
 def load_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
     """A run from its folder, at the newest checkpoint, or from a checkpoint file in it.
 
-    Raises FileNotFoundError where there is none, CheckpointError for a checkpoint that cannot be read.
+    Raises FileNotFoundError where there is none or its tokenizer is missing, CheckpointError for a checkpoint that
+    cannot be read.
     """
     loaded = load_model(path, device)
     if loaded.older:
         what = "power attention without short convolution and output gate"
         print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)
-    return Run(loaded.model, saved_tokenizer(loaded.run_dir), loaded.config)
+    tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
+    if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
+        file = loaded.run_dir / TOKENIZER
+        raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
+    return Run(loaded.model, tokenizer, loaded.config)
 
 
 def saved_tokenizer(run_dir: Path) -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""Documents in, batches of tokens out. Imports nothing else of sympow."""
+"""Documents in, batches of tokens out. Imports nothing else of sympow but `progress`."""
 
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig

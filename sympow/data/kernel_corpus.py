@@ -32,6 +32,7 @@ from sympow.data.files import atomic_write, digest
 from sympow.data.source_tree import read_files
 from sympow.data.text import BPE_TRAINING_CHARACTERS, headed_text, looks_binary
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer
+from sympow.progress import Progress
 
 PACKAGE = "linux-source-6.1"
 ROW_TOKENS = 65_536
@@ -84,7 +85,7 @@ def build_kernel_corpus(
         source: as for `read_files`; by default Debian's package linux-source-6.1, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
         row_tokens: tokens of a row.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
 
     Returns what `corpus.json` holds. Raises ValueError for options out of range or others than a corpus in `out` was
     made or begun with, and for a source that does not fit; FileExistsError where `out` holds something else;
@@ -101,7 +102,10 @@ def build_kernel_corpus(
         return _finished(out, settings)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    tree = _Tree(source if source is not None else fetch_package(partial / "package"), progress)
+    if source is None:
+        with Progress(f"fetching {PACKAGE}", quiet=not progress):
+            source = fetch_package(partial / "package")
+    tree = _Tree(source, progress)
     _begin(partial, settings | {"source": tree.survey()})
     documents = plan_documents(tree.sizes, _SMALLEST * row_tokens)
     tokenizer = _tokenizer(partial / TOKENIZER_FILE, tree, documents, vocab_size)
@@ -197,22 +201,30 @@ class _Tree:
     def __init__(self, source: str | os.PathLike[str], progress: bool):
         self._source, self._progress = source, progress
         self.sizes: dict[str, int] = {}  # bytes of each file's text by path, once surveyed
+        self._count: int | None = None  # of all files, once surveyed
+
+    def reading(self, task: str) -> Progress:
+        """What tells how far a reading of all files is."""
+        return Progress(task, "file", total=self._count, quiet=not self._progress)
 
     def survey(self) -> str:
         """Measures all files. Returns a hash of them that does not depend on the kind of source."""
         hashes = {}
-        for name, text in self.files("looking through"):
-            if name in self.sizes:
-                raise ValueError(f"source {self._source} holds {name} twice")
-            data = text.encode("utf-8")
-            self.sizes[name], hashes[name] = len(data), digest([data])
+        with self.reading("looking through") as progress:
+            for name, text in self.files(progress):
+                if name in self.sizes:
+                    raise ValueError(f"source {self._source} holds {name} twice")
+                data = text.encode("utf-8")
+                self.sizes[name], hashes[name] = len(data), digest([data])
+        self._count = progress.done
         if not hashes:
             raise ValueError(f"source {self._source} is empty: no text in it")
         return digest(hashes[name] for name in sorted(hashes))
 
-    def files(self, task: str) -> Iterator[tuple[str, str]]:
-        """Path and headed text of each."""
-        for name, data in self._watched(task):
+    def files(self, progress: Progress) -> Iterator[tuple[str, str]]:
+        """Path and headed text of each; `progress` counts all that are read."""
+        for name, data in read_files(self._source):
+            progress.advance()
             parts = name.split("/")
             hidden = any(part.startswith(".") for part in parts)
             if data and not hidden and _TABLES not in parts and not looks_binary(data):
@@ -223,28 +235,18 @@ class _Tree:
         place = {name: n for n, document in enumerate(documents[start:], start) for name in document.files}
         parts: dict[int, dict[str, str]] = defaultdict(dict)
         turn = start
-        for name, text in self.files("tokenizing"):
-            if name in place:
-                parts[place[name]][name] = text
-            while turn < len(documents) and len(parts[turn]) == len(documents[turn].files):
-                texts = parts.pop(turn)
-                yield documents[turn], "".join(texts[file] for file in documents[turn].files)
-                turn += 1
+        with self.reading("tokenizing") as progress:
+            for name, text in self.files(progress):
+                if name in place:
+                    parts[place[name]][name] = text
+                while turn < len(documents) and len(parts[turn]) == len(documents[turn].files):
+                    texts = parts.pop(turn)
+                    yield documents[turn], "".join(texts[file] for file in documents[turn].files)
+                    turn += 1
         if turn < len(documents):
             raise ValueError(
                 f"source {self._source} was changed while it was read: files of {documents[turn].directory} are gone"
             )
-
-    def _watched(self, task: str) -> Iterator[tuple[str, bytes]]:
-        """All files, with a progress bar if there shall be one."""
-        files = read_files(self._source)
-        if not self._progress:
-            return files
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError("a progress bar needs tqdm: pip install 'sympow[train]'") from error
-        return iter(tqdm(files, desc=task, unit="file", disable=None, dynamic_ncols=True))
 
 
 def _tokenizer(file: Path, tree: _Tree, documents: Sequence[SourceDocument], vocab_size: int) -> BPETokenizer:
@@ -253,8 +255,9 @@ def _tokenizer(file: Path, tree: _Tree, documents: Sequence[SourceDocument], voc
         files = {name for document in documents if not document.held_out for name in document.files}
         share = BPE_TRAINING_CHARACTERS / sum(tree.sizes[name] for name in files)
         sample = {name for name in files if int(digest([name])[:8], 16) < share * 2**32}
-        texts = (text for name, text in tree.files("training the tokenizer") if name in sample)
-        BPETokenizer.train(texts, vocab_size).save(file)
+        with tree.reading("training the tokenizer") as progress:
+            texts = (text for name, text in tree.files(progress) if name in sample)
+            BPETokenizer.train(texts, vocab_size).save(file)
     return BPETokenizer.load(file)
 
 

@@ -18,6 +18,17 @@ and with N = 24, D = 4 (a grid of 2 first and 2 second keys), C = 12:
 
 Queries stand in slots of 2 tokens (compositional: 3) behind the context. The slot of distance s = 1, 2, ... is drawn
 with probability proportional to s**(alpha - 1), without replacement; alpha = 1 is uniform.
+
+Rows differ from those of the published code on purpose:
+
+- The keys are dealt to the drawn slots at random. There they take the slots in the order in which these are drawn, in
+  which near slots tend to come first: the first keys of the context are asked for nearest to it.
+- alpha is 0.1, as in the paper; there 0.01.
+- Filler is 0, or with filler="random" tokens that are neither 0 nor a key or value of the row. There it is random by
+  default, from the whole vocabulary: a key of the row may stand where nothing is asked.
+- The values of a row are all different, those of updates too. There an update may give a key the value that it had.
+- The generator is the task's own, so a seed gives other rows than there, where numpy's and torch's global ones draw.
+- The pairs stand in the context once; there, if asked for, several times (`num_passes`).
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+
+from sympow.progress import Progress
 
 LEAST_POSITIONS = 64  # of a bin that the best-context loss may come from
 BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one row
@@ -151,9 +153,9 @@ def context_losses(
         corpus: documents, a `sympow.data` corpus.
         context: predictions in a row; may exceed what the model was trained on.
         rows, seed: see `choose_rows`.
-        progress: label of a progress bar on stderr, which shows where that is a terminal; needs tqdm.
+        progress: what to call the work on stderr, where a bar or lines then tell how far it is, as `Progress` does.
 
-    Raises ValueError where no document is long enough; ImportError without tqdm if a bar is asked for.
+    Raises ValueError where no document is long enough; ImportError without tqdm if a bar is to be shown.
     """
     chosen = choose_rows(corpus, context, rows, seed)
     device = next(model.parameters()).device
@@ -164,14 +166,15 @@ def context_losses(
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _progress_bar(progress, len(chosen)) as advance:
+        bar = Progress(progress or "", "row", total=len(chosen), quiet=progress is None)
+        with torch.no_grad(), bar:
             for batch in _batches(chosen, max(1, BATCH_TOKENS // context)):
                 text = np.stack([corpus[int(i)][start : start + context + 1] for i, start in batch])
                 tokens = torch.from_numpy(text.astype(np.int64)).to(device)
                 losses = model.token_losses(tokens[:, :-1], tokens[:, 1:]).double().cpu()
                 sums += losses.sum(dim=0)
                 row_losses.append(np.add.reduceat(losses.numpy(), edges[:-1], axis=1) / widths)
-                advance(len(batch))
+                bar.advance(len(batch))
     finally:
         model.train(training)
     return ContextLosses((sums / len(chosen)).numpy(), np.concatenate(row_losses))
@@ -194,23 +197,3 @@ def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
 def _batches(rows: np.ndarray, size: int) -> Iterator[Sequence[np.ndarray]]:
     for start in range(0, len(rows), size):
         yield list(rows[start : start + size])
-
-
-class _progress_bar:
-    """A context that gives the function to advance a bar with; without a label it does nothing."""
-
-    def __init__(self, label: str | None, total: int):
-        self._bar: Any = None
-        if label is not None:
-            try:
-                from tqdm import tqdm
-            except ImportError as error:
-                raise ImportError("a progress bar needs tqdm: pip install 'sympow[train]'") from error
-            self._bar = tqdm(total=total, desc=label, unit="row", disable=None, dynamic_ncols=True)
-
-    def __enter__(self) -> Callable[[int], Any]:
-        return self._bar.update if self._bar is not None else lambda count: None
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -1,7 +1,8 @@
 """Mamba-2, GLA, DeltaNet and Gated DeltaNet, from the package flash-linear-attention: thin adapters to the contract.
 
-They need a GPU and the extra `fla`, and are tested here against a stand-in for the package only: what they pass on and
-give back, not what they compute. What their states hold is counted from the package's source.
+They need a GPU and the extra `fla`. Tests hold them to the contract where both are there, and elsewhere against a
+stand-in for the package: what they pass on and give back. Its kernels compute in half precision alone: train under
+autocast, or with weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -126,19 +127,38 @@ class DeltaNet(FlaMixer):
 
 
 class GatedDeltaNet(FlaMixer):
-    """The delta rule with decay (Yang et al., "Gated Delta Networks", 2024): keys d wide, values 2 d."""
+    """The delta rule with decay (Yang et al., "Gated Delta Networks", 2024).
+
+    It has (2 + 3 expand_v) d head_dim H weights and few more. The source has fewer heads than others, of 256 channels,
+    with head_dim H = 3 d / 4.
+
+    Args:
+        head_dim: width of a head's keys; d / H if None.
+        expand_v: width of its values over that of keys.
+    """
 
     layer_name = "GatedDeltaNet"
 
+    def __init__(self, d_model: int, n_heads: int, *, head_dim: int | None = None, expand_v: float = 2.0):
+        self.head_dim, self.expand_v = head_dim, expand_v  # before the layer is made
+        super().__init__(d_model, n_heads)
+
     def arguments(self) -> dict[str, Any]:
-        return {"head_dim": self.d_model // self.n_heads, "expand_v": 2}
+        return {"head_dim": self._key_dim(), "expand_v": self.expand_v}
+
+    def _key_dim(self) -> int:
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
 
     def _elements(self) -> int:
-        return 2 * self.d_model**2 // self.n_heads + _CONV * 4 * self.d_model
+        key_dim = self._key_dim()
+        keys, values = self.n_heads * key_dim, self.n_heads * int(key_dim * self.expand_v)
+        return key_dim * values + _CONV * (2 * keys + values)
 
 
 class Mamba2(FlaMixer):
     """Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024), twice as wide inside as out.
+
+    Without the package mamba-ssm the layer forms T / 256 squares of 256 x 256 x H x N numbers: slow, and large.
 
     Args:
         state_dim: N, states of every inner channel.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,10 @@ from sympow.layers.base import Mixer, head_normed, per_document, state_options
 from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.state import MixerState
+
+IMPLEMENTATIONS = ("auto", "plain", "fla")
+
+_SLOWEST = -exp(-0.5)  # the least logarithm of a decay, so a channel keeps more than 54% a token
 
 
 @dataclass
@@ -61,17 +67,24 @@ class RWKV7(Mixer):
     Args:
         depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
             and token shifts depends on it.
+        impl: how several tokens are computed (one always is "plain"). "plain": token by token in float32 at least.
+            "fla": by the chunked kernel of flash-linear-attention, in the dtype of x or autocast. "auto": "fla" in
+            half precision on CUDA devices if the package is installed, otherwise "plain".
     """
 
     shifts_tokens = True
 
-    def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
+    def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0, impl: str = "auto"):
         super().__init__(d_model, n_heads)
         if d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
-        self.depth, self.head_dim = depth, d_model // n_heads
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)}; got {impl!r}")
+        if impl == "fla":
+            _chunk_kernel()  # refuses now what it cannot do
+        self.depth, self.head_dim, self.impl = depth, d_model // n_heads, impl
         self.mix = nn.Parameter(torch.empty(6, d_model))  # of r, w, k, v, a, g: the share of the token before
         self.receptance, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.decay = LowRank(d_model, 2.5, nn.Tanh())
@@ -133,15 +146,27 @@ class RWKV7(Mixer):
         dtype = state.memory.dtype
         r, k, v = self.receptance(x_r).to(dtype), self.key(x_k).to(dtype), self.value(x_v).to(dtype)
         rate = torch.sigmoid(self.rate(x_a).to(dtype))
-        # exp(-exp(w)), w at most -1/2: a channel keeps more than 54% a token.
-        decay = torch.exp(-torch.exp(-F.softplus(-self.decay(x_w).to(dtype)) - 0.5))
+        log_decay = _SLOWEST * torch.sigmoid(self.decay(x_w).to(dtype))
         kappa = F.normalize(self._heads(k * self.erased), dim=-1)
-        r, k, v, rate, decay = map(self._heads, (r, k * (1 + (rate - 1) * self.written), v, rate, decay))
-        with torch.autocast(x.device.type, enabled=False):
-            y, memory = delta_rule(r, decay, k, v, kappa, rate, state.memory)
+        r, k, v, rate, log_decay = map(self._heads, (r, k * (1 + (rate - 1) * self.written), v, rate, log_decay))
+        y, memory = self._remembered(x, r, log_decay, k, v, kappa, rate, state.memory)
         y = head_normed(self.out_norm, y) + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
         out = self.out(y.to(x.dtype) * self.gate(x_g))
         return out, RWKV7State(x[:, -1].to(state.last.dtype, copy=True), memory)
+
+    def _remembered(self, x: Tensor, r: Tensor, log_decay: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        """`delta_rule` in the form that suits x; the results have its dtypes."""
+        device = x.device.type
+        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        kernel = None
+        if self.impl == "fla" and x.shape[1] > 1:
+            kernel = _chunk_kernel()
+        elif self.impl == "auto" and x.shape[1] > 1 and x.is_cuda and half in (torch.bfloat16, torch.float16):
+            kernel = _chunk_kernel(missing_ok=True)
+        with torch.autocast(device, enabled=False):
+            if kernel is None:
+                return delta_rule(r, log_decay.exp(), *rest)
+            return chunked_delta_rule(kernel, half, r, log_decay, *rest)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.n_heads, self.head_dim))
@@ -166,3 +191,38 @@ def delta_rule(
         memory = memory + v[:, t, :, :, None] * k[:, t, :, None]
         outs.append((memory * r[:, t, :, None]).sum(-1))
     return torch.stack(outs, dim=1), memory
+
+
+def chunked_delta_rule(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    r: Tensor,
+    log_decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kappa: Tensor,
+    rate: Tensor,
+    memory: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` by `kernel`, the function chunk_rwkv7 of flash-linear-attention, from logarithms of the decays.
+
+    All but decays and memory are rounded to `dtype`. The kernel keeps S transposed, reads it along a and writes b.
+    """
+    names = ("r", "k", "v", "a", "b")
+    inputs = dict(zip(names, (x.to(dtype) for x in (r, k, v, -kappa, rate * kappa)), strict=True))
+    # What licenses its chunks of 64 tokens: decays are bounded.
+    bounded = {"safe_gate": True, "lower_bound": _SLOWEST, "chunk_size": 64}
+    start = memory.mT.contiguous()
+    y, after = kernel(**inputs, w=log_decay, scale=1.0, initial_state=start, output_final_state=True, **bounded)
+    return y.to(r.dtype), after.mT.to(memory.dtype)
+
+
+def _chunk_kernel(*, missing_ok: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    try:
+        return importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
+    except ImportError as error:
+        if missing_ok:
+            return None
+        raise ImportError(
+            f"impl='fla' of RWKV7 needs flash-linear-attention: pip install 'sympow[fla]' ({error})"
+        ) from error

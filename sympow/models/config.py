@@ -139,7 +139,8 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Gives the fields of the body as plain values, as JSON keeps them; `from_dict` gives back an equal config."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self) if self.has(entry.name)}
-        return values | {"mixers": [mixer.to_dict() for mixer in self.mixers]}
+        # The body stands first: configs of different bodies differ in other fields because of it.
+        return {"body": self.body} | values | {"mixers": [mixer.to_dict() for mixer in self.mixers]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:

@@ -144,13 +144,17 @@ class DecodingState:
     def clone(self) -> DecodingState:
         return self._replaced({name: x.clone() for name, x in self.tensors().items()})
 
-    def folded(self) -> PowerState:
-        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass."""
+    def folded(self, dtype: torch.dtype | None = None) -> PowerState:
+        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
+
+        It is computed in `dtype`, float32 or float64, and has it; that of s if None.
+        """
+        dtype = self.s.dtype if dtype is None else dtype
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
-        left, kept = decays(self.tail_g.masked_fill(~held, 0))
+        left, kept = decays(self.tail_g.to(dtype).masked_fill(~held, 0))
         with torch.autocast(self.s.device.type, enabled=False):
-            phi = spow(self.tail_k.to(self.s.dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
-            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(self.s.dtype)
+            phi = spow(self.tail_k.to(dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
+            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(dtype)
         return PowerState(s, self.z * left[..., None] + phi.sum(2), self.p, self.key_dim)
 
     def tensors(self) -> dict[str, Tensor]:

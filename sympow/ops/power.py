@@ -45,7 +45,8 @@ def power_attention(
     b_ij = exp(log_g_{j+1} + ... + log_g_i).
 
     Args:
-        q: [B, T, H, K], bfloat16, float16, float32 or float64.
+        q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
+            state is the initial one, or zeros.
         k: [B, T, G, K], G key/value heads; H is a multiple of G. Head h reads key/value head h // (H / G).
         v: [B, T, G, V], V free.
         log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. Its
@@ -61,9 +62,9 @@ def power_attention(
             of which sees another. Documents may be empty. The kernels do not check values that lie on a GPU.
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
-            one kind. Not with cu_seqlens, initial_state or return_state, nor with impl="reference".
-        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification; slow), or
-            "auto": "triton" where it can, else "eager".
+            one kind. Not with cu_seqlens, initial_state or return_state, with T = 0, nor with impl="reference".
+        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
+            float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 
     Returns:
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
@@ -84,21 +85,26 @@ def power_attention(
     chunked = initial_state is not None or return_state or context_group is not None
     run = _implementation(impl, q, p, chunked)
     if context_group is not None:
-        _check_context(run, initial_state, return_state, cu_seqlens)
-        return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
+        _check_context(run, q, initial_state, return_state, cu_seqlens)
     if initial_state is not None and not isinstance(initial_state, PowerState):
         raise TypeError(f"initial_state must be a PowerState; got {type(initial_state).__name__}")
+    sequences, ends = q.shape[0], []
+    if cu_seqlens is not None:
+        check_borders(cu_seqlens, q.shape[0])
+        sequences = len(cu_seqlens) - 1
+        if run is not _triton or cu_seqlens.device.type == "cpu":
+            ends = borders(cu_seqlens, q.shape[1])
+    _check_state(initial_state, sequences, k, v, p)
+    if 0 in q.shape[:2]:
+        return _of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
+    if context_group is not None:
+        return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
     if cu_seqlens is None:
-        _check_state(initial_state, q.shape[0], k, v, p)
         return PowerOutput(*run(q, k, v, log_g, initial_state, **options))
-    check_borders(cu_seqlens, q.shape[0])
-    _check_state(initial_state, len(cu_seqlens) - 1, k, v, p)
     if run is _triton:
-        if cu_seqlens.device.type == "cpu":
-            borders(cu_seqlens, q.shape[1])
         cu_seqlens = cu_seqlens.to(q.device, torch.int32)
         return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
-    return _packed(run, q, k, v, log_g, initial_state, borders(cu_seqlens, q.shape[1]), **options)
+    return _packed(run, q, k, v, log_g, initial_state, ends, **options)
 
 
 def power_attention_step(
@@ -123,7 +129,8 @@ def power_attention_step(
             every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
             that is many times faster, a step launches one kernel and can be captured in a CUDA graph (`inplace=True`).
         inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
-        impl: "auto", "eager" or "reference"; for a DecodingState also "triton", which "auto" takes where it can.
+        impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
+            takes where it can.
 
     Returns:
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token, of the kind
@@ -154,13 +161,15 @@ def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
     if impl == "triton":
         raise ValueError("impl='triton' of a step needs a DecodingState (DecodingState.from_state); got a PowerState")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if 0 in q.shape[:2]:
+            return _empty(q, v), state if inplace else state.clone()
         if impl != "reference":
             return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
-        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state, **options)
+        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.to(torch.float64), **options)
         if inplace:
             state.s.copy_(new.s)
             state.z.copy_(new.z)
-        return out.to(v.dtype), state if inplace else new
+        return out.to(v.dtype), state if inplace else new.to(state.s.dtype)
 
 
 def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
@@ -174,13 +183,15 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
         raise ValueError(f"impl='triton' {refusal}")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         state = state if inplace else state.clone()
+        if 0 in q.shape[:2]:
+            return _empty(q, v), state
         if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
             from sympow.ops import triton
 
             return triton.step_with_tail(q, k, v, log_g, state, **options), state
         if impl != "reference":
             return step_with_tail(q, k, v, log_g, state, **options), state
-        out, new = reference.recurrent(*_reference_inputs(q, k, v, log_g), state.folded(), **options)
+        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
         state.s.copy_(new.s)
         state.z.copy_(new.z)
         state.count.zero_()
@@ -188,8 +199,6 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
 
 
 def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
-    if q.shape[0] == 0:  # nothing to be fast about
-        return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
     if chunk_size is None:
         has_state = state is not None or return_state or context_group is not None
         chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)
@@ -198,20 +207,20 @@ def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=Non
 
 
 def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
-    inputs = _reference_inputs(q, k, v, log_g)
+    inputs = _in_float64(q, k, v, log_g)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    state = state and state.to(torch.float64)
     with torch.autocast(q.device.type, enabled=False):
         if chunk_size is None:
             out, new = reference.quadratic(*inputs, state, **options)
         else:
             out, new = reference.chunked(*inputs, state, chunk_size=chunk_size, **options)
-    return out.to(v.dtype), new if return_state else None
+    return out.to(v.dtype), new.to(dtype) if return_state else None
 
 
 def _triton(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
     from sympow.ops import triton
 
-    if 0 in q.shape[:2]:
-        return _reference(q, k, v, log_g, state, chunk_size=None, return_state=return_state, **options)
     options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
     return triton.attention(q, k, v, log_g, state, **options)
 
@@ -241,12 +250,36 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     return triton.unsupported(q, p, chunked)
 
 
-def _reference_inputs(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The specification is computed in float32 at least."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.to(dtype), k.to(dtype), v.to(dtype), log_g
+def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Inputs of the specification: whoever asks for it by name wants no rounding but that of the inputs."""
+    return q.double(), k.double(), v.double(), None if log_g is None else log_g.double()
+
+
+def _empty(q: Tensor, v: Tensor) -> Tensor:
+    """The output [B, T, H, V] where B or T is 0."""
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _of_no_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    sequences: int,
+    p: int,
+    return_state: bool,
+) -> PowerOutput[PowerState | None]:
+    """The results where B or T is 0. As with tokens, all of them are functions of all inputs, with gradients of 0."""
+    after = state
+    if after is None:
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        after = PowerState.zeros(sequences, k.shape[2], k.shape[3], v.shape[3], p, device=k.device, dtype=dtype)
+    zero = after.s[:0].sum() + after.z[:0].sum()
+    for x in (q, k, v, log_g):
+        zero = zero if x is None else zero + x[:0].sum()
+    s, z = (x + zero.to(x.dtype) for x in (after.s, after.z))
+    return PowerOutput(_empty(q, v) + zero.to(v.dtype), PowerState(s, z, p, k.shape[3]) if return_state else None)
 
 
 def _packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
@@ -286,8 +319,6 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
         wanted = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
         raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
     (b, t, h, key_dim), g = q.shape, k.shape[2]
-    if t == 0:
-        raise ValueError(f"a sequence has at least one token; got q {list(q.shape)}, T = 0")
     if 0 in (h, g, key_dim, v.shape[3]):
         raise ValueError(f"heads and channels cannot be 0; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
     if tuple(k.shape) != (b, t, g, key_dim) or tuple(v.shape[:3]) != (b, t, g):
@@ -344,12 +375,16 @@ def _check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor
         raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
 
 
-def _check_context(run: Callable, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None) -> None:
+def _check_context(
+    run: Callable, q: Tensor, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None
+) -> None:
     if cu_seqlens is not None:
         raise ValueError("packed documents (cu_seqlens) cannot be split over ranks (context_group); give whole rows")
     if state is not None or return_state:
         raise ValueError("initial_state and return_state are of whole rows; rows split by context_group have neither")
     if run is _reference:
         raise ValueError("impl='reference' computes whole rows; it takes no context_group")
+    if q.shape[1] == 0:
+        raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
 
 

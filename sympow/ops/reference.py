@@ -89,12 +89,13 @@ def recurrent(
     """(M9), (M10): one token at a time, reading nothing but the state."""
     b, t, g, key_dim = k.shape
     q = _group(q, k)
+    gammas = None if log_g is None else log_g.to(k.dtype).exp()
     if state is None:
         state = PowerState.zeros(b, g, key_dim, v.shape[-1], p, device=k.device, dtype=k.dtype)
     s, z = state.s, state.z
     outs = []
     for i in range(t):
-        gamma = torch.ones_like(k[:, i, :, 0]) if log_g is None else log_g[:, i].exp()
+        gamma = torch.ones_like(k[:, i, :, 0]) if gammas is None else gammas[:, i]
         phi_k = spow(k[:, i], p)
         s = gamma[..., None, None] * s + phi_k[..., None] * v[:, i, :, None]
         z = gamma[..., None] * z + phi_k

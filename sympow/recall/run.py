@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from sympow.data.mqar import RecallTask, mixture
 from sympow.layers import auxiliary_losses
 from sympow.models import RecallModel
+from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
 from sympow.training.config import TrainingConfig
 from sympow.training.loop import autocast, resolve_device
-from sympow.training.metrics import Terminal
 from sympow.training.optimizer import learning_rate, parameter_groups
 
 _Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
@@ -65,14 +65,14 @@ def run(
         model = RecallModel(config.model, positions=positions, seed=config.seed).to(where)
         trainer = _Trainer(config, model, where, compiled=compiled and on_cuda, graphs=cuda_graphs and on_cuda)
         validation = _load(config.train, config.validation_examples, (config.data_seed, _VALIDATION), str(where))
-        terminal = Terminal(quiet, 0, config.epochs * config.validations)
-        stack.callback(terminal.close)
+        validations = config.epochs * config.validations
+        progress = stack.enter_context(Progress("training", "validation", total=validations, quiet=quiet))
         ended = "epochs over"
-        for number in range(config.epochs * config.validations):
+        for number in range(validations):
             train_loss = trainer.train(number)
             valid = _measure(model, validation, config)
-            terminal.advance(train_loss)
-            terminal.say(f"validation {number + 1}: loss {train_loss:.4f}, validation accuracy {valid.accuracy:.4f}")
+            progress.advance(note=f"loss {train_loss:.4f}")
+            progress.say(f"validation {number + 1}: loss {train_loss:.4f}, validation accuracy {valid.accuracy:.4f}")
             if not math.isfinite(train_loss):
                 ended = "diverged"
                 break

@@ -7,16 +7,15 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sympow.progress import Progress
 from sympow.recall.config import RecallConfig, Sweep
 from sympow.recall.results import write_results
 from sympow.recall.run import run, shape_key
@@ -154,9 +153,9 @@ def _run_if_unclaimed(
 
 
 def _work_here(runs: Sequence[RecallConfig], folder: Path, quiet: bool, options: Mapping[str, Any]) -> None:
-    with _progress(len(runs), 0, quiet) as advance:
+    with Progress("sweep", "run", total=len(runs), quiet=quiet or len(runs) < 2) as progress:  # a single one tells more
         own = {name: option for name, option in options.items() if name != "workers"}
-        _run_unclaimed(runs, folder, lambda _: advance(1), **own, quiet=quiet or len(runs) > 1)
+        _run_unclaimed(runs, folder, lambda _: progress.advance(), **own, quiet=quiet or len(runs) > 1)
 
 
 Alive = Callable[[], bool]
@@ -232,31 +231,17 @@ def _wait(started: tuple[Alive, Stop], sweep: Sweep, folder: Path, quiet: bool) 
     alive, stop = started
     seen = done = sum(_row_file(folder, config).exists() for config in sweep.runs)
     try:
-        with _progress(len(sweep.runs), done, quiet) as advance:
+        with Progress("sweep", "run", total=len(sweep.runs), done=done, quiet=quiet) as progress:
             while True:
                 working = alive()  # before counting, so that the last rows are counted
                 seen, done = done, sum(_row_file(folder, config).exists() for config in sweep.runs)
-                advance(done - seen)
+                progress.advance(done - seen)
                 if not working:
                     return
                 time.sleep(0.5)
     except BaseException:
         stop()
         raise
-
-
-@contextmanager
-def _progress(total: int, done: int, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """A bar of runs on stderr where that is a terminal and there are several."""
-    if quiet or total < 2 or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("the progress bar needs tqdm: pip install 'sympow[train]'") from error
-    with tqdm(total=total, initial=done, unit="run", dynamic_ncols=True) as bar:
-        yield bar.update
 
 
 def _row_file(folder: Path, config: RecallConfig) -> Path:

@@ -8,6 +8,7 @@ file. Recipes of one's own are named by a path, "mine.py:small", or by a module,
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -31,6 +32,22 @@ class RecipeError(ValueError):
 def recipe_names() -> list[str]:
     """The recipe files of this package."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def describe_recipes(*returned: str) -> dict[str, str]:
+    """The first line about each of the package's recipes that return one of these types, by name, as "demo:power".
+
+    The files are read and not run, which would import torch.
+    """
+    lines = {}
+    for module in recipe_names():
+        source = pkgutil.get_data(__name__, f"{module}.py") or b""
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.returns is None:
+                continue
+            if ast.unparse(node.returns) in returned:
+                lines[f"{module}:{node.name}"] = (ast.get_docstring(node) or "").partition("\n")[0]
+    return lines
 
 
 def load_recipe(name: str) -> RunConfig:

@@ -27,7 +27,7 @@ def power() -> RecallConfig:
 
 
 def anchors() -> Sweep:
-    """Both, three seeds each: what a CPU must reach in minutes."""
+    """Attention and power attention, three seeds each: what a CPU must reach in minutes."""
     runs = [run for base in (attention(), power()) for run in grid(base, seeds=(0, 1, 2))]
     return Sweep("mqar-anchors", tuple(runs))
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from sympow.layers import auxiliary_losses
 from sympow.models import LanguageModel
+from sympow.progress import Progress
 from sympow.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -26,7 +27,7 @@ from sympow.training.checkpoint import (
 )
 from sympow.training.config import RunConfig, TrainingConfig
 from sympow.training.interrupt import StopRequest
-from sympow.training.metrics import MetricsWriter, Terminal
+from sympow.training.metrics import MetricsWriter
 from sympow.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from sympow.training.ranks import ALONE, Part, Ranks, Rows, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
@@ -126,10 +127,10 @@ def train(
         metrics = MetricsWriter(run_dir, step, config if config.execution.tracker else None) if ranks.main else None
         if metrics:
             stack.callback(metrics.close)
-        terminal = Terminal(quiet or not ranks.main, step, settings.steps)
-        stack.callback(terminal.close)
+        silent = quiet or not ranks.main
+        progress = stack.enter_context(Progress("training", "step", total=settings.steps, done=step, quiet=silent))
         if start:
-            terminal.say(f"continuing from step {step} of {settings.steps}")
+            progress.say(f"continuing from step {step} of {settings.steps}")
         stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
         tracing = stack.enter_context(trace(run_dir, config.execution.profile_steps if ranks.main else 0))
         for passes in _ahead(load, range(step, settings.steps)):
@@ -144,7 +145,7 @@ def train(
             step += 1
             tokens += targets
             seconds += time.perf_counter() - began
-            terminal.advance(loss)
+            progress.advance(note=f"loss {loss:.4f}")
             tracing()
 
             last = step == settings.steps
@@ -163,7 +164,7 @@ def train(
                     row["mfu"] = speed * flops / (peak * ranks.size)
                 if held_out is not None and evaluates:
                     row["held_out_loss"] = held_out_loss(model, held_out, settings, device, ranks)
-                    terminal.say(_summary(row, settings.steps))
+                    progress.say(_summary(row, settings.steps))
                 if metrics:
                     metrics.write(row)
             if last or stopped_by or step % settings.checkpoint_every == 0:

@@ -1,9 +1,8 @@
-"""Where the numbers of a run go: a file of JSON lines, TensorBoard, and the terminal."""
+"""Where the numbers of a run go: a file of JSON lines, and TensorBoard."""
 
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,35 +75,3 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines if line.endswith("\n")]
     except ValueError as error:
         raise ValueError(f"{path} is not a file of JSON lines: {error}") from error
-
-
-class Terminal:
-    """A progress bar on stderr where that is a terminal, and lines of text; nothing at all when `quiet`."""
-
-    def __init__(self, quiet: bool, step: int, steps: int):
-        self._quiet = quiet
-        self._bar: Any = None
-        if not quiet and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError as error:
-                raise ImportError("the progress bar needs tqdm: pip install 'sympow[train]'") from error
-            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
-
-    def advance(self, loss: float) -> None:
-        """One step further."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            self._bar.update()
-
-    def say(self, line: str) -> None:
-        """Prints a line on stderr, above the bar."""
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        elif not self._quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leaves the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()

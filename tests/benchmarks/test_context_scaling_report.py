@@ -140,6 +140,14 @@ def test_the_committed_page_follows_from_the_committed_rows():
     assert report.out_of_date(program.COMMITTED, program.PAGE) == []
 
 
+def test_every_study_is_on_the_page():
+    text = program.PAGE.read_text()
+    shown = {name for name in STUDIES if f"<!-- table: {name} -->" in text}
+    assert {name for name in STUDIES if not name.startswith("search")} == shown and "<!-- table: searches -->" in text
+    assert all(f"<!-- figure: {name} -->" in text for name in report.FIGURES)
+    assert all(f"<!-- verdict: {name} -->" in text for name in verdicts.VERDICTS)
+
+
 def test_what_the_page_does_not_know_is_named(found):
     with pytest.raises(ValueError, match="the page asks for the table 'nothing'; there are "):
         report.filled("<!-- table: nothing --><!-- end -->", report.Writer(found, "page"))

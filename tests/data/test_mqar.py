@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +122,25 @@ def test_slots_are_drawn_one_after_another_without_replacement():
     assert sum(expected) == pytest.approx(1)
     statistic, bound = chi_square([found.count(each) for each in sets], expected)
     assert statistic < bound
+
+
+@pytest.mark.parametrize("text", ["the module", "docs/mqar.md"])
+def test_docs_say_where_rows_differ_from_the_published_code(text):
+    """Of both: who compares results must find it. That the rows are so, the other tests here hold."""
+    words = mqar.__doc__ if text == "the module" else (Path(__file__).parents[2] / text).read_text()
+    start = {"the module": "Rows differ from those of the published code", "docs/mqar.md": "### Where it differs from"}
+    part = " ".join(words.partition(start[text])[2].partition("\n## ")[0].split())
+    for said in ("dealt to the", "at random", "0.01", "whole vocabulary", "all different", "num_passes", "global"):
+        assert said in part, said
+
+
+def test_slots_given_out_in_the_order_drawn_favour_early_keys():
+    """What the published code does, and why the keys are dealt at random here."""
+    task, rng = RecallTask(length=64, pairs=4), np.random.default_rng(0)
+    p = power_law(task.slots, task.alpha)
+    drawn = np.array([rng.choice(task.slots, task.pairs, replace=False, p=p) for _ in range(3000)])
+    means, error = drawn.mean(0), drawn.std(0).max() * (2 / len(drawn)) ** 0.5  # of a difference of two
+    assert means[-1] - means[0] > 4 * error and (np.diff(means) > 0).all(), means
 
 
 def test_early_keys_are_no_nearer_than_late_ones():

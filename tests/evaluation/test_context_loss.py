@@ -2,7 +2,6 @@
 
 import csv
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -166,7 +165,9 @@ def test_a_language_model_beyond_any_trained_context(mixer):
     assert result.loss == pytest.approx(np.log(50), abs=0.2)
 
 
-def test_a_progress_bar_without_tqdm_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ImportError, match=re.escape("a progress bar needs tqdm: pip install 'sympow[train]'")):
-        context_losses(Known(), Documents([50]), 4, progress="a run")
+def test_progress_counts_rows_under_a_label(every_count_is_told, monkeypatch, capsys):
+    monkeypatch.setattr(context_loss, "BATCH_TOKENS", 8)
+    context_losses(Known(), Documents([50]), 4, rows=4, progress="a model")
+    context_losses(Known(), Documents([50]), 4, rows=4)
+    counts = [line.rsplit(", ", 1)[0] for line in capsys.readouterr().err.splitlines()]
+    assert counts == ["a model: 2 of 4 rows", "a model: 4 of 4 rows"]

@@ -31,9 +31,24 @@ class StandIn(nn.Module):
         return self.o_proj(sums), None, past_key_values
 
 
+def chunk_rwkv7(r, w, k, v, a, b, scale, initial_state, output_final_state, safe_gate, lower_bound, chunk_size):
+    """The package's naive form, dplr_recurrence: S_t = diag(exp(w)) S + b (a^T S) + k v^T, y = S^T r; S [K, V]."""
+    assert output_final_state and safe_gate and chunk_size == 64 and lower_bound <= w.min() and w.max() < 0
+    state, outs = initial_state, []
+    for t in range(r.shape[1]):
+        read = (state * a[:, t, :, :, None]).sum(-2, keepdim=True)
+        new = k[:, t, :, :, None] * v[:, t, :, None] + read * b[:, t, :, :, None]
+        state = state * w[:, t].exp()[..., None] + new
+        outs.append(torch.einsum("bhk,bhkv->bhv", scale * r[:, t], state))
+    return torch.stack(outs, dim=1), state
+
+
 @pytest.fixture
 def fla(monkeypatch):
-    package, layers = ModuleType("fla"), ModuleType("fla.layers")
+    package, layers, ops = ModuleType("fla"), ModuleType("fla.layers"), ModuleType("fla.ops.rwkv7")
+    ops.chunk_rwkv7 = chunk_rwkv7
+    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
+    monkeypatch.setitem(sys.modules, "fla.ops.rwkv7", ops)
     for mixer in FLA_MIXERS.values():
         setattr(layers, mixer.layer_name, StandIn)
     monkeypatch.setitem(sys.modules, "fla", package)
@@ -70,6 +85,9 @@ def test_arguments(fla):
     plain = {"hidden_size": 8, "num_heads": 2, "layer_idx": 0}
     assert made["gla"] == made["delta_net"] == plain
     assert made["gated_delta_net"] == plain | {"head_dim": 4, "expand_v": 2}
+    chosen = make_mixer("gated_delta_net", 8, 2, {"head_dim": 6, "expand_v": 1})
+    assert chosen.layer.arguments == plain | {"head_dim": 6, "expand_v": 1}
+    assert chosen.state_size(1) == 2 * 6 * 6 + 4 * 3 * 12
     assert made["mamba2"] == plain | {"head_dim": 8, "expand": 2, "state_size": 128}
     assert make_mixer("mamba2", 8, 2, {"state_dim": 16}).layer.arguments["state_size"] == 16
 
@@ -81,3 +99,31 @@ def test_the_seed_decides_weights_and_nothing_else_is_touched(fla):
     assert torch.equal(torch.get_rng_state(), before)
     name = "blocks.1.mixer.layer.dt_bias"
     assert all(torch.equal(a[key], b[key]) for key in a) and not torch.equal(a[name], c[name])
+
+
+def test_rwkv7_by_the_package_is_its_own_recurrence(fla):
+    plain, other = (make_mixer("rwkv7", 8, 2, {"impl": impl}).double() for impl in ("plain", "fla"))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in plain.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    other.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 9, 8, generator=generator, dtype=torch.float64)
+    results = []
+    for mixer in (plain, other):
+        state, outs = mixer.init_state(2), [mixer(x)]
+        for piece in x.split([4, 1, 4], dim=1):
+            y, state = mixer.step(piece, state)
+            outs.append(y)
+        loss = sum(y.square().sum() for y in outs) + state.memory.square().sum()
+        results.append([*outs, state.memory, *torch.autograd.grad(loss, list(mixer.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_rwkv7_asked_for_the_package_says_that_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "fla.ops.rwkv7", None)
+    with pytest.raises(ImportError, match=r"impl='fla' of RWKV7 needs flash-linear-attention: pip install") as caught:
+        make_mixer("rwkv7", 8, 2, {"impl": "fla"})
+    assert "\n" not in str(caught.value)
+    make_mixer("rwkv7", 8, 2, {})(torch.zeros(1, 3, 8))

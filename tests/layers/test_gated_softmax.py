@@ -1,14 +1,18 @@
 """Softmax attention with forgetting gates against its formula: results, gradients, precision; and ALiBi, (M18)."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sympow.layers import PowerAttention, SoftmaxAttention
 from sympow.layers.gate_channels import gated_key_dim
 from sympow.layers.softmax import gated_attention
 from sympow.ops import power_attention
 
+GPU = torch.cuda.is_available()
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 
 
@@ -59,8 +63,18 @@ def test_gradients_are_those_of_differences(time):
 
 
 @pytest.mark.parametrize(("time", "bias"), [(300, 8.0), (1024, -3.0), (1024, 4.0), (4096, 1.0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gates_are_as_exact_as_float32(time, bias, dtype):
+@pytest.mark.parametrize(
+    "dtype, backend",
+    [
+        (torch.bfloat16, None),
+        (torch.float32, None),
+        *(
+            pytest.param(torch.bfloat16, backend, marks=pytest.mark.skipif(not GPU, reason="needs a GPU"))
+            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+        ),
+    ],
+)
+def test_gates_are_as_exact_as_float32(time, bias, dtype, backend):
     """Against float64 on the same rounded inputs.
 
     A score is a sum of numbers up to max |L|, rounded to float32 for each of 3 parts and for all: 4 * 2**-24 |L|.
@@ -68,7 +82,7 @@ def test_gates_are_as_exact_as_float32(time, bias, dtype):
     float32 those of T terms, 2**-24 sqrt(T). The gradient of gates adds up those of stretches of T / 13 tokens, two
     a token; if it added up those of all T, it would miss what is allowed for strong gates by 10 times.
     """
-    on = "cuda" if torch.cuda.is_available() else "cpu"
+    on = "cuda" if GPU else "cpu"
     *rest, log_g = inputs(time, 1, 1, 64, 64, bias)
     given = [x.to(on, dtype) for x in rest] + [log_g.to(on, torch.float32)]
     dout = random(1, time, 1, 64, seed=4).to(on, dtype)
@@ -78,7 +92,8 @@ def test_gates_are_as_exact_as_float32(time, bias, dtype):
         y = attend(*tensors)
         return [y, *torch.autograd.grad(y, tensors, dout.to(y))]
 
-    got = run(gated_attention, *given)
+    with nullcontext() if backend is None else sdpa_kernel([backend]):
+        got = run(gated_attention, *given)
     assert got[0].dtype == dtype and got[-1].dtype == torch.float32
     unit = 2**-9 if dtype == torch.bfloat16 else time**0.5 * 2**-24
     sums = 2 * (time / 13) ** 0.5 if dtype == torch.bfloat16 else 8

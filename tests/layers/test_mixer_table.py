@@ -48,6 +48,7 @@ def test_state(name, tokens):
         mixer = FLA_MIXERS[name].__new__(FLA_MIXERS[name])  # without the package, and so without its layer
         torch.nn.Module.__init__(mixer)
         mixer.d_model, mixer.n_heads, mixer.state_dim = D_MODEL, N_HEADS, 128
+        mixer.head_dim, mixer.expand_v = None, 2.0
     else:
         mixer = MIXERS[name](D_MODEL, N_HEADS, **REQUIRED.get(name, {}))
     if not mixer.causal:

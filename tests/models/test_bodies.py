@@ -1,6 +1,8 @@
 """The bodies: each keeps what a language model promises, computes its formula, and starts as it says."""
 
 import math
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +27,14 @@ CASES = {
     "rwkv7, no MLP": {"body": "rwkv7", "mlp_ratio": 0},
     "rwkv7 with its own mixer": {"body": "rwkv7", "mixers": (MixerConfig("rwkv7"), MixerConfig("rwkv4"))},
 }
-every_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+every_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 every_body = pytest.mark.parametrize("body", BODIES)
 
 
-def make(fields: dict, seed: int = 0) -> LanguageModel:
+def make(options: dict, seed: int = 0) -> LanguageModel:
     """In float64, and so that every parameter matters: nothing stays at its special initial value."""
     shape = {"vocab_size": VOCAB, "d_model": D, "n_layers": 4, "n_heads": 3, "mixers": HYBRID}
-    built = LanguageModel(ModelConfig(**shape | fields), seed=seed).double()
+    built = LanguageModel(ModelConfig(**shape | options), seed=seed).double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in built.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -44,8 +46,8 @@ def tokens(batch: int = 2, time: int = TIME, seed: int = 1) -> torch.Tensor:
 
 
 @every_case
-def test_logits_are_causal(fields):
-    built, x = make(fields), tokens()
+def test_logits_are_causal(options):
+    built, x = make(options), tokens()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % VOCAB
     a, b = built(x), built(changed)
@@ -56,8 +58,8 @@ def test_logits_are_causal(fields):
 @every_case
 @pytest.mark.parametrize("lengths", [[1] * TIME, [17, 1, 12], [TIME]])
 @torch.no_grad()
-def test_steps_are_the_forward(lengths, fields):
-    built, x = make(fields), tokens()
+def test_steps_are_the_forward(lengths, options):
+    built, x = make(options), tokens()
     logits, ends = built(x), torch.tensor(lengths).cumsum(0)
     state = built.init_state(2)
     for piece, end in zip(x.split(lengths, dim=1), ends, strict=True):
@@ -68,8 +70,8 @@ def test_steps_are_the_forward(lengths, fields):
 
 
 @every_case
-def test_gradients_flow_through_steps(fields):
-    built, x = make(fields), tokens()
+def test_gradients_flow_through_steps(options):
+    built, x = make(options), tokens()
     parameters = list(built.parameters())
     last, _ = built.step(x[:, 20:], built.step(x[:, :20], built.init_state(2))[1])
     ways = (last, built(x)[:, -1])
@@ -78,16 +80,16 @@ def test_gradients_flow_through_steps(fields):
 
 
 @every_case
-def test_packed_documents_are_each_alone(fields):
-    built, x = make(fields), tokens(1)
+def test_packed_documents_are_each_alone(options):
+    built, x = make(options), tokens(1)
     packed = built(x, cu_seqlens=torch.tensor([0, 11, 11, 12, TIME]))
     alone = [built(document) for document in x.split([11, 1, 18], dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), **TIGHT)
 
 
 @every_case
-def test_the_losses_and_their_sum(fields):
-    built, x, targets = make(fields), tokens(), tokens(seed=2)
+def test_the_losses_and_their_sum(options):
+    built, x, targets = make(options), tokens(), tokens(seed=2)
     targets[0, 3:9] = -100
     parameters = list(built.parameters())
     expected = F.cross_entropy(built(x).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
@@ -100,10 +102,10 @@ def test_the_losses_and_their_sum(fields):
 
 
 @every_case
-def test_checkpointed_activations_change_no_gradient(fields):
+def test_checkpointed_activations_change_no_gradient(options):
     gradients, kept = [], []
     for recompute in (False, True):
-        built, saved = make(fields), 0
+        built, saved = make(options), 0
         if recompute:
             built.checkpoint_activations()
 
@@ -168,8 +170,8 @@ def test_generation_by_state_is_that_by_forward(body):
 @every_body
 def test_weights_of_blocks_are_counted(body):
     """Of all matrices of a block, those of the mixer left out."""
-    for fields in ({}, {"llama": {"mlp_hidden": 0}}.get(body, {"mlp_ratio": 0})):
-        config = ModelConfig(VOCAB, D, 1, 3, body=body, **fields)
+    for options in ({}, {"llama": {"mlp_hidden": 0}}.get(body, {"mlp_ratio": 0})):
+        config = ModelConfig(VOCAB, D, 1, 3, body=body, **options)
         (block,) = LanguageModel(config, seed=0).blocks
         both = [sum(p.numel() for p in part.parameters() if p.ndim >= 2) for part in (block, block.mixer)]
         assert type(block).other_weights(config) == both[0] - both[1]
@@ -276,3 +278,17 @@ def test_tokens_before(bounds):
         before = call(x, last, torch.tensor(bounds, dtype=torch.int32))
         torch.testing.assert_close(before[0], expected)
     torch.compiler.reset()
+
+
+# ------------------------------------------------------------------------------------------------ docs/bodies.md
+
+
+def test_the_tables_of_the_docs_name_every_body_and_field():
+    text = (Path(__file__).resolve().parents[2] / "docs/bodies.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    named = {cells[0]: cells[1] for cells in rows}
+    assert named.keys() >= BODIES.keys()
+    shape = {"vocab_size", "d_model", "n_layers", "n_heads", "mixers", "body"}
+    for field in {entry.name for entry in fields(ModelConfig)} - shape:
+        having = [body for body in BODIES if ModelConfig(9, 8, 1, 1, body=body).has(field)]
+        assert named[field] == ("all" if len(having) == len(BODIES) else ", ".join(having))

@@ -239,9 +239,9 @@ def _with_two_tokens(
 @torch.no_grad()
 def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | None:
     """[B, T, H, 1], at most 1: one over the square of the condition of each row's normalizer, the norm of its terms
-    phi(q)_d z_d over their sum. None without a normalizer, or where the condition does not matter: p <= 2, no state,
-    more than one token."""
-    if not case.divides or (case.p <= 2 and not case.state and case.T > 1):
+    phi(q)_d z_d over their sum. None without tokens or a normalizer, or where the condition does not matter: p <= 2, no
+    state, more than one token."""
+    if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and case.T > 1):
         return None
 
     def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:

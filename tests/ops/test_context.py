@@ -184,3 +184,5 @@ def test_what_split_rows_do_not_have():
     ):
         with pytest.raises(ValueError, match=message):
             power_attention(q, q, q, context_group=object(), **options)
+    with pytest.raises(ValueError, match=r"context_group has at least one token; got q \[1, 0, 1, 2\]"):
+        power_attention(q[:, :0], q[:, :0], q[:, :0], context_group=object())

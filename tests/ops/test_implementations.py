@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sympow.ops import PowerState, power_attention, power_attention_step
+from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step
 from tests.ops.contract import CASES, DEVICE, Case, assert_equal_float64, assert_within_budget, make_inputs, run
 
 IMPLEMENTATIONS = ["eager", "auto"]
@@ -110,3 +110,81 @@ def test_the_gradient_may_be_of_the_state_alone():
             eager = grads
     for a, b in zip(eager, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+def test_no_rows_and_no_tokens(impl, shape, state, dtype):
+    """An empty output, the state that was there, and a gradient of zeros to every input."""
+    case = Case(*shape, H=4, G=2, K=3, V=5, state=state)
+    inputs = make_inputs(case, dtype=dtype)
+    results = run(case, inputs, impl)
+    assert results["out"].shape == (*shape, 4, 5) and results["out"].dtype == dtype
+    for name, size in (("s", (shape[0], 2, 6, 5)), ("z", (shape[0], 2, 6))):
+        before = inputs[name] if state else torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32))
+        torch.testing.assert_close(results[name], before.detach().to(DEVICE), rtol=0, atol=0)
+    for name in ("q", "k", "v", "log_g"):
+        assert results["d" + name].shape == inputs[name].shape and not results["d" + name].any()
+    out = power_attention(*(inputs[n] for n in ("q", "k", "v", "log_g")), impl=impl).out
+    assert out.requires_grad and out.numel() == 0
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+def test_documents_without_tokens(impl):
+    inputs = make_inputs(Case(B=1, T=0, H=2, G=1, K=3, V=5))
+    state = PowerState.zeros(2, 1, 3, 5, dtype=torch.float64, device=DEVICE)
+    state.s.fill_(3)
+    ends = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    args = [inputs[n] for n in ("q", "k", "v", "log_g")]
+    out, after = power_attention(*args, cu_seqlens=ends, initial_state=state, return_state=True, impl=impl)
+    assert out.shape == (1, 0, 2, 5) and torch.equal(after.s, state.s) and after.s is not state.s
+    assert power_attention(*args, cu_seqlens=ends, return_state=True, impl=impl).state.s.shape == (2, 1, 6, 5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "reference"])
+def test_steps_of_no_rows_and_no_tokens(impl, shape, tail, inplace):
+    inputs = make_inputs(Case(*shape, H=4, G=2, K=3, V=5), dtype=torch.float32)
+    state = PowerState.zeros(shape[0], 2, 3, 5, device=DEVICE)
+    state.s.fill_(3)
+    state = DecodingState.from_state(state) if tail else state
+    args = [inputs[n].detach() for n in ("q", "k", "v", "log_g")]
+    out, after = power_attention_step(*args, state=state, inplace=inplace, impl=impl)
+    assert out.shape == (*shape, 4, 5) and out.dtype == torch.float32
+    assert (after.s is state.s) == inplace
+    assert type(after) is type(state) and torch.equal(after.s, state.s)
+
+
+@pytest.mark.parametrize("gate", [None, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", ["sequence", "state", "state, in place", "tail", "tail, in place"])
+def test_the_reference_computes_in_float64(how, dtype, gate):
+    """Whatever the inputs and the gate are: the results are those of the same numbers in float64, rounded once."""
+    case = Case(B=2, T=5, H=4, G=2, K=3, V=5, state=True)
+    compute = torch.promote_types(dtype, torch.float32)
+    rounded = {n: x.detach() for n, x in make_inputs(case, dtype=dtype).items()}
+    tokens = [rounded[n] for n in ("q", "k", "v")]
+    tokens.append(None if gate is None else rounded["log_g"].to(torch.float32).to(gate))
+    state = PowerState(rounded["s"], rounded["z"], 2, 3)
+    high = [None if x is None else x.double() for x in tokens]
+    expected, last = power_attention(*high, initial_state=state.to(torch.float64), return_state=True, impl="reference")
+    if how == "sequence":
+        out, after = power_attention(*tokens, initial_state=state, return_state=True, impl="reference")
+    else:
+        before = state.clone()
+        if "tail" in how:  # two of the tokens are in the tail already
+            before = DecodingState.from_state(before, dtype=dtype, capacity=4)
+            first = [None if x is None else x[:, :2] for x in tokens]
+            before = power_attention_step(*first, state=before, impl="eager").state
+            tokens, expected = [None if x is None else x[:, 2:] for x in tokens], expected[:, 2:]
+        out, after = power_attention_step(*tokens, state=before, inplace="in place" in how, impl="reference")
+    after = after.folded() if isinstance(after, DecodingState) else after
+    assert out.dtype == dtype and after.s.dtype == compute
+    for got, want in ((out, expected), (after.s, last.s), (after.z, last.z)):
+        error = (got.double() - want).norm() / want.norm()
+        # Rounded to nearest; eps is twice that. In float64 a few roundings are made.
+        assert error <= (1e-13 if got.dtype == torch.float64 else torch.finfo(got.dtype).eps / 2), f"{error:.1e}"

@@ -41,10 +41,12 @@ BAD = {
     "value heads": (lambda: call(v=ones(2, 3, 4, 5)), ValueError, "must agree in B, T, G and K"),
     "groups": (lambda: call(q=ones(2, 3, 3, 4)), ValueError, "multiple of the key/value heads G; got H = 3, G = 2"),
     "gate a query head": (lambda: call(log_g=-ones(2, 3, 4)), ValueError, "one gate a key/value head; got"),
-    "no tokens": (
-        lambda: call(q=ones(2, 0, 4, 4), k=ones(2, 0, 2, 4), v=ones(2, 0, 2, 5), log_g=None),
+    "no tokens, documents": (
+        lambda: call(
+            q=ones(1, 0, 4, 4), k=ones(1, 0, 2, 4), v=ones(1, 0, 2, 5), log_g=None, cu_seqlens=torch.tensor([0, 1])
+        ),
         ValueError,
-        "T = 0",
+        "rise from 0 to T = 0",
     ),
     "no heads": (lambda: call(q=ones(2, 3, 0, 4), k=ones(2, 3, 0, 4), v=ones(2, 3, 0, 5)), ValueError, "cannot be 0"),
     "integers": (lambda: call(q=ones(2, 3, 4, 4).long()), TypeError, "got torch.int64, torch.float32, torch.float32"),

@@ -12,14 +12,15 @@ VOCAB = 17
 
 @pytest.fixture
 def make_config():
-    """make_config(**fields of TrainingConfig) -> RunConfig of a one-layer model."""
+    """make_config(**fields of TrainingConfig) -> RunConfig of a one-layer model, `model` further fields of it."""
 
-    def make(mixer: str = "power", options: dict | None = None, **training) -> RunConfig:
+    def make(mixer: str = "power", options: dict | None = None, model: dict | None = None, **training) -> RunConfig:
         settings = {"context": 16, "batch_size": 2, "steps": 12, "warmup_steps": 2, "learning_rate": 1e-2,
                     "log_every": 1, "checkpoint_every": 4, "evaluate_every": 6, "evaluation_batches": 2}  # fmt: skip
-        model = ModelConfig(VOCAB, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer, options or {}),))
+        shape = {"d_model": 16, "n_layers": 1, "n_heads": 2, "mixers": (MixerConfig(mixer, options or {}),)}
+        config = ModelConfig(VOCAB, **shape | (model or {}))
         data = DataConfig(tokenizer="bytes")
-        return RunConfig("tiny", model, data, TrainingConfig(**{**settings, **training}))
+        return RunConfig("tiny", config, data, TrainingConfig(**{**settings, **training}))
 
     return make
 

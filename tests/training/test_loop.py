@@ -16,6 +16,7 @@ from sympow.training import (
     CheckpointError,
     ExecutionConfig,
     NonFiniteError,
+    RunConfig,
     latest,
     load_checkpoint,
     load_model,
@@ -101,10 +102,17 @@ def test_observers_see_the_model_where_it_is_evaluated(tmp_path, make_config, ma
 
 
 @pytest.mark.parametrize(
-    ("mixer", "options"), [("power", {}), ("softmax", {}), ("selection", {"selection": "learned", "top_k": 4})]
+    ("mixer", "options", "model"),
+    [
+        ("power", {}, {}),
+        ("softmax", {}, {}),
+        ("selection", {"selection": "learned", "top_k": 4}, {}),
+        ("power", {}, {"body": "llama", "n_kv_heads": 1, "tie_embeddings": False}),
+        ("power", {}, {"body": "rwkv7"}),
+    ],
 )
-def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer, options):
-    config = make_config(mixer, options, steps=12, checkpoint_every=5, evaluate_every=3)
+def test_stopped_and_continued_equals_uninterrupted(tmp_path, make_config, make_batches, mixer, options, model):
+    config = make_config(mixer, options, model, steps=12, checkpoint_every=5, evaluate_every=3)
     batches, held_out = make_batches(config), make_batches(config, corpus_seed=1)
     train(config, batches, tmp_path / "whole", held_out=held_out, quiet=True)
     stops = [(3, signal.SIGINT, "SIGINT"), (8, signal.SIGTERM, "SIGTERM")]
@@ -317,6 +325,24 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
         assert "\n" not in str(caught.value)
 
 
+def test_an_older_run_goes_on(tmp_path, make_config, make_batches):
+    """One whose config has no fields of bodies, in its folder and in its checkpoints."""
+    old = make_config(steps=4, checkpoint_every=2).to_dict()
+    for name in ("body", "n_kv_heads", "tie_embeddings"):
+        del old["model"][name]
+    config, run = RunConfig.from_dict(old), tmp_path / "run"
+    train(config, make_batches(config), run, quiet=True)
+    list_checkpoints(run)[-1].unlink()
+    (run / "config.json").write_text(json.dumps(old))
+    checkpoint = torch.load(latest(run), weights_only=False)
+    torch.save(checkpoint | {"config": old}, latest(run))
+    assert train(config, make_batches(config), run, quiet=True).step == 4
+    assert load_model(run).config == config
+    other = make_config(model={"body": "llama"}, steps=4, checkpoint_every=2)
+    with pytest.raises(ValueError, match=r"with model.body = 'gpt2', not 'llama': "):
+        train(other, make_batches(other), run, quiet=True)
+
+
 def test_a_run_goes_on_however_it_is_executed(tmp_path, make_config, make_batches):
     config, run = make_config(steps=4, checkpoint_every=2), tmp_path / "run"
     train(config, make_batches(config), tmp_path / "whole", quiet=True)
@@ -352,7 +378,7 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
-    assert compiled == ["Block", "Norm", "Norm", "CrossEntropy"]
+    assert compiled == ["GPT2Block", "LayerNorm", "LayerNorm", "CrossEntropy"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert load_model(tmp_path / "compiled").step == 3

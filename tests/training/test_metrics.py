@@ -1,13 +1,11 @@
-"""Metrics on disk: one line a step, also after a kill; and what the terminal sees."""
+"""Metrics on disk: one line a step, also after a kill."""
 
-import builtins
-import io
 import sys
 import types
 
 import pytest
 
-from sympow.training.metrics import MetricsWriter, Terminal, read_metrics
+from sympow.training.metrics import MetricsWriter, read_metrics
 
 
 def write(run_dir, start, steps):
@@ -51,25 +49,10 @@ def test_foreign_metrics_are_refused(tmp_path):
         MetricsWriter(tmp_path, 0)
 
 
-@pytest.mark.parametrize(
-    ("module", "message", "use"),
-    [
-        ("tensorboard", r"training metrics need tensorboard: pip install 'sympow\[train\]'", "metrics"),
-        ("tqdm", r"the progress bar needs tqdm: pip install 'sympow\[train\]'", "terminal"),
-    ],
-)
-def test_missing_extra_is_named(tmp_path, monkeypatch, module, message, use):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.split(".")[0] == module or name == "torch.utils.tensorboard":
-            raise ImportError(f"No module named {name!r}")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with pytest.raises(ImportError, match=message):
-        MetricsWriter(tmp_path, 0) if use == "metrics" else Terminal(False, 0, 10)
+def test_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"training metrics need tensorboard: pip install 'sympow\[train\]'"):
+        MetricsWriter(tmp_path, 0)
 
 
 def test_a_tracker_gets_every_row(tmp_path, make_config, monkeypatch):
@@ -95,24 +78,3 @@ def test_a_tracker_gets_every_row(tmp_path, make_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"needs wandb: pip install 'sympow\[track\]'"):
         MetricsWriter(tmp_path, 0, tracked=make_config())
-
-
-class Console(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def shown(monkeypatch, stream: io.StringIO, quiet: bool) -> str:
-    monkeypatch.setattr(sys, "stderr", stream)
-    terminal = Terminal(quiet, 3, 10)
-    terminal.advance(1.25)
-    terminal.say("a line")
-    terminal.close()
-    return stream.getvalue()
-
-
-def test_a_bar_on_a_terminal_only(monkeypatch):
-    on_console = shown(monkeypatch, Console(), quiet=False)
-    assert "4/10" in on_console and "loss 1.2500" in on_console and "a line\n" in on_console
-    assert shown(monkeypatch, io.StringIO(), quiet=False) == "a line\n"
-    assert shown(monkeypatch, Console(), quiet=True) == ""

@@ -52,9 +52,9 @@ def train_all(jobs, gathered: int = GATHERED) -> None:
 def make_run(make_config, make_batches, tmp_path):
     """make_run(name, precision, device, **fields of ExecutionConfig) -> a job of `train_all`: four passes a step."""
 
-    def make(name: str, precision: str = "float32", device: str = "cpu", **execution):
-        config = make_config(batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4, evaluation_batches=3,
-                             precision=precision, device=device)  # fmt: skip
+    def make(name: str, precision: str = "float32", device: str = "cpu", model: dict | None = None, **execution):
+        config = make_config(model=model, batch_size=4, micro_batch_size=1, steps=STEPS, evaluate_every=4,
+                             evaluation_batches=3, precision=precision, device=device)  # fmt: skip
         data = dataclasses.replace(config.data, pack=False)
         config = dataclasses.replace(config, data=data, execution=ExecutionConfig(**execution))
         return config, make_batches(config), tmp_path / name
@@ -121,6 +121,21 @@ def test_any_ranks_train_as_one_does_and_continue_each_other(make_run, device):
         grid = (*split[:2], forget_last_checkpoint(two[2], "two, then four"))
         run_ranks(partial(train_all, gathered=1), 4, [grid], device=device)  # every block by itself
         assert_same_numbers(grid[2], one[2])
+
+
+@pytest.mark.parametrize(
+    "model", [{"body": "llama", "n_kv_heads": 1, "tie_embeddings": False}, {"body": "rwkv7"}], ids=lambda m: m["body"]
+)
+def test_bodies_on_two_ranks(make_run, model):
+    """Sharded over two data ranks, and every row over two context ranks."""
+    make_run = partial(make_run, model=model)
+    one, two, split = make_run("one"), make_run("two"), make_run("split", context_parallel=2)
+    train_all([one])
+    run_ranks(train_all, 2, [two, split])
+    for _, _, run in (two, split):
+        assert_same_numbers(run, one[2])
+        weights, expected = (load_checkpoint(latest(x)).model for x in (run, one[2]))
+        torch.testing.assert_close(weights, expected, rtol=0, atol=FLOAT64_TOLERANCE)
 
 
 # ---------------------------------------------------------------------------------- as torchrun starts it

@@ -26,6 +26,20 @@ def test_flops_of_a_token():
     assert token_flops(model, time) == 6 * matrices + mixing / time
 
 
+@pytest.mark.parametrize(
+    ("fields", "others"),
+    [
+        ({"body": "llama", "mlp_hidden": 20}, 3 * 8 * 20),
+        ({"body": "llama", "mlp_hidden": 20, "tie_embeddings": False}, 3 * 8 * 20),  # the embedding is looked up
+        ({"body": "rwkv7", "mlp_ratio": 3}, 2 * 3 * 8 * 8 + 2 * 8 * 32),  # the rank of the gate is 32 at least
+    ],
+)
+def test_flops_of_a_token_in_other_bodies(fields, others):
+    model = LanguageModel(ModelConfig(11, d_model=8, n_layers=2, n_heads=2, mixers=MIXERS[1:2], **fields), seed=0)
+    mixing = 2 * sum(softmax_flops(64, 4, 4, heads=2, backward=b) for b in (False, True))
+    assert token_flops(model, 64) == 6 * (11 * 8 + 2 * (others + 4 * 8 * 8)) + mixing / 64
+
+
 def test_a_mixer_that_does_not_count_makes_it_unknown(monkeypatch):
     model = LanguageModel(ModelConfig(11, d_model=8, n_layers=2, n_heads=2, mixers=MIXERS[:2]), seed=0)
     monkeypatch.setattr(type(model.blocks[1].mixer), "training_flops", lambda self, time: None)

@@ -1,0 +1,103 @@
+"""How far a long task is, told on stderr: by a bar where that is a terminal, else by a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+INTERVAL = 30.0  # seconds without a line, after which one comes
+_LOOK = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
+
+
+class Progress:
+    """Tells how far a task is while it is entered, as `with Progress("tokenizing", "file") as progress`.
+
+    A terminal gets a bar of tqdm, which counts units; any other stderr a line after 30 seconds without one, also in
+    the middle of a step. A task without a unit is one step: it has no bar, and lines everywhere.
+
+    Args:
+        task: what is done, the beginning of every line.
+        unit: what is counted, in the singular.
+        total: how many there are, if that is known.
+        done: how many were done before.
+        quiet: tell nothing.
+
+    Raises ImportError, when entered, where a bar is to be shown and tqdm is not installed.
+    """
+
+    def __init__(
+        self, task: str, unit: str | None = None, *, total: int | None = None, done: int = 0, quiet: bool = False
+    ):
+        self.task, self.unit, self.total, self.done, self.quiet = task, unit, total, done, quiet
+        self._note = ""
+        self._bar: Any = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._began = self._told = time.monotonic()
+        if self.quiet:
+            return self
+        if self.unit is None or not sys.stderr.isatty():
+            threading.Thread(target=self._watch, name="progress", daemon=True).start()
+            return self
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise ImportError("a progress bar needs tqdm: pip install 'sympow[train]'") from error
+        self._bar = tqdm(desc=self.task, unit=self.unit, total=self.total, initial=self.done, dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:  # no line comes afterwards
+            self._over.set()
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Counts units as done; `note`, such as a loss, stands beside the count until the next one."""
+        self.done += count
+        self._note = note
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+        elif not self.quiet:
+            self._tell_if_due()
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif not self.quiet:
+            with self._lock:
+                self._told = time.monotonic()
+                print(line, file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK):
+            self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._over.is_set() or now - self._told < INTERVAL:
+                return
+            self._told = now
+            try:
+                print(self._line(now), file=sys.stderr, flush=True)
+            except (OSError, ValueError):  # nobody reads it: the work goes on
+                self._over.set()
+
+    def _line(self, now: float) -> str:
+        """Such as "training: 120 of 5,000 steps, loss 3.2100, 0:02:30"."""
+        parts = []
+        if self.unit is not None:
+            parts.append(f"{self.done:,}{f' of {self.total:,}' if self.total is not None else ''} {self.unit}s")
+        if self._note:
+            parts.append(self._note)
+        parts.append(str(timedelta(seconds=int(now - self._began))))
+        return f"{self.task}: {', '.join(parts)}"
