@@ -76,14 +76,17 @@ class Shapes:
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
         self.parts = 2
         if self.hopper:
-            launches = config.HOPPER[self.K]
-            self.parts = launches.gradient_parts if gradient_rows else launches.parts
-        # p = 3 and 4: the state and the output pass, but not the gradients, which take the plain rows.
+            own = config.HOPPER[self.K]
+            self.parts = own.gradient_parts if gradient_rows else own.parts
+        # p = 3 and 4: the state and the output pass, and where rows are by levels the gradients.
         self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
-        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not gradient_rows
+        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED
         self.chunk = chunk
         if chunk:
-            multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
+            launches = self.config
+            if self.hopper or self.leveled:
+                launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.K]
+            multiple = launches.chunk_multiple
             self.chunk = config.ceil_div(chunk, multiple) * multiple
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
@@ -214,6 +217,18 @@ class Call(Shapes):
         dims |= {"CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
+
+    def leveled_dims(self, launch: config.Launch) -> dict:
+        """Of the gradient passes that take rows by levels."""
+        group = config.slopes_group(self.K)
+        dims = {"K": self.K, "V": self.V, "P": self.p, "ROWS": self.row_count, "GROUP": group}
+        dims |= {"PER": launch.tile // (group * self.K)}
+        dims |= {"R": self.H // self.G, "BLOCK": launch.block, "CHUNK": self.chunk, "STAGES": launch.stages}
+        return dims | {"GATED": self.gated, "PACKED": self.layout.packed, "num_warps": launch.warps}
+
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        """rows and entries of `levels.Slopes`, on the device."""
+        return self.rows.slopes_on(config.slopes_group(self.K), self.q.device)
 
     def tables(self) -> tuple[Tensor | None, ...]:
         """Of the rows, on the device."""

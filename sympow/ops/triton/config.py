@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton import knobs
@@ -95,11 +95,26 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
-# p = 3 and 4, by p and K; no gradients. Tiles of the state pass are those at V = 32, fewer where values are wider.
+# p = 3 and 4, by p and K. Tiles of the state pass are those at V = 32, fewer where values are wider. Gradients exist for
+# LEVELED alone: a program has as many tokens as registers and shared memory allow, as each reads all of a state.
 _POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-HOPPER_POWERS = dict.fromkeys([(3, 16), (3, 32), (3, 64), (4, 16), (4, 32)], _POWERS)
-# Of these, the ones whose forward pass keeps its rows by levels; for others the products of u are too many to stage.
+_LEVELED = replace(_POWERS, query=Launch(256, 64, 8, 3, 256), key=Launch(256, 32, 8, 3, 256))
+HOPPER_POWERS = {
+    (3, 16): replace(_LEVELED, query=Launch(256, 64, 8, 3, 128), key=Launch(256, 32, 8, 3, 128)),
+    (3, 32): _LEVELED,
+    (3, 64): replace(_LEVELED, query=Launch(128, 64, 8, 3, 256), key=Launch(128, 32, 8, 3, 256)),
+    (4, 16): replace(_LEVELED, query=Launch(256, 64, 8, 3, 128), key=Launch(256, 32, 8, 3, 128)),
+    (4, 32): _POWERS,
+}
+# Of these, the ones whose rows are by levels; for others the products of u are too many to stage.
 LEVELED = {(3, 16), (3, 32), (3, 64), (4, 16)}
+
+
+def slopes_group(key_dim: int) -> int:
+    """Consecutive k of a step of their gradients (`levels.Slopes`): the accumulator is that many times K wide."""
+    return min(4, 128 // key_dim)
+
+
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),

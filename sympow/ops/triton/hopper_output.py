@@ -217,7 +217,7 @@ def before_level(levels, level):
 
 
 @gluon.jit
-def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+def stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     """The products of two of each token's entries, by columns: (0, 0), (0, 1), (1, 1), (0, 2) and so on."""
     layout: gl.constexpr = gl.BlockedLayout([1, BLOCK // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -230,7 +230,7 @@ def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.conste
 
 
 @gluon.jit
-def _from_level(
+def from_level(
     acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps,
     GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
@@ -362,9 +362,9 @@ def output_pass(
             if len(LEVELS) > 0:
                 products = columns
                 if P > 3:
-                    products = _stage_pairs(columns, K, BLOCK, num_warps)
+                    products = stage_pairs(columns, K, BLOCK, num_warps)
                 for level in gl.static_range(len(LEVELS)):
-                    acc = _from_level(
+                    acc = from_level(
                         acc, columns, products, state_s, state, prefixes, weights, before_level(LEVELS, level),
                         rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
                         left_layout,

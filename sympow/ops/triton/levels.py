@@ -11,6 +11,11 @@ What makes (x . y)**p of the rows is a weight for each prefix and half. A last i
 level, and no other row has that monomial: all its orderings count, p times those of the prefix. One within the level
 stands for p / (c + 1) of them if c indices of the prefix are of the level too, as each of the c + 1 may be the last.
 Prefixes that only fill a group or a tile have weight 0.
+
+Gradients of queries and keys take these rows in steps (`Slopes`). A step is one u with a block of consecutive k and
+every last index: the entries of u times the other factor of the gradient are the left operand of a product, and its
+result, summed over all u of the block, is multiplied with x_k once. Within a block no order of u and k is kept: of a
+prefix with c indices in the block each may be k, so that a step's weight is (p - 1) / c times the orderings of u.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from sympow.ops.triton.rows import Basis
+from sympow.ops.feature_map import spow_indices
+from sympow.ops.triton.rows import Basis, public_rows
 
 TILE = 128  # rows of a state that are read at once: every level has a multiple
 _LEAST = 4  # the width of the last level
@@ -62,6 +68,7 @@ class Levels(Basis):
         self.entries = torch.tensor(entries)  # of each group, the number of its first u by groups, and k
         self.weights = torch.tensor(weights).view(-1, 2)  # of each prefix, by half
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._slopes: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """prefixes int32 [n, p - 1], entries int32 [groups], weights bfloat16 [n, 2], in which they are exact."""
@@ -69,6 +76,41 @@ class Levels(Basis):
             weights = self.weights.to(device, torch.bfloat16)
             self._tables[device] = self.prefixes.int().to(device), self.entries.int().to(device), weights
         return self._tables[device]
+
+    def slopes_on(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`Slopes` of blocks of `block` k, on a device: rows int32 [steps, block K], entries int32 [steps]."""
+        if (block, device) not in self._slopes:
+            slopes = Slopes(self, block)
+            self._slopes[block, device] = slopes.rows.int().to(device), slopes.entries.to(device)
+        return self._slopes[block, device]
+
+
+class Slopes:
+    """The steps in which gradients take the rows of a basis of p = 3 or 4. Tensors are on the CPU.
+
+    Of each step, in the order of blocks: `inner` [steps, p - 2] is u, `first` [steps] the first k of its block,
+    `weights` [steps] float32, exact in bfloat16, and `rows` [steps, block K] where the monomials (u, k, j) are, j the
+    innermost. `entries` int32 [steps] are, from the lowest bits on, a byte for each index of u, two in all, and the
+    upper half of the weight as a float32.
+    """
+
+    def __init__(self, basis: Basis, block: int):
+        key_dim, p = basis.key_dim, basis.p
+        inner = spow_indices(key_dim, p - 2)
+        steps = []
+        for first in range(0, key_dim, block):
+            below = inner[inner[:, -1] < first + block]
+            same = 1 + (below >= first).sum(1)
+            orderings = torch.tensor([_orderings(tuple(u)) for u in below.tolist()])
+            steps.append((below, torch.full_like(same, first), (p - 1) * orderings / same))
+        self.inner, self.first, weights = (torch.cat(parts) for parts in zip(*steps, strict=True))
+        self.weights = weights.float()
+        k = (self.first[:, None] + torch.arange(block)).repeat_interleave(key_dim, 1)
+        j = torch.arange(key_dim).repeat(block).expand_as(k)
+        u = self.inner[:, None].expand(-1, k.shape[1], -1)
+        tuples = torch.cat([u, k[..., None], j[..., None]], -1)
+        self.rows = basis.representative[public_rows(tuples.flatten(0, 1), key_dim)].view_as(k)
+        self.entries = self.weights.view(torch.int32) | self.inner[:, 0].int() | self.inner[:, -1].int() << 8
 
 
 def _groups(key_dim: int, p: int, width: int) -> list[tuple[int, int]]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output, hopper_quadratic
+from sympow.ops.triton import (
+    backward,
+    config,
+    forward,
+    hopper_backward,
+    hopper_output,
+    hopper_power_gradients,
+    hopper_quadratic,
+)
 from sympow.ops.triton.call import (
     GATE_BLOCK,
     SHORT_GATE_BLOCK,
@@ -19,6 +27,7 @@ from sympow.ops.triton.call import (
     Call,
     Shapes,
 )
+from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -188,7 +197,6 @@ def query_gradient(
     factor, _, _, delta = factors
     dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=q.device, dtype=torch.float32)
-    prefixes, _, grad_weights, mirror = call.tables()
     if call.quadratic:
         launch = call.hopper_launches.query
         hopper_quadratic.query_pass[(layout.blocks(launch.block), call.H)](
@@ -205,8 +213,16 @@ def query_gradient(
             **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init,
             **call.early(),
         )  # fmt: skip
+    elif call.chunk and call.leveled:
+        launch = call.hopper_launches.query
+        hopper_power_gradients.query_pass[(layout.blocks(launch.block), call.H)](
+            *strides, dout, call.sums, s, *call.slopes(), dq, dsums_q, *call.sequence_tables(launch.block),
+            call.H, call.G, call.grad_scale * call.out_scale, KEYS=launch.step, INIT=init,
+            **call.leveled_dims(launch),
+        )  # fmt: skip
     else:
         launch = call.config.query
+        prefixes, _, grad_weights, mirror = call.tables()
         backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror, call.begins,
             *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
@@ -226,7 +242,6 @@ def key_gradient(
     factor, scales, near, delta = factors
     dk = torch.empty(k.shape, device=k.device, dtype=k.dtype)
     dv = torch.empty(v.shape, device=k.device, dtype=v.dtype)
-    prefixes, weights, grad_weights, mirror = call.tables()
     dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=k.device, dtype=torch.float32)
     if call.quadratic:
         launch = call.hopper_launches.key
@@ -244,8 +259,16 @@ def key_gradient(
             **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=final, Z=z,
             **call.early(),
         )  # fmt: skip
+    elif call.chunk and call.leveled:
+        launch = call.hopper_launches.key
+        hopper_power_gradients.key_pass[(layout.blocks(launch.block), call.G)](
+            *strides, dout, call.sums, ds, *call.slopes(), *call.tables()[1:], dk, dv, dsums_k,
+            *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, call.grad_scale, LEVELS=call.levels,
+            TILE=TILE, QUERIES=launch.step, FINAL=final, **call.leveled_dims(launch),
+        )  # fmt: skip
     else:
         launch = call.config.key
+        prefixes, weights, grad_weights, mirror = call.tables()
         backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, ds, dz, factor, delta, dk, dv, dsums_k, prefixes, weights, grad_weights, mirror,
             call.ends, *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
