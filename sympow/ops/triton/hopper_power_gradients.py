@@ -76,6 +76,7 @@ def _through_state(
     K: gl.constexpr,
     V: gl.constexpr,
     P: gl.constexpr,
+    SKIP: gl.constexpr,
     BLOCK: gl.constexpr,
     GROUP: gl.constexpr,  # consecutive k of a step
     PER: gl.constexpr,  # steps of a turn of the loop
@@ -85,7 +86,7 @@ def _through_state(
 ):
     """[BLOCK, K]: the gradient of the queries or keys through a state, without the factor p."""
     WIDE: gl.constexpr = GROUP * K
-    TURNS: gl.constexpr = step_count(K, P, GROUP) // PER
+    TURNS: gl.constexpr = step_count(K - SKIP, P, GROUP) // PER
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     tiles = gl.allocate_shared_memory(
@@ -101,7 +102,7 @@ def _through_state(
     first = gl.load(entries)
     second = gl.load(entries + (PER - 1))
     turn = first * 0
-    for block in range(K // GROUP):
+    for block in range((K - SKIP) // GROUP):
         wide = gl.zeros([BLOCK, WIDE], gl.float32, mma)
         below = (block + 1) * GROUP
         stop = turn + (below if P == 3 else below * (below + 1) // 2) // PER
@@ -123,7 +124,7 @@ def _through_state(
             wide = warpgroup_mma_wait(0, deps=(wide,))
         turn = stop
         parts = wide.reshape([BLOCK, GROUP, K])
-        x = by_block.index(block).permute([1, 0]).load(gl.SliceLayout(2, parts.type.layout))
+        x = by_block.index(SKIP // GROUP + block).permute([1, 0]).load(gl.SliceLayout(2, parts.type.layout))
         acc += gl.convert_layout(gl.sum(parts * x.to(gl.float32).expand_dims(2), 1), layout, assert_trivial=True)
     async_copy.wait_group(0)
     tiles._keep_alive()
@@ -168,6 +169,7 @@ def query_pass(
     K: gl.constexpr,
     V: gl.constexpr,
     P: gl.constexpr,
+    SKIP: gl.constexpr,  # channels in front that are zero (`levels.Levels`)
     ROWS: gl.constexpr,  # of a state
     GROUP: gl.constexpr,  # k of a step
     PER: gl.constexpr,  # steps of a turn of its loop
@@ -221,7 +223,7 @@ def query_pass(
         columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
         state = s + (chunk * G + g) * (ROWS * V)
         acc = _through_state(
-            state, rows, entries, columns, dy_s, K, V, P, BLOCK, GROUP, PER, STAGES, mma, num_warps
+            state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
         )
 
     # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
@@ -288,6 +290,7 @@ def _values_through_state(
     K: gl.constexpr,
     V: gl.constexpr,
     P: gl.constexpr,
+    SKIP: gl.constexpr,
     ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -306,7 +309,7 @@ def _values_through_state(
         async_copy.commit_group()
     products = columns
     if P > 3:
-        products = stage_pairs(columns, K, BLOCK, WARPS)
+        products = stage_pairs(columns, K, SKIP, BLOCK, WARPS)
     acc = gl.zeros([BLOCK, V], gl.float32, layout)
     for level in gl.static_range(len(LEVELS)):
         acc = from_level(
@@ -365,6 +368,7 @@ def key_pass(
     K: gl.constexpr,
     V: gl.constexpr,
     P: gl.constexpr,
+    SKIP: gl.constexpr,  # channels in front that are zero (`levels.Levels`)
     ROWS: gl.constexpr,  # of a state
     LEVELS: gl.constexpr,  # of each, groups and width
     TILE: gl.constexpr,  # rows of a step of the values' gradient
@@ -422,12 +426,13 @@ def key_pass(
         state = ds + (chunk * G + g) * (ROWS * V)
         columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
         dkeys = _through_state(
-            state, rows, entries, columns, values_s, K, V, P, BLOCK, GROUP, PER, STAGES, mma, num_warps
+            state, rows, entries, columns, values_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
         )
         barrier()
         dvalues = _values_through_state(
-            state, columns, level_entries, weights, K, V, P, ROWS, LEVELS, BLOCK, TILE, STAGES, value_mma, num_warps
-        )
+            state, columns, level_entries, weights, K, V, P, SKIP, ROWS, LEVELS, BLOCK, TILE, STAGES, value_mma,
+            num_warps,
+        )  # fmt: skip
         barrier()
 
     # The state's part needs much shared memory: queries take its place. First all after the block, of every head, then
