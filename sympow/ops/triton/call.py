@@ -221,7 +221,7 @@ class Call(Shapes):
     def leveled_dims(self, launch: config.Launch) -> dict:
         """Of the gradient passes that take rows by levels."""
         group = config.slopes_group(self.K)
-        per = launch.tile * 32 // max(32, self.V) // (group * self.K)
+        per = max(1, launch.tile * 32 // max(32, self.V) // (group * self.K))
         dims = {"K": self.K, "V": self.V, "P": self.p, "ROWS": self.row_count, "GROUP": group, "PER": per}
         dims |= {"SKIP": self.skip}
         dims |= {"R": self.H // self.G, "BLOCK": launch.block, "CHUNK": self.chunk, "STAGES": launch.stages}
