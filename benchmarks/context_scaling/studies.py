@@ -40,6 +40,21 @@ NO_ROTATION = (
     "power+rotation=none+short_convolution=8",
     "power+rotation=none+n_kv_heads=3+head_dim=96+value_dim=64", "power+rotation=none+bias=false",
 )  # fmt: skip
+QUARTER_TURNED = (
+    "power+rotary_dim=16+normalize=false", "power+rotary_dim=16+qk_gain=4",
+    "power+head_dim=128+value_dim=64+rotary_dim=16",
+    "power3+rotary_dim=8", "power3+head_dim=48+rotary_dim=12", "power_gated+rotary_dim=16",
+    "power+rotary_dim=16+short_convolution=8", "power+rotary_dim=16+gate_bias=[4,9]",
+    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=24", "power+rotary_dim=16+conv_identity=false",
+    "power+rotary_dim=16+body=llama", "softmax+rotary_dim=16+body=llama",
+    "power+rotary_dim=16+initial_score=0+qk_gain=4",
+    "power+rotary_dim=16+bias=false", "power+n_heads=3+rotary_dim=32", "power+rotation=none+qk_gain=4+normalize=false",
+    "power+rotary_dim=16+qk_norm=true", "linear_gated+rotary_dim=16", "softmax_gate+rotary_dim=16",
+)  # fmt: skip
+QUARTER_TURNED_LONG = (
+    "hybrid_softmax+rotary_dim=16", "hybrid_window+window=512+rotary_dim=16", "softmax+rotary_dim=16",
+    "power+rotary_dim=16", "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+rotary_dim=16",
+)  # fmt: skip
 SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
                "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
@@ -128,6 +143,12 @@ STUDIES = {
         Study("search_no_rotation", "What else, without a rotation?",
               tuple([*_runs(NO_ROTATION[:3], [1024]), Run("power+rotation=none", 1024, learning_rate=4e-3),
                      *_runs(["power+rotation=none"], [4096]), *_runs(NO_ROTATION[3:], [1024])]), seeds=1),
+        Study("search_quarter", "What else, where a quarter of the channels turns?",
+              tuple(_runs(QUARTER_TURNED, [1024])), seeds=1),
+        Study("search_quarter_long", "And hybrids, at 1,024 and 4,096 tokens?",
+              tuple([*_runs(QUARTER_TURNED_LONG[:3], [1024]), *_runs(QUARTER_TURNED_LONG, [4096]),
+                     *(Run(v, 1024, seed=1) for v in ("power+rotary_dim=16", "power+rotation=none", "softmax+rotary_dim=16",
+                                                      "power"))]), seeds=1),
         Study("search_rates", "At which rates?",
               tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
                     for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
@@ -150,7 +171,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
     runs: list[Run] = []
     for study in (STUDIES[name] for name in names):
         for seed in range(study.seeds) if seeds is None else seeds:
-            of_seed = [replace(with_rate(run, study), seed=seed) for run in study.runs]
+            of_seed = [replace(with_rate(run, study), seed=seed + run.seed) for run in study.runs]
             if rates is not None:
                 of_seed = [replace(run, learning_rate=rate) for rate in rates for run in of_seed]
             runs += of_seed
