@@ -25,7 +25,6 @@ BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "powe
 TABLES: dict[str, Callable[[Found], str]] = {
     **{name: partial(tables.comparison, study=name) for name in STUDIES if "rates" not in name},
     **{name: partial(tables.rates, study=name) for name in STUDIES if "rates" in name},
-    "searches": tables.searches,
     "budgets": partial(tables.budgets, study="by_context"),
     "beyond_positions": tables.beyond,
     "overview": tables.overview,

@@ -14,49 +14,13 @@ SWEEP = (1e-3, 2e-3, 4e-3)
 RATES: dict[str, float] = {}
 
 BARS = ("softmax", "power", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window")
-CONTROLS = ("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "linear_gated", "window", "rwkv7",
+CONTROLS = ("softmax", "softmax_gate", "power", "power_data", "power_ungated", "linear_gated", "window", "rwkv7",
             "gated_delta_net")  # fmt: skip
 CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p2", "published_p4",
              "published_p4_gated", "conformal_p4")  # fmt: skip
 ABLATIONS = ("power_eps", "power_score", "power_gate_bias_0", "power_gate_bias_7", "power_frequencies",
-             "power_positions", "power_gated", "power_warmup", "power_no_bias", "power_unnormalized",
+             "power_positions", "power_data", "power_turned", "power_warmup", "power_no_bias", "power_unnormalized",
              "power_no_convolution", "power_no_head_norm", "power_no_output_gate", "power_plain")  # fmt: skip
-# What was tried for the defaults: docs/decisions/0007-block.md.
-SEARCH = (
-    "softmax", "power", "power+rotary_dim=16", "softmax+rotary_dim=16", "power+normalize=false", "power+qk_gain=4",
-    "power+initial_score=0", "power+rotation=none", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window",
-    "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+window=512", "power+rotary_dim=16+qk_gain=4",
-    "power_gated+rotary_dim=16", "power+bias=false", "power+n_heads=3", "power+qk_norm=true+rotary_dim=16",
-    "power+conv_identity=false", "power3+head_dim=48+rotary_dim=16", "power+body=llama", "softmax+body=llama",
-    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=16", "power+short_convolution=8",
-    "power+gate_bias=[4,9]", "power+n_heads=12", "power_p4_k24+head_dim=32", "softmax+qk_norm=true", "power_plain",
-    "softmax_plain", "linear_gated", "softmax_gate",
-)  # fmt: skip
-NO_ROTATION = (
-    "power+rotation=none+normalize=false", "power+rotation=none+qk_gain=4", "power_p4_k24+rotation=none",
-    "power4+rotation=none", "softmax+rotation=none", "power+rotation=none+normalize=false+qk_gain=4",
-    "power+rotation=none+n_heads=3", "power+rotation=none+initial_score=0", "power+rotation=none+conv_identity=false",
-    "power+rotation=none+gate_bias=[4,9]", "power+rotation=none+qk_norm=true",
-    "power+rotation=none+short_convolution=8",
-    "power+rotation=none+n_kv_heads=3+head_dim=96+value_dim=64", "power+rotation=none+bias=false",
-)  # fmt: skip
-QUARTER_TURNED = (
-    "power+rotary_dim=16+normalize=false", "power+rotary_dim=16+qk_gain=4",
-    "power+head_dim=128+value_dim=64+rotary_dim=16",
-    "power3+rotary_dim=8", "power3+head_dim=48+rotary_dim=12", "power_gated+rotary_dim=16",
-    "power+rotary_dim=16+short_convolution=8", "power+rotary_dim=16+gate_bias=[4,9]",
-    "power+n_kv_heads=3+head_dim=96+value_dim=64+rotary_dim=24", "power+rotary_dim=16+conv_identity=false",
-    "power+rotary_dim=16+body=llama", "softmax+rotary_dim=16+body=llama",
-    "power+rotary_dim=16+initial_score=0+qk_gain=4",
-    "power+rotary_dim=16+bias=false", "power+n_heads=3+rotary_dim=32", "power+rotation=none+qk_gain=4+normalize=false",
-    "power+rotary_dim=16+qk_norm=true", "linear_gated+rotary_dim=16", "softmax_gate+rotary_dim=16",
-)  # fmt: skip
-QUARTER_TURNED_LONG = (
-    "hybrid_softmax+rotary_dim=16", "hybrid_window+window=512+rotary_dim=16", "softmax+rotary_dim=16",
-    "power+rotary_dim=16", "power_p4_k24+rotary_dim=8", "power4+rotary_dim=16", "hybrid_window+rotary_dim=16",
-)  # fmt: skip
-SEARCH_LONG = ("softmax", "power", "power+rotary_dim=16", "hybrid_window", "hybrid_window+window=512",
-               "hybrid_softmax", "power_p4_k24", "power4")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 
@@ -136,23 +100,8 @@ STUDIES = {
         Study("scra_latency", "At equal time of training, who leads at 65,536 tokens?",
               (*_runs(("softmax",), [65_536]), *_runs(("power", "window"), [65_536], tokens=MIDDLE)), seeds=1),
         Study("beyond", "What happens beyond the context trained at, up to 16 times?",
-              tuple(_runs(("softmax", "softmax_gate", "power", "power_gated", "power_ungated", "hybrid_softmax",
+              tuple(_runs(("softmax", "softmax_gate", "power", "power_data", "power_ungated", "hybrid_softmax",
                            "hybrid_window"), [1024, 4096]))),
-        Study("search", "Which options make power attention learn, and softmax attention?",
-              tuple(_runs(SEARCH, [1024])), seeds=1),
-        Study("search_no_rotation", "What else, without a rotation?",
-              tuple([*_runs(NO_ROTATION[:3], [1024]), Run("power+rotation=none", 1024, learning_rate=4e-3),
-                     *_runs(["power+rotation=none"], [4096]), *_runs(NO_ROTATION[3:], [1024])]), seeds=1),
-        Study("search_quarter", "What else, where a quarter of the channels turns?",
-              tuple(_runs(QUARTER_TURNED, [1024])), seeds=1),
-        Study("search_quarter_long", "And hybrids, at 1,024 and 4,096 tokens?",
-              tuple([*_runs(QUARTER_TURNED_LONG[:3], [1024]), *_runs(QUARTER_TURNED_LONG, [4096]),
-                     *(Run(v, 1024, seed=1) for v in ("power+rotary_dim=16", "power+rotation=none", "softmax+rotary_dim=16",
-                                                      "power"))]), seeds=1),
-        Study("search_rates", "At which rates?",
-              tuple(Run(variant, 1024, learning_rate=rate) for rate in (4e-3, 1e-3)
-                    for variant in ("power", "softmax", "power_p4_k24")), seeds=1),
-        Study("search_long", "And at 4,096 tokens?", tuple(_runs(SEARCH_LONG, [4096])), seeds=1),
     )
 }  # fmt: skip
 
@@ -171,7 +120,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
     runs: list[Run] = []
     for study in (STUDIES[name] for name in names):
         for seed in range(study.seeds) if seeds is None else seeds:
-            of_seed = [replace(with_rate(run, study), seed=seed + run.seed) for run in study.runs]
+            of_seed = [replace(with_rate(run, study), seed=seed) for run in study.runs]
             if rates is not None:
                 of_seed = [replace(run, learning_rate=rate) for rate in rates for run in of_seed]
             runs += of_seed
@@ -180,6 +129,6 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 
 def with_rate(run: Run, study: Study) -> Run:
     """Returns the run with its variant's learning rate, unless the study was there to find it."""
-    if study.name.startswith(("rates", "search")):
+    if study.name == "rates":
         return run
     return replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))

@@ -42,15 +42,6 @@ def comparison(found: Found, study: str) -> str:
                   f"over {base}", "gain", "gain over it", "seeds"], lines)  # fmt: skip
 
 
-def searches(found: Found) -> str:
-    """Shows what was tried for the defaults, study by study."""
-    parts = []
-    for name, study in STUDIES.items():
-        if name.startswith("search"):
-            parts += [f"`{name}`: {study.question}", rates(found, name) if "rates" in name else comparison(found, name)]
-    return "\n\n".join(parts)
-
-
 def rates(found: Found, study: str) -> str:
     """Shows every variant's loss by learning rate, the best in bold."""
     runs = runs_of(study)

@@ -94,7 +94,7 @@ def by_context(found: Found) -> list[str]:
 
 def controls(found: Found) -> list[str]:
     run = pick("controls", "power", context=4096)
-    others = ("softmax_gate", "power_gated", "power_ungated", "linear_gated", "window", "rwkv7", "gated_delta_net")
+    others = ("softmax_gate", "power_data", "power_ungated", "linear_gated", "window", "rwkv7", "gated_delta_net")
     return [judged(found.difference(run, pick("controls", other, context=4096)), 0.0,
                    f"at 4,096 tokens power, p = 2, less {label(other)}") for other in others]  # fmt: skip
 

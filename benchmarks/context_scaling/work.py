@@ -66,12 +66,8 @@ class Trainer:
         found: dict[str, Any] = {}
         positions: list[dict[str, Any]] = []
 
-        def observe(model: LanguageModel, step: int) -> None:
-            # Not compiled, as rows of other lengths would be compiled anew.
-            with torch.compiler.set_stance("force_eager"):
-                look(model, step)
-
-        def look(model: LanguageModel, step: int) -> None:
+        def observe(trained: LanguageModel, step: int) -> None:
+            model = not_compiled(trained) if self.compiled else trained
             if step < settings.steps:
                 losses = measure(model, along, settings.context, settings.precision)
                 positions.append(_position_row(run, step, along, losses))
@@ -101,6 +97,13 @@ class Trainer:
             "peak_bytes": torch.cuda.max_memory_allocated() if self.device == "cuda" else None,
             **found,
         }, positions
+
+
+def not_compiled(model: LanguageModel) -> LanguageModel:
+    """Returns a copy that runs as it is: rows of other lengths would be compiled anew."""
+    copied = LanguageModel(model.config, seed=0).to(next(model.parameters()).device)
+    copied.load_state_dict(model.state_dict())
+    return copied.eval()
 
 
 def _position_row(run: Run, step: int, held_out: Corpus, losses: ContextLosses) -> dict[str, Any]:

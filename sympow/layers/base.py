@@ -34,14 +34,13 @@ class HeadOptions(TypedDict, total=False):
     value_dim: int | None
     frequencies: str
     max_length: float | None
-    rotary_dim: int | None
+    rotary_fraction: float
     rope_base: float | None
     qk_norm: bool
     qk_norm_eps: float
     bias: bool
     out_bias: bool | None
     short_convolution: int
-    conv_identity: bool
     head_norm: bool
     output_gate: bool
 
@@ -195,7 +194,8 @@ class AttentionMixer(Mixer):
             lists what the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        rotary_dim: channels of every query and key that turn, the first ones, even; None: all.
+        rotary_fraction: share of the channels of every query and key that turns, the first ones: rounded down to an even
+            number, 2 at least.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: what that norm adds to the mean square.
@@ -223,14 +223,13 @@ class AttentionMixer(Mixer):
         rotation: str = "fixed",
         frequencies: str = "standard",
         max_length: float | None = None,
-        rotary_dim: int | None = None,
+        rotary_fraction: float = 1.0,
         rope_base: float | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         bias: bool = True,
         out_bias: bool | None = None,
         short_convolution: int = 0,
-        conv_identity: bool = True,
         head_norm: bool = False,
         output_gate: bool = False,
     ):
@@ -259,14 +258,17 @@ class AttentionMixer(Mixer):
         self.n_kv_heads = n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        self.rope_base, self.rotary_dim = rope_base, rotary_dim
+        if not 0 < rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction must be above 0 and at most 1; got {rotary_fraction}")
+        self.rope_base = rope_base
+        self.rotary_dim = None if rotary_fraction == 1 else max(2, int(rotary_fraction * head_dim) // 2 * 2)
         # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
         # device, whose arithmetic imports torch._dynamo.
-        turned = 2 if rotation == "none" else head_dim
-        rotary_frequencies(turned, frequencies, max_length, rope_base, rotary_dim, device="cpu")
+        turned = (2, None) if rotation == "none" else (head_dim, self.rotary_dim)
+        rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.convolution = (
-            DepthwiseConvolution(d_model, short_convolution, identity=conv_identity) if short_convolution else None
+            DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
         )
         self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
         self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)

@@ -39,10 +39,11 @@ class DepthwiseConvolution(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         bound = 1 / sqrt(self.width)
         draw_uniform(self.weight, -bound, bound, generator)
-        draw_uniform(self.bias, -bound, bound, generator)
         if self.identity:
             self.weight[:, -1] += 1
             self.bias.zero_()
+        else:
+            draw_uniform(self.bias, -bound, bound, generator)
 
     def forward(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, context_group: dist.ProcessGroup | None = None

@@ -41,6 +41,10 @@ class PowerAttentionState(MixerState):
 class PowerAttention(AttentionMixer):
     """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
 
+    By default it stands in the block of `AttentionMixer`: behind a short convolution of 4 taps, with a norm of every
+    head's output and a gate on it, and a quarter of the channels of queries and keys turns. Without these it hardly
+    learns to use its context: docs/decisions/0007-block.md.
+
     Args:
         p: the power; the state has spow_dim(K, p) rows of V values a key/value head.
         gate: multiplies the past of every key/value head by sigmoid(W x + b) at every token.
@@ -52,7 +56,6 @@ class PowerAttention(AttentionMixer):
             "fixed"; "fixed": by 1; "none".
         position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
             learning rate: with r below 1 positions move that much more slowly.
-        qk_gain: factor of the initial weights of queries and keys.
         initial_score: the score (M1) that the biases of queries and keys give every pair at first (before `qk_norm`);
             even p only, and with `bias`. So attention starts as an average of the past, as softmax attention
             does. From 0 its first weights are squares of noise, and which sign all scores take together is
@@ -63,7 +66,8 @@ class PowerAttention(AttentionMixer):
         eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
             tokens, or only weak ones, are in sight. 1e-6 is that of the sources.
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `AttentionMixer`.
+        **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, head_norm and output_gate
+            True, rotary_fraction 1/4.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("data", "fixed", "none")
@@ -76,9 +80,8 @@ class PowerAttention(AttentionMixer):
         p: int = 2,
         gate: bool = True,
         gate_bias: Sequence[float] = (1.0, 8.0),
-        rotation: str = "data",
+        rotation: str = "fixed",
         position_rate: float = 0.1,
-        qk_gain: float = 1.0,
         initial_score: float = 1.0,
         normalize: bool | None = None,
         eps: float = 1.0,
@@ -86,6 +89,7 @@ class PowerAttention(AttentionMixer):
         impl: str = "auto",
         **heads: Unpack[HeadOptions],
     ):
+        heads.setdefault("rotary_fraction", 0.25)
         heads.setdefault("short_convolution", 4)
         heads.setdefault("head_norm", True)
         heads.setdefault("output_gate", True)
@@ -97,7 +101,7 @@ class PowerAttention(AttentionMixer):
         if not (math.isfinite(position_rate) and position_rate > 0):
             raise ValueError(f"position_rate must be positive and finite; got {position_rate}")
         self.p, self.chunk_size, self.impl = p, chunk_size, impl
-        self.position_rate, self.qk_gain = position_rate, qk_gain
+        self.position_rate = position_rate
         self.normalize = p % 2 == 0 if normalize is None else normalize
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
@@ -106,7 +110,6 @@ class PowerAttention(AttentionMixer):
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
-            self.qkv.weight[: (self.n_heads + self.n_kv_heads) * self.head_dim] *= self.qk_gain
             if self.p % 2 == 0 and self.qkv.bias is not None:
                 # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
                 # as roundings of one that is most of all scores would be the same for all tokens.

@@ -4,9 +4,10 @@ Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLD
 layout of LongCrawl64 with 16,384 different tokens. A step is 65,536 tokens at every context: training.context=N goes
 with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` runs the whole grid.
 
-"The block" is a short convolution before the mixer, a norm of every head's output and a gate on it. Variants have it
-unless they are called plain or published. "Published" variants have none of the project's defaults either: eps = 1e-6,
-scores that start at 0, and where there is a gate, biases of 0 [CST].
+All stand in the body of Llama. "The block" is a short convolution before the mixer, a norm of every head's output, a
+gate on it, and a rotation of a quarter of the channels. Variants have it unless they are called plain or published.
+"Published" variants have none of the project's defaults either: eps = 1e-6, scores that start at 0, and where there is
+a gate, biases of 0 [CST].
 """
 
 from dataclasses import replace
@@ -21,8 +22,8 @@ STEPS = 460  # 30 million tokens
 VOCAB_SIZE = 16_384
 LONGEST = 65_536  # tokens of a document
 
-BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True}
-PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False}
+BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
 UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
 GATED: dict[str, Any] = {"gate_bias": (0.0, 0.0), "rotation": "fixed"}
@@ -36,18 +37,23 @@ CONFORMAL: dict[str, Any] = {
 
 
 def power() -> RunConfig:
-    """Returns the layer's default: p = 2, gated and rotated by the data, in the block."""
+    """Returns the layer's default: p = 2, gated, in the block."""
     return _power("power")
 
 
-def power_gated() -> RunConfig:
-    """Returns p = 2 with a gate and fixed rotation."""
-    return _power("power_gated", rotation="fixed")
+def power_data() -> RunConfig:
+    """Returns p = 2 rotated by data-dependent positions (conformal)."""
+    return _power("power_data", rotation="data")
+
+
+def power_turned() -> RunConfig:
+    """Returns p = 2 with a rotation of all channels instead of a quarter."""
+    return _power("power_turned", rotary_fraction=1.0)
 
 
 def power_ungated() -> RunConfig:
-    """Returns p = 2 without a gate and with fixed rotation."""
-    return _power("power_ungated", **UNGATED)
+    """Returns p = 2 without a gate."""
+    return _power("power_ungated", gate=False)
 
 
 def linear_gated() -> RunConfig:
@@ -111,8 +117,8 @@ def hybrid_softmax() -> RunConfig:
 
 
 def hybrid_window() -> RunConfig:
-    """Returns power attention and windows of 256 tokens in turns: a state of constant size."""
-    return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 256}), MixerConfig("power"))
+    """Returns power attention and windows of 512 tokens in turns: a state of constant size."""
+    return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 512}), MixerConfig("power"))
 
 
 # Without the block, and as published.
@@ -192,8 +198,8 @@ def power_frequencies() -> RunConfig:
 
 
 def power_positions() -> RunConfig:
-    """Returns `power` with positions that learn at the full rate [CST] instead of a tenth of it."""
-    return _power("power_positions", position_rate=1.0)
+    """Returns `power_data` with positions that learn at the full rate [CST] instead of a tenth of it."""
+    return _power("power_positions", rotation="data", position_rate=1.0)
 
 
 def power_warmup() -> RunConfig:
@@ -293,14 +299,15 @@ def _in_rwkv7_body(name: str, *mixers: MixerConfig) -> RunConfig:
 
 
 def _shape(name: str, d_model: int, n_layers: int, mixer: MixerConfig) -> RunConfig:
-    return replace(_config(name), model=ModelConfig(VOCAB_SIZE, d_model, n_layers, d_model // 64, (mixer,)))
+    model = ModelConfig(VOCAB_SIZE, d_model, n_layers, d_model // 64, (mixer,), body="llama")
+    return replace(_config(name), model=model)
 
 
 def _config(name: str, *mixers: MixerConfig) -> RunConfig:
     """The run at the longest context: a tenth of the steps warms up, the held-out loss is measured eight times."""
     return RunConfig(
         name=f"scaling-{name}",
-        model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers or MixerConfig("power")),
+        model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers or MixerConfig("power"), body="llama"),
         data=DataConfig(
             kind="zarr",
             path="corpus/train.zarr",

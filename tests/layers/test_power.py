@@ -33,7 +33,8 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
     for h in range(heads):
         g = h // (heads // groups)
         decay = F.logsigmoid(layer.gate(x[0])[:, g]).cumsum(0)
-        angle = (1 + torch.tanh(layer.beta(x[0])[:, g] / 10)).cumsum(0)[:, None] * theta
+        steps = torch.ones(x.shape[1]) if layer.beta is None else 1 + torch.tanh(layer.beta(x[0])[:, g] / 10)
+        angle = steps.double().cumsum(0)[:, None] * theta
         turn = torch.polar(torch.ones_like(angle), angle)
         pairs = [
             torch.view_as_complex(z.unflatten(-1, (-1, key_dim // 2, 2))[:, head].contiguous())
@@ -65,7 +66,9 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         PLAIN,
         {"short_convolution": 2, "output_gate": False},
         {"short_convolution": 0, "head_norm": False},
-        {"rotary_dim": 2},
+        {"rotary_fraction": 1.0},
+        {"rotation": "data"},
+        {"rotation": "data", "rotary_fraction": 0.5, **PLAIN},
     ],
 )
 def test_is_the_formula(options):
@@ -133,13 +136,13 @@ def test_parameters_of_gate_and_rotation():
     def count(**options):
         return sum(parameter.numel() for parameter in PowerAttention(16, 4, **options).parameters())
 
-    assert count(rotation="fixed") - count(rotation="fixed", gate=False) == (16 + 1) * 4
-    assert count() - count(rotation="fixed") == 16 * 4
+    assert count() - count(gate=False) == (16 + 1) * 4
+    assert count(rotation="data") - count() == 16 * 4
 
 
 @torch.no_grad()
 def test_position_is_carried_in_float64_whatever_the_weights():
-    layer = PowerAttention(16, 2, **PLAIN).to(torch.bfloat16)
+    layer = PowerAttention(16, 2, rotation="data", **PLAIN).to(torch.bfloat16)
     layer.beta.weight.fill_(0.1)
     x = input_like(layer, 1, torch.bfloat16)
     state = layer.init_state(1)
@@ -162,7 +165,7 @@ def test_gate_and_positions_stay_float32_under_autocast(monkeypatch):
 
     real = module.power_attention
     monkeypatch.setattr(module, "power_attention", spy)
-    layer = PowerAttention(16, 2, gate_bias=(8, 8))
+    layer = PowerAttention(16, 2, rotation="data", gate_bias=(8, 8))
     torch.nn.init.normal_(layer.beta.weight, generator=torch.Generator().manual_seed(5))
     x = input_like(layer, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +187,7 @@ def test_one_token_writes_into_the_state_it_was_given():
 
 
 def test_state_of_another_rotation_is_refused():
-    state = PowerAttention(16, 2).init_state(1)
+    state = PowerAttention(16, 2, rotation="data").init_state(1)
     with pytest.raises(TypeError, match="data-dependent rotation"):
         PowerAttention(16, 2, rotation="fixed").step(torch.zeros(1, 1, 16), state)
 

@@ -41,6 +41,7 @@ def test_round_trip_of_every_body(fields):
 def test_a_config_of_an_older_run_is_of_the_gpt2_body():
     old = {"vocab_size": 100, "d_model": 32, "n_layers": 5, "n_heads": 4, "mixers": [POWER.to_dict()], "mlp_ratio": 3}
     alone = {"short_convolution": 0, "head_norm": False, "output_gate": False, "normalize": True}
+    alone |= {"rotation": "data", "rotary_fraction": 1.0}
     mixer = MixerConfig("power", POWER.options | alone)
     assert ModelConfig.from_dict(old) == ModelConfig(100, 32, 5, 4, (mixer,), mlp_ratio=3, body="gpt2")
     behind = {"mixer": "power", "options": {"p": 3}}
@@ -132,9 +133,9 @@ def test_preset_parameters(name, counted, published):
 
 
 def test_gate_and_rotation_cost_what_is_published():
-    alone = {"short_convolution": 0, "head_norm": False, "output_gate": False}
-    plain = parameters("small", "power", gate=False, rotation="fixed", **alone)
-    gate = parameters("small", "power", rotation="fixed", **alone)
+    alone = {"rotation": "data", "short_convolution": 0, "head_norm": False, "output_gate": False}
+    plain = parameters("small", "power", **alone | {"gate": False, "rotation": "fixed"})
+    gate = parameters("small", "power", **alone | {"rotation": "fixed"})
     both = parameters("small", "power", **alone)
     assert round(100 * (gate / plain - 1), 2) == 0.09
     assert round(100 * (both / plain - 1), 2) == 0.18

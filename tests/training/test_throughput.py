@@ -19,6 +19,7 @@ def test_flops_of_a_token():
     model = LanguageModel(ModelConfig(11, d_model=8, n_layers=4, n_heads=2, mixers=MIXERS), seed=0)
     d, time, both = 8, 64, (False, True)
     matrices = 11 * d + 4 * 8 * d * d + 3 * 4 * d * d + 3 * d * d + d  # head, MLPs, projections, a group, its gate
+    matrices += 4 * d + d * d  # of power attention: the convolution and the gate of the output
     mixing = least_power_flops(time, 4, 4, 2, True, heads=2, kv_heads=1) + least_power_flops(
         time, 4, 4, 1, heads=2, kv_heads=2
     )
