@@ -1,9 +1,9 @@
 """Times decoding after short and long contexts: `python -m benchmarks.decoding --json FILE`.
 
-With `--device cuda` it is a step of the op that is timed, see `decoding_gpu.py`. Otherwise whole models on the CPU: the
-same model with power and with softmax attention. Before it is timed, a step is checked against the full forward at
-the shortest context. Tokens after the different contexts are decoded in turn, so that whatever else the machine does
-falls on all of them alike.
+With `--device cuda` it is a step of the op that is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole
+models: the same model with power attention, in its block and without, and with softmax attention. Before it is timed, a
+step is checked against the full forward at the shortest context. Tokens after the different contexts are decoded in
+turn, so that whatever else the machine does falls on all of them alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from benchmarks.measure import commit, options, processor, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 
-MIXERS = (MixerConfig("power", {"p": 2, "gate": True, "rotation": "data"}), MixerConfig("softmax"))
+PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
+MIXERS = {
+    "power": MixerConfig("power"),
+    "power, no block": MixerConfig("power", PLAIN),
+    "softmax": MixerConfig("softmax"),
+}
 VOCABULARY = 2048
 CHUNK = 512
 WARM_UP = 16  # tokens decoded before any is timed
@@ -52,24 +57,30 @@ def state_after(model: LanguageModel, context: int) -> ModelState:
     layers = []
     for layer in model.init_state(1).layers:
         if not isinstance(layer, KVCache):
-            return read(model, torch.randint(model.config.vocab_size, (1, context), generator=gen))[1]
-        k, v = (torch.randn(*x.shape[:2], context, x.shape[3], generator=gen) for x in (layer.k, layer.v))
+            text = torch.randint(model.config.vocab_size, (1, context), generator=gen)
+            return read(model, text.to(device_of(model)))[1]
+        k, v = (torch.randn(*x.shape[:2], context, x.shape[3], generator=gen).to(x) for x in (layer.k, layer.v))
         layers.append(layer.extend(k, v))
     return ModelState(layers)
 
 
+def device_of(model: LanguageModel) -> torch.device:
+    """The device of the weights."""
+    return next(model.parameters()).device
+
+
 @torch.no_grad()
-def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[dict]:
+def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int, device: str = "cpu") -> list[dict]:
     """A row a context, the shortest first."""
-    model = LanguageModel(config, seed=0).eval()
+    model = LanguageModel(config, seed=0).to(device).eval()
     gen = torch.Generator().manual_seed(1)
-    drawn = torch.randint(config.vocab_size, (1, min(contexts)), generator=gen)
+    drawn = torch.randint(config.vocab_size, (1, min(contexts)), generator=gen).to(device)
     wrong = error(model, drawn)
     # A few roundings; float32 sums over T tokens round as the square root of T.
     bound = 4 * min(contexts) ** 0.5 * torch.finfo(torch.float32).eps
     if not wrong <= bound:
         raise RuntimeError(
-            f"{config.mixers[0].name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed"
+            f"{name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed"
         )
     states = {context: state_after(model, context) for context in sorted(contexts)}
     held = {context: state.nbytes for context, state in states.items()}
@@ -77,11 +88,13 @@ def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[d
     for token in torch.randint(config.vocab_size, (WARM_UP + tokens, 1, 1), generator=gen):
         for context in states:
             start = time.perf_counter()
-            _, states[context] = model.step(token, states[context])
+            _, states[context] = model.step(token.to(device), states[context])
+            if device == "cuda":
+                torch.cuda.synchronize()
             times[context].append((time.perf_counter() - start) * 1e3)
     ms = {context: statistics.median(each[WARM_UP:]) for context, each in times.items()}
     return [
-        {"mixer": config.mixers[0].name, "options": config.mixers[0].options, "device": "cpu", "dtype": "float32"}
+        {"mixer": name, "options": config.mixers[0].options, "device": device, "dtype": "float32"}
         | {
             "d_model": config.d_model,
             "layers": config.n_layers,
@@ -90,32 +103,33 @@ def measure(config: ModelConfig, contexts: Sequence[int], tokens: int) -> list[d
         }
         | {"context": context, "tokens": tokens, "ms_per_token": round(ms[context], 4), "state_bytes": held[context]}
         | {"ratio": round(ms[context] / ms[min(contexts)], 3), "err": float(f"{wrong:.2e}")}
-        | {"processor": processor("cpu"), "commit": commit(), "torch": torch.__version__}
+        | {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
         for context in states
     ]
 
 
 def main() -> None:
     parser = options("benchmarks.decoding", __doc__)
-    parser.add_argument("--preset", default="tiny", help="shape of the model, CPU only (default: tiny)")
+    parser.add_argument("--models", action="store_true", help="time models on a GPU as well, not the op")
+    parser.add_argument("--preset", default="tiny", help="shape of the models (default: tiny)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32768], help="(default: 1024 32768)")
     parser.add_argument("--tokens", type=int, default=400, help="decoded after each context (default: 400)")
     args = parser.parse_args()
     rows: list[dict] = []
-    if args.device == "cuda":
+    if args.device == "cuda" and not args.models:
         for case in decoding_gpu.CASES:
             rows.append(decoding_gpu.measure(case))
             print(decoding_gpu.line(rows[-1]), flush=True)
             write(args.json, rows)
         return
     torch.set_num_threads(args.threads)
-    print(f"{'mixer':>8} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
-    for mixer in MIXERS:
-        for row in measure(preset(args.preset, VOCABULARY, mixer), args.contexts, args.tokens):
+    print(f"{'mixer':>15} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
+    for name, mixer in MIXERS.items():
+        for row in measure(name, preset(args.preset, VOCABULARY, mixer), args.contexts, args.tokens, args.device):
             rows.append(row)
             timing = f"{row['ms_per_token']:>9.3f} {row['ratio']:>6.2f}"
             print(
-                f"{row['mixer']:>8} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
+                f"{row['mixer']:>15} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
                 flush=True,
             )
     write(args.json, rows)

@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
     device = resolve_device(options.device).type
     trainer = Trainer(options.scale, options.corpus, device, options.compile)
     open_corpus(left[0].config(SCALES[options.scale], options.corpus, device).data)  # what is wrong is said here, once
-    estimates = Estimates(cost.guess, cost.kind, _company(options.workers, device))
+    estimates = Estimates(cost.guess, cost.kind, _company(options.workers, device) * (0.5 if options.compile else 1))
     begun, done = time.time(), 0
     for run, result, wait in _timed(left, trainer, options, estimates):
         row = result.get("row") or {**_fields(run), "scale": options.scale, "status": FAILED, "error": result["error"]}

@@ -68,7 +68,7 @@ STUDIES = {
         Study("bar_65536", "Who leads at 65,536 tokens, eight documents a step, 100 million tokens?",
               tuple(_runs(("softmax", "power"), [65_536], tokens=MIDDLE, documents=8))),
         Study("tokens_4096", "Does the ratio to softmax attention at 4,096 tokens change with the tokens of a run?",
-              tuple(run for tokens in (SHORT, MIDDLE, LONG)
+              tuple(run for tokens in (MIDDLE, SHORT, LONG)
                     for run in _runs(("softmax", "power", "power4"), [4096], tokens=tokens))),
         Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)

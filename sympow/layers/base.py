@@ -194,8 +194,8 @@ class AttentionMixer(Mixer):
             lists what the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        rotary_fraction: share of the channels of every query and key that turns, the first ones: rounded down to an even
-            number, 2 at least.
+        rotary_fraction: share of the channels of every query and key that turns, the first ones, rounded down to an
+            even number, 2 at least.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: what that norm adds to the mean square.

@@ -115,6 +115,8 @@ def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tens
         from sympow.ops.triton.rotate import rotate_heads as kernel
 
         return tuple(kernel(x.flatten(2), grouped, frequencies, x.shape[2], 0)[0] for x in tensors)
+    if not torch.is_grad_enabled():  # an autograd function costs a decoded token more than the rotation
+        return _rotated(grouped, frequencies, tensors)
     return _Rotate.apply(grouped, frequencies, *tensors)
 
 
@@ -188,12 +190,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype).reshape(x.shape)
 
 
+def _rotated(positions: Tensor, frequencies: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    cos, sin = _turns(positions, frequencies, torch.promote_types(tensors[0].dtype, torch.float32))
+    return tuple(_turned(x, cos, sin) for x in tensors)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # not (ctx, positions, ...): where gradients are off torch.compile may then drop ctx
         positions, frequencies, *tensors = inputs
-        cos, sin = _turns(positions, frequencies, torch.promote_types(tensors[0].dtype, torch.float32))
-        turned = tuple(_turned(x, cos, sin) for x in tensors)
+        turned = _rotated(positions, frequencies, tensors)
         # Not the inputs, which nothing else holds: of what is turned the attention has to keep the result.
         ctx.save_for_backward(positions, frequencies, *(turned if ctx.needs_input_grad[0] else ()))
         return turned

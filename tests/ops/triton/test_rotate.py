@@ -156,7 +156,7 @@ def test_operators(grad):
 
 
 LAYERS = {
-    "power, data": lambda: PowerAttention(16, 2, n_kv_heads=1, chunk_size=8, impl="eager"),
+    "power, data": lambda: PowerAttention(16, 2, n_kv_heads=1, rotation="data", chunk_size=8, impl="eager"),
     "power, fixed, qk_norm": lambda: PowerAttention(16, 2, rotation="fixed", qk_norm=True, impl="eager"),
     "softmax": lambda: SoftmaxAttention(16, 4, n_kv_heads=2, value_dim=3),
     "elu + 1": lambda: LinearAttention(16, 2, feature_map="elu+1", impl="eager"),
