@@ -1,6 +1,7 @@
 """The demonstration: power attention beside softmax attention, on the source of Python's standard library.
 
-The two recipes differ in the mixer alone.
+The two recipes differ in the mixer alone: both stand in the same block, with a short convolution in front, a norm of
+every head's output, a gate on it, and a rotation of a quarter of the channels.
 """
 
 from sympow.data import DataConfig
@@ -9,13 +10,14 @@ from sympow.training import RunConfig, TrainingConfig
 
 
 def power() -> RunConfig:
-    """Power attention, p = 2, with a gate and data-dependent rotation: conformal sympow."""
-    return _config("demo-power", MixerConfig("power", {"p": 2, "gate": True, "rotation": "data"}))
+    """Power attention, p = 2, gated."""
+    return _config("demo-power", MixerConfig("power", {"p": 2}))
 
 
 def softmax() -> RunConfig:
-    """Softmax attention with rotary positions."""
-    return _config("demo-softmax", MixerConfig("softmax"))
+    """Softmax attention in the same block."""
+    block = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+    return _config("demo-softmax", MixerConfig("softmax", block))
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:
@@ -25,7 +27,7 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
     """
     return RunConfig(
         name=name,
-        model=ModelConfig(vocab_size=2048, d_model=96, n_layers=2, n_heads=6, mixers=(mixer,)),
+        model=ModelConfig(vocab_size=2048, d_model=96, n_layers=2, n_heads=6, mixers=(mixer,), body="llama"),
         data=DataConfig(kind="stdlib", tokenizer="bpe", vocab_size=2048),
         training=TrainingConfig(
             context=2048,
