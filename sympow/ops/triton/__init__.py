@@ -19,10 +19,12 @@ from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.context import Options, PowerInContext
 from sympow.ops.triton.decode import power_decode
+from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, kept_shapes, power_forward
 from sympow.ops.types import PowerState
 
 _MAX_VALUE_DIM = 128
+_MAX_LEVEL_VALUE_DIM = 64  # of the chunked form of p = 3 and 4 on Hopper
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,8 +55,8 @@ def attention(
     if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
         q, k, v = q.float(), k.float(), v.float()
     tf32 = tf32 and q.dtype == torch.float32
-    width = padded_key_dim(key_dim)
-    q, k = _pad(q), _pad(k)
+    level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
+    q, k = (_pad(x) if level_dim is None else pad(x, (0, level_dim - key_dim)) for x in (q, k))
     if chunk_size is None:
         chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
@@ -62,6 +64,9 @@ def attention(
         refusal = _without_states(p, key_dim)
         if refusal:
             raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
+    if not chunk:
+        q, k = _pad(q), _pad(k)
+    width, widest = q.shape[3], _MAX_VALUE_DIM if level_dim is None or not chunk else _MAX_LEVEL_VALUE_DIM
     s = z = None
     if state is not None:
         s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
@@ -70,8 +75,8 @@ def attention(
         v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
         s = None if s is None or z is None else torch.cat([s, z[..., None], z[..., None]], -1)
     outs, ends, columns = [], [], v.shape[3]
-    for first in range(0, columns, _MAX_VALUE_DIM):
-        last = min(first + _MAX_VALUE_DIM, columns)
+    for first in range(0, columns, widest):
+        last = min(first + widest, columns)
         v_part = _pad(v[..., first:last])
         if context_group is not None:
             options = Options(p, scale, normalize and p == 2, eps, chunk, tf32, ones)
@@ -165,10 +170,6 @@ def _without_states(p: int, key_dim: int) -> str | None:
         return None
     limits = ", ".join(f"p = {power}: K <= {most}" for power, most in CHUNKED.items())
     return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
-
-
-def padded_key_dim(key_dim: int) -> int:
-    return max(16, 1 << (key_dim - 1).bit_length())
 
 
 def _pad(x: Tensor) -> Tensor:

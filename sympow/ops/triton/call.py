@@ -7,10 +7,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from triton import knobs
 
 from sympow.ops.triton import config, hopper_powers, hopper_states, states
-from sympow.ops.triton.levels import Levels, level_count, levels_of
+from sympow.ops.triton.levels import Levels, level_count, levels_of, padded_key_dim
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
 WEIGH_BLOCK = 128
@@ -66,7 +67,9 @@ class Shapes:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool
     ):
-        b, t, self.H, self.K = q.shape
+        b, t, self.H, self.key_dim = q.shape
+        self.K = padded_key_dim(self.key_dim)
+        self.skip = self.K - self.key_dim  # of rows by levels alone; others are given a K that tiles hold
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.layout = Tokens(sequences, t, b * t, cu_seqlens)
@@ -76,14 +79,15 @@ class Shapes:
         self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
         self.parts = 2
         if self.hopper:
-            launches = config.HOPPER[self.K]
-            self.parts = launches.gradient_parts if gradient_rows else launches.parts
-        # p = 3 and 4: the state and the output pass, but not the gradients, which take the plain rows.
-        self.hopper_powers = hopper and (p, self.K) in config.HOPPER_POWERS and self.V in (16, 32, 64)
-        self.leveled = self.hopper_powers and (p, self.K) in config.LEVELED and not gradient_rows
+            own = config.HOPPER[self.K]
+            self.parts = own.gradient_parts if gradient_rows else own.parts
+        self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
         self.chunk = chunk
         if chunk:
-            multiple = (config.HOPPER[self.K] if self.hopper else self.config).chunk_multiple
+            launches = self.config
+            if self.hopper or self.leveled:
+                launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
+            multiple = launches.chunk_multiple
             self.chunk = config.ceil_div(chunk, multiple) * multiple
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
@@ -93,20 +97,17 @@ class Shapes:
     @cached_property
     def rows(self) -> Rows | Levels:
         """Of the chunked form alone: for a high p they are many."""
-        return levels_of(self.K, self.p) if self.leveled else rows_of(self.K, self.p, self.parts)
+        return self.levels if self.leveled else rows_of(self.K, self.p, self.parts)
 
     @property
-    def levels(self) -> tuple[tuple[int, int], ...]:
-        """Of the rows as the Hopper passes of p = 3 and 4 take them: prefixes, or groups of them, and widths."""
-        if isinstance(self.rows, Levels):
-            return self.rows.shape
-        lower, upper = self.counts()
-        return ((lower, self.K), (upper, self.K - self.half)) if upper else ((lower, self.K),)
+    def levels(self) -> Levels:
+        """Of p = 3 and 4 on Hopper, in the chunked form."""
+        return levels_of(self.key_dim, self.p)
 
     @property
     def hopper_launches(self) -> config.Config:
         if self.p > 2:
-            return config.HOPPER_POWERS[self.p, self.K]
+            return config.HOPPER_POWERS[self.p, self.key_dim] if self.chunk else config.POWERS
         if self.quadratic:
             return config.HOPPER_GRADIENTS[self.K]
         return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
@@ -123,7 +124,7 @@ class Shapes:
     @property
     def row_count(self) -> int:
         """`rows.count`, without the tables: they are not to be made where torch.compile only asks for shapes."""
-        return level_count(self.K, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
+        return level_count(self.key_dim, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
 
     def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of S and Z at the boundaries of chunks, as `Call.states` returns them."""
@@ -148,6 +149,8 @@ class Call(Shapes):
         """sums: of the gate, where another call with the same gate has formed them; log_g is not read then."""
         super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
         self.gated = log_g is not None
+        if self.skip:
+            q, k = (pad(x, (self.skip, 0)) for x in (q, k))
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
         # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
         self.score_scale = scale if p > 4 else 1.0
@@ -178,7 +181,7 @@ class Call(Shapes):
 
     def _vanishing(self) -> float:
         """-log2 of a decay that is 0 to the passes, with room for roundings: those for Hopper know no subnormals."""
-        return 127.0 if self.hopper or self.hopper_powers else 150.0
+        return 127.0 if self.hopper or self.leveled else 150.0
 
     @property
     def restarts(self) -> bool:
@@ -214,6 +217,23 @@ class Call(Shapes):
         dims |= {"CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
+
+    def leveled_dims(self, launch: config.Launch) -> dict:
+        """Of the gradient passes that take rows by levels."""
+        group = config.slopes_group(self.K)
+        per = max(1, launch.tile * 32 // max(32, self.V) // (group * self.K))
+        dims = {"K": self.K, "V": self.V, "P": self.p, "ROWS": self.row_count, "GROUP": group, "PER": per}
+        dims |= {"SKIP": self.skip}
+        dims |= {"R": self.H // self.G, "BLOCK": launch.block, "CHUNK": self.chunk, "STAGES": launch.stages}
+        return dims | {"GATED": self.gated, "PACKED": self.layout.packed, "num_warps": launch.warps}
+
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        """rows and entries of `levels.Slopes`, on the device."""
+        return self.levels.slopes_on(config.slopes_group(self.K), self.q.device)
+
+    def own_channels(self, x: Tensor) -> Tensor:
+        """x [..., K] without those that the call has filled up with zeros."""
+        return x[..., self.skip :].contiguous() if self.skip else x
 
     def tables(self) -> tuple[Tensor | None, ...]:
         """Of the rows, on the device."""
@@ -262,14 +282,14 @@ class Call(Shapes):
                 *sources, *inits, s_final, z_final, *sequences, **dims, **flags, PARTS=self.parts, TILES=tiles,
                 WIDTH=launch.tile, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
-        elif self.hopper_powers:
+        elif self.leveled:
             launch = self.hopper_launches.state
             tiles = min(launch.block, 128 // self.V)
-            count = hopper_powers.programs(self.levels, tiles, launch.warps)
+            count = hopper_powers.programs(self.levels.shape, tiles, launch.warps)
             dims = {name: dims[name] for name in ("K", "V", "P", "R", "CHUNK", "GATED")}
             hopper_powers.state_pass[count, self.G, layout.sequences](
                 xt, stride, *sources[5:9], self.tables()[0], s, inits[0], s_final, *sequences, **dims, **flags,
-                LEVELS=self.levels, TILES=tiles, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
+                LEVELS=self.levels.shape, TILES=tiles, STEP=launch.step, STAGES=launch.stages, num_warps=launch.warps,
             )  # fmt: skip
         else:
             launch, narrow, least = self.config.state, self.K - self.half, 64  # rows of a product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton import knobs
@@ -95,11 +95,39 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
-# p = 3 and 4, by p and K; no gradients. Tiles of the state pass are those at V = 32, fewer where values are wider.
-_POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-HOPPER_POWERS = dict.fromkeys([(3, 16), (3, 32), (3, 64), (4, 16), (4, 32)], _POWERS)
-# Of these, the ones whose forward pass keeps its rows by levels; for others the products of u are too many to stage.
-LEVELED = {(3, 16), (3, 32), (3, 64), (4, 16)}
+# p = 3 and 4, by p and K. Tiles of the state pass and of the gradients are those at V = 32, fewer where values are
+# wider. A program of the gradients has as many tokens as registers allow, as each reads all of a state.
+POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
+# For p = 4 and K above 16 the products of u take most of the shared memory: one program, of eight warps, in the output
+# and the key pass.
+_LEVELED = replace(POWERS, query=Launch(256, 64, 8, 3, 256), key=Launch(256, 32, 8, 3, 256))
+_NARROW = replace(POWERS, query=Launch(256, 64, 8, 3, 128), key=Launch(256, 32, 8, 3, 128))
+_PAIRS = replace(_LEVELED, output=Launch(128, 32, 8, 2, 128), key=Launch(128, 32, 8, 2, 128))
+HOPPER_POWERS = {
+    (3, 16): _NARROW,
+    (3, 24): _LEVELED,
+    (3, 32): _LEVELED,
+    (3, 64): replace(POWERS, query=Launch(128, 64, 8, 3, 256), key=Launch(128, 32, 8, 3, 256)),
+    (4, 16): _NARROW,
+    (4, 24): _PAIRS,
+    (4, 32): _PAIRS,
+}
+
+
+def level_dim(key_dim: int, p: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """The K to which keys are padded with zeros for the chunked form of p = 3 and 4 on Hopper; None where that is not
+    what runs."""
+    if not on_hopper(device) or dtype != torch.bfloat16:
+        return None
+    return min((k for power, k in HOPPER_POWERS if power == p and k >= key_dim), default=None)
+
+
+def slopes_group(key_dim: int) -> int:
+    """Consecutive k of a step of their gradients (`levels.Slopes`), for a padded K: the accumulator is that many times
+    K wide."""
+    return min(4, 128 // key_dim)
+
+
 # Quadratic: small programs, of which a multiprocessor runs several at once.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
@@ -124,17 +152,20 @@ _FORMS = {
     (2, 64): ((4096, 768), (4096, 768)),
     (2, 128): ((16384, 1024), (16384, 1024)),
     (3, 16): ((4096, 1024), (4096, 1024)),
-    (3, 32): ((16384, 2048), (32768, 8192)),
+    (3, 24): ((8192, 1024), (8192, 1024)),
+    (3, 32): ((16384, 2048), (8192, 2048)),
     (3, 64): ((262144, 8192), (262144, 8192)),
-    (4, 16): ((32768, 2048), (65536, 8192)),
-    (4, 32): ((524288, 16384), (524288, 16384)),
+    (4, 16): ((32768, 2048), (8192, 2048)),
+    (4, 24): ((65536, 2048), (65536, 2048)),
+    (4, 32): ((262144, 4096), (262144, 4096)),
 }
 # The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
 # layers have them.
 _FORMS_GATED = {
     (2, 64): ((8192, 768), (8192, 768)),
     (2, 128): ((32768, 1024), (16384, 1024)),
-    (3, 32): ((32768, 2048), (65536, 8192)),
+    (3, 32): ((32768, 2048), (16384, 2048)),
+    (4, 16): ((32768, 2048), (16384, 2048)),
 }
 # Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
 KEPT_CHUNKS = {(2, 32): 512, (2, 128): 4096}

@@ -91,12 +91,6 @@ def _exchange(
     return exclusive_scan_of_message(own, log_decay if log_decay.numel() else None, widths, group, reverse=reverse)
 
 
-def _forward_rows(p: int, gradient: bool) -> bool:
-    """`gradient_rows` of the forward: for p <= 2 those that the backward reads, whether states are kept or not, which
-    could differ from rank to rank. For p > 2 nothing is kept, and the forward has rows of its own (`levels.py`)."""
-    return gradient and p <= 2
-
-
 def _message_length(shapes: Shapes, gated: bool) -> int:
     """Numbers of S and Z at the end of every row, and of its decay."""
     return sum(math.prod(x) for x in shapes.end_shapes(shapes.p == 2)) + gated * shapes.layout.sequences * shapes.G
@@ -127,21 +121,12 @@ def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tens
     return s, z
 
 
-def _in_rows_of(call: Call, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """S and Z of the forward in the rows of the backward."""
-    forward = Shapes(call.q, call.k, call.v, None, call.p, call.chunk, _forward_rows(call.p, gradient=True))
-    s, z = _ends(forward, ends)
-    if forward.rows is not call.rows:
-        s = call.rows.from_public(forward.rows.to_public(s)).contiguous()
-    return s, z
-
-
 @torch.library.custom_op("sympow::context_states", mutates_args=())
 def context_states(
     k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """S and Z before each chunk, from none; the gate's sums (empty without one); decays to the chunks; the message."""
-    call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, _forward_rows(p, gradient))
+    call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, gradient)
     s, z, decays, message = _own_states(call)
     return s, z, call.sums, decays, message
 
@@ -157,7 +142,7 @@ def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor
 
 @context_states.register_fake
 def _(k, v, log_g, p, scale, chunk, tf32, gradient):
-    shapes = Shapes(k, k, v, None, p, chunk, _forward_rows(p, gradient))
+    shapes = Shapes(k, k, v, None, p, chunk, gradient)
     return _fakes_of_own_states(k, shapes, log_g is not None)
 
 
@@ -184,7 +169,7 @@ def context_output(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out [B, T, H, V] and normalizer [H, B T]; what the backward needs of the states, each empty where it does not: S
     and Z with what came in, at the boundaries of chunks, under the limit of `kept_shapes`; the last ones, flat."""
-    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, _forward_rows(p, gradient), sums)
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, sums)
     s, z = _all_states(call, s, z, decays, incoming)
     out, norm = output(call, s, z, True, normalize, eps, wide)
     if not gradient or kept_shapes(q, k, v, None, p, chunk, True) is None:
@@ -236,7 +221,7 @@ def context_query_gradient(
     factors = row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
     if not s_kept.numel():
-        s, z = call.states(*_in_rows_of(call, incoming), None, p == 2)
+        s, z = call.states(*_ends(call, incoming), None, p == 2)
     dq, dsums = query_gradient(call, dout, factors, s, z, True, normalize)
     if s_kept.numel() or not call.restarts:
         s, z = s_kept.new_empty(0), z_kept.new_empty(0)
@@ -286,7 +271,7 @@ def context_key_gradient(
     if log_g is None:
         return dk, dv, none
     # Through the last state, all of which the whole row's decay multiplies.
-    (s_end, z_end), (ds_end, dz_end) = _in_rows_of(call, last), _ends(call, incoming)
+    (s_end, z_end), (ds_end, dz_end) = _ends(call, last), _ends(call, incoming)
     end = call.rows.inner(s_end, ds_end)
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))

@@ -217,20 +217,27 @@ def before_level(levels, level):
 
 
 @gluon.jit
-def _stage_pairs(columns, K: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """The products of two of each token's entries, by columns: (0, 0), (0, 1), (1, 1), (0, 2) and so on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, BLOCK // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
+def stage_pairs(columns, K: gl.constexpr, SKIP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """The products of two of each token's entries, without the first SKIP, by columns: (0, 0), (0, 1), (1, 1), (0, 2)
+    and so on."""
+    RUN: gl.constexpr = BLOCK // (32 * WARPS) if BLOCK > 32 * WARPS else 1
+    OWN: gl.constexpr = K - SKIP
+    layout: gl.constexpr = gl.BlockedLayout([1, RUN], [1, 32], [1, WARPS], [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    pairs = gl.allocate_shared_memory(gl.bfloat16, [K * (K + 1) // 2, 1, BLOCK], flat)
-    for j in gl.static_range(K):
-        x = columns.index(j).load(layout)
-        for i in gl.static_range(j + 1):
-            pairs.index(j * (j + 1) // 2 + i).store(columns.index(i).load(layout) * x)
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [OWN * (OWN + 1) // 2, 1, BLOCK], flat)
+    for j in gl.static_range(OWN):
+        x = columns.index(SKIP + j).load(layout)
+        if K <= 16:
+            for i in gl.static_range(j + 1):
+                pairs.index(j * (j + 1) // 2 + i).store(columns.index(i).load(layout) * x)
+        else:  # unrolled they would be many
+            for i in range(j + 1):
+                pairs.index(j * (j + 1) // 2 + i).store(columns.index(SKIP + i).load(layout) * x)
     return pairs
 
 
 @gluon.jit
-def _from_level(
+def from_level(
     acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps,
     GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
@@ -282,13 +289,13 @@ def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, R: gl.constexpr,
+    LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, SKIP: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS: of each, groups and width
-    (`levels.Levels`)."""
+    (`levels.Levels`), whose channels begin at SKIP."""
     n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
@@ -362,9 +369,9 @@ def output_pass(
             if len(LEVELS) > 0:
                 products = columns
                 if P > 3:
-                    products = _stage_pairs(columns, K, BLOCK, num_warps)
+                    products = stage_pairs(columns, K, SKIP, BLOCK, num_warps)
                 for level in gl.static_range(len(LEVELS)):
-                    acc = _from_level(
+                    acc = from_level(
                         acc, columns, products, state_s, state, prefixes, weights, before_level(LEVELS, level),
                         rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
                         left_layout,

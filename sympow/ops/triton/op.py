@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import backward, config, forward, hopper_backward, hopper_output, hopper_quadratic
+from sympow.ops.triton import (
+    backward,
+    config,
+    forward,
+    hopper_backward,
+    hopper_output,
+    hopper_power_gradients,
+    hopper_quadratic,
+)
 from sympow.ops.triton.call import (
     GATE_BLOCK,
     SHORT_GATE_BLOCK,
@@ -19,6 +27,7 @@ from sympow.ops.triton.call import (
     Call,
     Shapes,
 )
+from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -76,14 +85,14 @@ def output(
     if not normalize:
         norm = norm[:0]
     launch, tables = call.config.output, call.tables()
-    if call.hopper or call.hopper_powers:
+    if call.hopper or call.leveled:
         launch, (lower, upper) = call.hopper_launches.output, call.counts()
-        levels = call.levels if call.chunk and call.leveled else ()
+        levels = call.levels.shape if call.chunk and call.leveled else ()
         hopper_output.output_pass[(layout.blocks(launch.block), call.H)](
             q, q.stride(1), q.stride(2), k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), call.sums,
             out if s is None else s, out if z is None else z, out, norm, *(tables[1:3] if levels else tables[:2]),
             call.begins, *call.hopper_tables(launch, call.H), call.H, call.G, call.out_scale, eps,
-            **call.hopper_dims(launch), P=p, LOWER=lower, UPPER=upper, LEVELS=levels, KEYS=launch.step,
+            **call.hopper_dims(launch), P=p, LOWER=lower, UPPER=upper, LEVELS=levels, SKIP=call.skip, KEYS=launch.step,
             NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init, **call.early(after=call.gated),
         )  # fmt: skip
         return out, norm
@@ -100,10 +109,13 @@ def kept_shapes(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, z: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Shapes of the states that the forward keeps for the backward, as a state pass costs a tenth of both; None where
-    they are too large, and for p > 2, whose forward has rows of its own (`levels.py`)."""
-    if not chunk or p > 2:
+    they are too large, and for p > 2 unless rows are by levels."""
+    if not chunk:
         return None
-    shapes = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True).state_shapes(z and p == 2)
+    call = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True)
+    if p > 2 and not call.leveled:
+        return None
+    shapes = call.state_shapes(z and p == 2)
     return shapes if math.prod(shapes[0]) * k.dtype.itemsize <= config.most_kept(q.device) else None
 
 
@@ -188,7 +200,6 @@ def query_gradient(
     factor, _, _, delta = factors
     dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     dsums_q = torch.empty(call.H if call.gated else 0, layout.tokens, device=q.device, dtype=torch.float32)
-    prefixes, _, grad_weights, mirror = call.tables()
     if call.quadratic:
         launch = call.hopper_launches.query
         hopper_quadratic.query_pass[(layout.blocks(launch.block), call.H)](
@@ -205,15 +216,23 @@ def query_gradient(
             **call.hopper_dims(launch), KEYS=launch.step, NORMALIZE=normalize, STATES=call.chunk > 0, INIT=init,
             **call.early(),
         )  # fmt: skip
+    elif call.chunk and call.leveled:
+        launch = call.hopper_launches.query
+        hopper_power_gradients.query_pass[(layout.blocks(launch.block), call.H)](
+            *strides, dout, call.sums, s, *call.slopes(), dq, dsums_q, *call.sequence_tables(launch.block),
+            call.H, call.G, call.grad_scale * call.out_scale, KEYS=launch.step, INIT=init,
+            **call.leveled_dims(launch),
+        )  # fmt: skip
     else:
         launch = call.config.query
+        prefixes, _, grad_weights, mirror = call.tables()
         backward.query_pass[(layout.blocks(launch.block), call.H)](
             *strides, dout, call.sums, s, z, factor, delta, dq, dsums_q, prefixes, grad_weights, mirror, call.begins,
             *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
             call.grad_scale * call.out_scale, **call.dims(), BLOCK=launch.block, KEYS=launch.step, NORMALIZE=normalize,
             STATES=call.chunk > 0, INIT=init, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    return dq, dsums_q
+    return call.own_channels(dq), dsums_q
 
 
 def key_gradient(
@@ -226,7 +245,6 @@ def key_gradient(
     factor, scales, near, delta = factors
     dk = torch.empty(k.shape, device=k.device, dtype=k.dtype)
     dv = torch.empty(v.shape, device=k.device, dtype=v.dtype)
-    prefixes, weights, grad_weights, mirror = call.tables()
     dsums_k = torch.empty(call.G if call.gated else 0, layout.tokens, device=k.device, dtype=torch.float32)
     if call.quadratic:
         launch = call.hopper_launches.key
@@ -244,15 +262,23 @@ def key_gradient(
             **call.hopper_dims(launch), QUERIES=launch.step, STATES=call.chunk > 0, FINAL=final, Z=z,
             **call.early(),
         )  # fmt: skip
+    elif call.chunk and call.leveled:
+        launch = call.hopper_launches.key
+        hopper_power_gradients.key_pass[(layout.blocks(launch.block), call.G)](
+            *strides, dout, call.sums, ds, *call.slopes(), *call.tables()[1:], dk, dv, dsums_k,
+            *call.sequence_tables(launch.block), call.H, call.G, call.out_scale, call.grad_scale,
+            LEVELS=call.levels.shape, TILE=TILE, QUERIES=launch.step, FINAL=final, **call.leveled_dims(launch),
+        )  # fmt: skip
     else:
         launch = call.config.key
+        prefixes, weights, grad_weights, mirror = call.tables()
         backward.key_pass[(layout.blocks(launch.block), call.G)](
             *strides, dout, call.sums, ds, dz, factor, delta, dk, dv, dsums_k, prefixes, weights, grad_weights, mirror,
             call.ends, *call.sequence_tables(launch.block), call.H, call.G, *call.counts(), call.score_scale,
             call.out_scale, call.grad_scale, **call.dims(), BLOCK=launch.block, QUERIES=launch.step,
             STATES=call.chunk > 0, FINAL=final, Z=z, PACKED=layout.packed, **launch.options,
         )  # fmt: skip
-    return dk, dv, dsums_k
+    return call.own_channels(dk), dv, dsums_k
 
 
 def _strided(*tensors: Tensor) -> tuple:

@@ -48,22 +48,26 @@ def row_count(key_dim: int, p: int, parts: int) -> int:
 
 
 class Basis:
-    """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. On the CPU."""
+    """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. A row with a negative
+    index holds zeros. On the CPU."""
 
     def __init__(self, key_dim: int, p: int, tuples: Tensor):
         self.key_dim, self.p, self.count = key_dim, p, len(tuples)
-        self.index = public_rows(tuples, key_dim)  # of each row, the row of (M7) with its monomial
+        self.present = (tuples >= 0).all(1)
+        self.index = public_rows(tuples.clamp(min=0), key_dim)  # of each row, the row of (M7) with its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
-        self.representative[self.index] = torch.arange(self.count)
+        self.representative[self.index[self.present]] = torch.arange(self.count)[self.present]
         self.roots = multinomials(key_dim, p).sqrt()
         # Of each row its part in an inner product: the orderings of its monomial, shared by the rows that hold it.
-        self.shares = (self.roots.square() / self.index.bincount())[self.index].float()
+        shares = (self.roots.square() / self.index[self.present].bincount())[self.index]
+        self.shares = (shares * self.present).float()
         self._public: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def from_public(self, s: Tensor) -> Tensor:
         """[..., D, V] of (M7) to [..., rows, V]."""
         index, _, roots, *_ = self._public_on(s.device)
-        return s.index_select(-2, index) / roots.to(s.dtype)[index, None]
+        rows = s.index_select(-2, index) / roots.to(s.dtype)[index, None]
+        return rows if self.present.all() else rows * (self.shares_on(s.device) > 0)[:, None]
 
     def to_public(self, rows: Tensor) -> Tensor:
         """[..., rows, V] to [..., D, V] of (M7)."""

@@ -51,8 +51,7 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
-    """Of a gated forward, of one that keeps its states, and of the backward; for p > 2, whose gradients have no Hopper
-    kernels, of the forward alone."""
+    """Of a gated forward, of one that keeps its states, and of the backward."""
     config.on_hopper = lambda device: hopper
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -60,9 +59,8 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
         with torch.no_grad():
             attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
-        if p == 2:
-            out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
-            out.backward(torch.empty_like(out))
+        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
+        out.backward(torch.empty_like(out))
     return recorded
 
 
@@ -148,7 +146,7 @@ def main() -> None:
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
         launches += [(key_dim, *launch) for launch in others]
-    for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 32)) if hopper else ():
+    for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 24), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
     for key_dim, function, bound, options in launches:

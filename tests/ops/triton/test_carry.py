@@ -126,16 +126,13 @@ def test_inner_product_of_states():
         torch.testing.assert_close(inner, (a * b).sum((1, 2)))
 
 
-def test_the_forward_has_rows_of_its_own(monkeypatch):
-    """p = 3 on Hopper: what the backward takes of the forward's states it has in its own rows."""
+def test_forward_and_backward_have_the_same_rows(monkeypatch):
+    """p = 3 on Hopper: a rank's last state, which the backward takes as the forward wrote it."""
     monkeypatch.setattr(op.config, "on_hopper", lambda device: True)
-    q = torch.zeros(2, 40, 1, 16, device=DEVICE, dtype=torch.bfloat16)
-    forward = context.Shapes(q, q, q, None, 3, CHUNK, context._forward_rows(3, gradient=True))
-    call = op.Call(q, q, q, None, None, 3, 1.0, CHUNK, False, gradient_rows=True)
-    assert forward.rows is not call.rows and forward.row_count == forward.rows.count != call.row_count
-    public = torch.randn(2, 1, len(call.rows.representative), 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    s, _ = context._in_rows_of(call, forward.rows.from_public(public).flatten())
-    torch.testing.assert_close(call.rows.to_public(s), public)
+    q = torch.zeros(2, 40, 1, 24, device=DEVICE, dtype=torch.bfloat16)
+    forward, backward = (op.Call(q, q, q[..., :16], None, None, 3, 1.0, CHUNK, False, kept) for kept in (False, True))
+    assert forward.rows is backward.rows and forward.row_count == forward.rows.count
+    assert forward.q.shape[3] == 32 and torch.equal(forward.own_channels(forward.q), q)
 
 
 @pytest.mark.parametrize("gate", [True, False])

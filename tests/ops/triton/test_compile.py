@@ -28,6 +28,7 @@ def test_kernels_compile(target):
     assert passes | {"decode", "turn_heads"} <= {row["kernel"].split(".")[1] for row in results}
     if target == "cuda":
         files = {"hopper_powers", "hopper_states", "hopper_output", "hopper_backward", "hopper_quadratic"}
+        files.add("hopper_power_gradients")
         assert files <= {row["kernel"].split(".")[0] for row in results}
         state_passes = [row for row in results if row["kernel"] == "hopper_states.state_pass" and row["key_dim"] == 64]
         registers = [row["registers"] for row in state_passes if row["tiles"] == 2]

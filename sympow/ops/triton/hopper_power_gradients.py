@@ -1,0 +1,519 @@
+"""The gradients of p = 3 and 4 for Hopper, in Gluon: as `backward.query_pass` and `backward.key_pass`, with the rows of
+`levels.Levels`.
+
+The gradient with respect to x_j through a state is p times the sum over prefixes (u, k) of x_u x_k (y S[u, k, j]^T), y
+the output's gradient or the values. The tensor cores form it in the steps of `levels.Slopes`: a step multiplies y x_u
+with a tile of the state, the rows of some consecutive k and every j, and adds to an accumulator of that width. Only
+after all u is that multiplied with x_k and summed over k. So an operand is formed once for several prefixes. The
+tiles' rows lie apart in the state: a table tells where.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from sympow.ops.triton.hopper_backward import query_step
+from sympow.ops.triton.hopper_output import (
+    barrier,
+    before_level,
+    column,
+    copy_rows,
+    first_keys,
+    from_level,
+    locate,
+    stage_columns,
+    stage_pairs,
+)
+from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.renamed import load_async, reinterpret
+
+
+@gluon.constexpr_function
+def tile_layout(width, warps):
+    """Of the copy of a tile of rows, `width` elements each: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def step_count(key_dim, p, group):
+    """The steps of `levels.Slopes` over all blocks of `group` k."""
+    below = range(group, key_dim + 1, group)
+    return sum(below) if p == 3 else sum(m * (m + 1) // 2 for m in below)
+
+
+@gluon.jit
+def _tile_rows(rows, turn, TURNS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr):
+    """Where the rows of a turn's tiles are in the state; past the last turn, of that."""
+    r = gl.arange(0, TILE, gl.SliceLayout(1, tile_layout(V, WARPS)))
+    return gl.load(rows + gl.minimum(turn, TURNS - 1) * TILE + r)
+
+
+@gluon.jit
+def _copy_tile(buffer, state, where, V: gl.constexpr, WARPS: gl.constexpr):
+    """Starts the copy of the rows `where` of a state."""
+    c = gl.arange(0, V, gl.SliceLayout(0, tile_layout(V, WARPS)))
+    load_async(buffer, state + (where[:, None] * V + c[None, :]))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _weighted(columns, entry, P: gl.constexpr, layout: gl.constexpr):
+    """The product of each token's entries at u times the step's weight, a factor [BLOCK, 1]."""
+    f = column(columns, entry & 0xFF, layout)
+    if P > 3:
+        f *= column(columns, entry >> 8 & 0xFF, layout)
+    return f * (entry & -65536).to(gl.float32, bitcast=True).to(gl.bfloat16)
+
+
+@gluon.jit
+def _through_state(
+    state,  # [rows, V]: that of the chunk and kv head
+    rows,  # int32 [steps, GROUP K]: `Slopes.rows`
+    entries,  # int32 [steps]: `Slopes.entries`
+    columns,  # shared [K, 1, BLOCK]: the queries or keys by columns
+    y_s,  # shared [BLOCK, V]: what they are multiplied with
+    K: gl.constexpr,
+    V: gl.constexpr,
+    P: gl.constexpr,
+    SKIP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    GROUP: gl.constexpr,  # consecutive k of a step
+    PER: gl.constexpr,  # steps of a turn of the loop
+    STAGES: gl.constexpr,  # turns whose tiles are in shared memory
+    layout: gl.constexpr,  # of the result
+    WARPS: gl.constexpr,
+):
+    """[BLOCK, K]: the gradient of the queries or keys through a state, without the factor p."""
+    WIDE: gl.constexpr = GROUP * K
+    TURNS: gl.constexpr = step_count(K - SKIP, P, GROUP) // PER
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, PER * WIDE, V], gl.NVMMASharedLayout.get_default_for([PER * WIDE, V], gl.bfloat16)
+    )
+    for early in gl.static_range(STAGES - 1):
+        where = _tile_rows(rows, early, TURNS, PER * WIDE, V, WARPS)
+        _copy_tile(tiles.index(early), state, where, V, WARPS)
+    where = _tile_rows(rows, STAGES - 1, TURNS, PER * WIDE, V, WARPS)
+    by_block = reinterpret(columns, gl.bfloat16, [K // GROUP, GROUP, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    y = y_s.load(left_layout)
+    acc = gl.zeros([BLOCK, K], gl.float32, layout)
+    first = gl.load(entries)
+    second = gl.load(entries + (PER - 1))
+    turn = first * 0
+    for block in range((K - SKIP) // GROUP):
+        wide = gl.zeros([BLOCK, WIDE], gl.float32, mma)
+        below = (block + 1) * GROUP
+        stop = turn + (below if P == 3 else below * (below + 1) // 2) // PER
+        for i in range(turn, stop):
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            tile = tiles.index(i % STAGES)
+            # The second operand is formed while the first product runs. Both are waited for within the turn.
+            phi = y * _weighted(columns, first, P, left_layout)
+            wide = warpgroup_mma(phi, tile.slice(0, WIDE, 0).permute([1, 0]), wide, is_async=True)
+            if PER > 1:
+                phi = y * _weighted(columns, second, P, left_layout)
+                wide = warpgroup_mma(phi, tile.slice(WIDE, WIDE, 0).permute([1, 0]), wide, is_async=True)
+            _copy_tile(tiles.index((i + (STAGES - 1)) % STAGES), state, where, V, WARPS)
+            where = _tile_rows(rows, i + STAGES, TURNS, PER * WIDE, V, WARPS)
+            after = entries + gl.minimum(i + 1, TURNS - 1) * PER
+            first = gl.load(after)
+            second = gl.load(after + (PER - 1))
+            wide = warpgroup_mma_wait(0, deps=(wide,))
+        turn = stop
+        parts = wide.reshape([BLOCK, GROUP, K])
+        x = by_block.index(SKIP // GROUP + block).permute([1, 0]).load(gl.SliceLayout(2, parts.type.layout))
+        acc += gl.convert_layout(gl.sum(parts * x.to(gl.float32).expand_dims(2), 1), layout, assert_trivial=True)
+    async_copy.wait_group(0)
+    tiles._keep_alive()
+    return acc
+
+
+@gluon.jit
+def _power(x, P: gl.constexpr):
+    """x**P by multiplication."""
+    y = x
+    for _ in gl.static_range(P - 1):
+        y *= x
+    return y
+
+
+@gluon.jit
+def query_pass(
+    q,  # [tokens, H, K], bfloat16; its strides by token and head
+    q_st,
+    q_sh,
+    k,  # [tokens, G, K]
+    k_st,
+    k_sh,
+    v,  # [tokens, G, V]
+    v_st,
+    v_sh,
+    dout,  # [tokens, H, V], contiguous
+    sums,  # float32 [G, tokens]: log2 of the decay from the chunk's start on
+    s,  # [chunks, G, rows, V]: the states before the chunks, rows of `Levels`
+    rows,  # int32 [steps, GROUP K]: `Slopes.rows`
+    entries,  # int32 [steps]: `Slopes.entries`
+    dq,  # [tokens, H, K], contiguous: the result
+    dsums,  # float32 [H, tokens]: q . dq; written if GATED
+    starts,  # int32 [N + 1]: cu_seqlens; read if PACKED, as the next two
+    chunk_starts,  # int32 [N]: the first chunk of each sequence
+    blocks,  # int32 [programs, 2]: of each block its sequence and its place there
+    T,  # tokens of a sequence, unless PACKED
+    tokens,  # of all sequences
+    H,  # query heads
+    G,  # kv heads
+    grad_scale,  # of the result
+    K: gl.constexpr,
+    V: gl.constexpr,
+    P: gl.constexpr,
+    SKIP: gl.constexpr,  # channels in front that are zero (`levels.Levels`)
+    ROWS: gl.constexpr,  # of a state
+    GROUP: gl.constexpr,  # k of a step
+    PER: gl.constexpr,  # steps of a turn of its loop
+    R: gl.constexpr,  # H / G
+    BLOCK: gl.constexpr,  # queries of a program
+    KEYS: gl.constexpr,  # of a step within the chunk
+    CHUNK: gl.constexpr,  # a multiple of BLOCK
+    STAGES: gl.constexpr,  # turns whose tiles of the state are in shared memory
+    GATED: gl.constexpr,
+    INIT: gl.constexpr,  # whether the state before the first chunk is not zero
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """dq and dsums. Grid: blocks of queries, heads."""
+    pid = gl.num_programs(0) - 1 - gl.program_id(0)
+    n, start, length, first = locate(pid, starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    h = gl.program_id(1).to(gl.int64)
+    g = h // R
+    begin = (first // CHUNK) * CHUNK
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
+
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    dy_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
+    )
+    copy_rows(queries_s, q + (start + first) * q_st + h * q_sh, q_st, length - first, BLOCK, K, num_warps)
+    copy_rows(dy_s, dout + ((start + first) * H + h) * V, H * V, length - first, BLOCK, V, num_warps)
+    async_copy.commit_group()
+    k += start * k_st + g * k_sh
+    v += start * v_st + g * v_sh
+    keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
+
+    acc = gl.zeros([BLOCK, K], gl.float32, mma)
+    entering = INIT or begin > 0
+    if GATED:  # the decay from the state to this block; where it is 0 no row is read
+        kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
+        entering &= kept > 0.0
+    if entering:
+        if PACKED:
+            chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
+        else:
+            chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
+        async_copy.wait_group(2)  # queries and output gradients are there
+        columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
+        state = s + (chunk * G + g) * (ROWS * V)
+        acc = _through_state(
+            state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
+        )
+
+    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.maximum(first - 1, 0))
+        ref = gl.where(first > begin, ref, 0.0)
+        acc *= kept
+    end = gl.minimum(first + BLOCK, length)
+    steps = gl.cdiv(end - begin, KEYS)
+    before = (first - begin) // KEYS
+    for i in range(steps):
+        s0 = begin + i * KEYS
+        if GATED:
+            if i == before:
+                acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
+            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+        async_copy.wait_group(1)
+        fence_async_shared()
+        s1 = s0 + 2 * KEYS
+        stage = (i + 2) % 3
+        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
+        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
+        async_copy.commit_group()
+        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
+        keys = keys_s.index(i % 3)
+        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
+        grad *= _power(scores, P - 1)
+        if i < before:
+            if GATED:
+                grad *= exp2(ref - there)[None, :]
+        else:
+            if GATED:
+                grad *= exp2(own[:, None] - there[None, :])
+            grad = gl.where(row[:, None] >= (s0 + j)[None, :], grad, 0.0)
+        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
+        acc = warpgroup_mma(grad, keys, acc, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
+    async_copy.wait_group(0)
+
+    acc *= grad_scale
+    if GATED:
+        out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
+        queries = queries_s.load(mma).to(gl.float32)
+        gl.store(dsums + h * tokens + start + out_row, gl.sum(acc * queries, 1), mask=out_row < length)
+    out_layout: gl.constexpr = tile_layout(K, num_warps)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
+    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
+    tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + c[None, :])
+    gl.store(tile, gl.convert_layout(acc.to(gl.bfloat16), out_layout), mask=(first + t < length)[:, None])
+
+
+@gluon.jit
+def _values_through_state(
+    state,  # [ROWS, V]: the gradient of that of the chunk and kv head
+    columns,  # shared [K, 1, BLOCK]: the keys by columns
+    level_entries,  # int32 [groups]: `Levels.entries`
+    weights,  # [prefixes, 2]: `Levels.weights`
+    K: gl.constexpr,
+    V: gl.constexpr,
+    P: gl.constexpr,
+    SKIP: gl.constexpr,
+    ROWS: gl.constexpr,
+    LEVELS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    layout: gl.constexpr,  # of the result
+    WARPS: gl.constexpr,
+):
+    """[BLOCK, V]: the gradient of the values through that of a state: what the output pass does with queries and a
+    state."""
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+    )
+    for early in gl.static_range(STAGES - 1):
+        copy_rows(tiles.index(early), state + early * TILE * V, V, TILE, TILE, V, WARPS)
+        async_copy.commit_group()
+    products = columns
+    if P > 3:
+        products = stage_pairs(columns, K, SKIP, BLOCK, WARPS)
+    acc = gl.zeros([BLOCK, V], gl.float32, layout)
+    for level in gl.static_range(len(LEVELS)):
+        acc = from_level(
+            acc, columns, products, tiles, state, level_entries, weights, before_level(LEVELS, level), ROWS // TILE,
+            LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, WARPS, gl.DotOperandLayout(0, layout, 2),
+        )  # fmt: skip
+    async_copy.wait_group(0)
+    tiles._keep_alive()
+    return acc
+
+
+@gluon.jit
+def _copy_queries(
+    queries_s, dy_s, q, q_st, q_sh, dout, H, it, first, after, within, end, g,
+    K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of the queries and output gradients of step `it`; of none past the last."""
+    head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
+    h = g * R + head
+    left = gl.where(it < R * (after + within), end - s0, 0)
+    copy_rows(queries_s.index(it % 3), q + s0.to(gl.int64) * q_st + h * q_sh, q_st, left, QUERIES, K, WARPS)
+    copy_rows(dy_s.index(it % 3), dout + (s0.to(gl.int64) * H + h) * V, H * V, left, QUERIES, V, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def key_pass(
+    q,  # [tokens, H, K], bfloat16; its strides by token and head
+    q_st,
+    q_sh,
+    k,  # [tokens, G, K]
+    k_st,
+    k_sh,
+    v,  # [tokens, G, V]
+    v_st,
+    v_sh,
+    dout,  # [tokens, H, V], contiguous
+    sums,  # float32 [G, tokens]: log2 of the decay from the chunk's start on
+    ds,  # [chunks, G, ROWS, V]: the gradients of the states after the chunks, rows of `Levels`
+    rows,  # int32 [steps, GROUP K]: `Slopes.rows`
+    entries,  # int32 [steps]: `Slopes.entries`
+    level_entries,  # int32 [groups]: `Levels.entries`
+    weights,  # bfloat16 [prefixes, 2]: `Levels.weights`
+    dk,  # [tokens, G, K], contiguous: a result
+    dv,  # [tokens, G, V], contiguous: a result
+    dsums,  # float32 [G, tokens]: k . dk; written if GATED
+    starts,  # int32 [N + 1]: cu_seqlens; read if PACKED, as the next two
+    chunk_starts,  # int32 [N]: the first chunk of each sequence
+    blocks,  # int32 [programs, 2]: of each block its sequence and its place there
+    T,  # tokens of a sequence, unless PACKED
+    tokens,  # of all sequences
+    H,  # query heads
+    G,  # kv heads
+    out_scale,  # of the outputs
+    grad_scale,  # of dk
+    K: gl.constexpr,
+    V: gl.constexpr,
+    P: gl.constexpr,
+    SKIP: gl.constexpr,  # channels in front that are zero (`levels.Levels`)
+    ROWS: gl.constexpr,  # of a state
+    LEVELS: gl.constexpr,  # of each, groups and width
+    TILE: gl.constexpr,  # rows of a step of the values' gradient
+    GROUP: gl.constexpr,  # k of a step of the keys' gradient
+    PER: gl.constexpr,  # such steps of a turn of its loop
+    R: gl.constexpr,  # H / G
+    BLOCK: gl.constexpr,  # keys of a program
+    QUERIES: gl.constexpr,  # of a step within the chunk
+    CHUNK: gl.constexpr,  # a multiple of BLOCK
+    STAGES: gl.constexpr,  # turns whose tiles of the state are in shared memory
+    GATED: gl.constexpr,
+    FINAL: gl.constexpr,  # whether the gradient of the state after the last chunk is not zero
+    PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """dk, dv and dsums. Grid: blocks of keys, kv heads."""
+    n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    if PACKED:
+        if first >= length:
+            return
+    g = gl.program_id(1).to(gl.int64)
+    chunk_index = first // CHUNK
+    end = gl.minimum((chunk_index + 1) * CHUNK, length)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
+    value_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    value_left: gl.constexpr = gl.DotOperandLayout(0, value_mma, 2)
+
+    keys_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
+    )
+    values_s = gl.allocate_shared_memory(
+        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
+    )
+    copy_rows(keys_s, k + (start + first) * k_st + g * k_sh, k_st, length - first, BLOCK, K, num_warps)
+    copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
+    async_copy.commit_group()
+    q += start * q_st
+    dout += start * (H * V)
+
+    dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
+    dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
+    leaving = FINAL or end < length
+    if GATED:  # the decay from this block to the end of the chunk; where it is 0 no row is read
+        sums_at = sums + g * tokens + start
+        kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
+        leaving &= kept > 0.0
+    if leaving:
+        if PACKED:
+            chunk = gl.load(chunk_starts + n).to(gl.int64) + chunk_index
+        else:
+            chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + chunk_index
+        async_copy.wait_group(0)
+        state = ds + (chunk * G + g) * (ROWS * V)
+        columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
+        dkeys = _through_state(
+            state, rows, entries, columns, values_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
+        )
+        barrier()
+        dvalues = _values_through_state(
+            state, columns, level_entries, weights, K, V, P, SKIP, ROWS, LEVELS, BLOCK, TILE, STAGES, value_mma,
+            num_warps,
+        )  # fmt: skip
+        barrier()
+
+    # The state's part needs much shared memory: queries take its place. First all after the block, of every head, then
+    # those of the block itself.
+    after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
+    within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
+    total = R * (after + within)
+    queries_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
+    )
+    dy_s = gl.allocate_shared_memory(
+        gl.bfloat16, [3, QUERIES, V], gl.NVMMASharedLayout.get_default_for([QUERIES, V], gl.bfloat16)
+    )
+    for early in gl.static_range(2):
+        _copy_queries(
+            queries_s, dy_s, q, q_st, q_sh, dout, H, first * 0 + early, first, after, within, end, g, K, V, R, BLOCK,
+            QUERIES, num_warps,
+        )  # fmt: skip
+    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    here = sums + g * tokens + start
+    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
+    if GATED:
+        own = gl.load(here + row, mask=row < length, other=0.0)
+        ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
+        dkeys *= kept
+        dvalues *= kept
+    for it in range(total):
+        if GATED:
+            if it == R * after:
+                decay = exp2(ref - own)
+                dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
+                dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, value_mma))[:, None]
+        _, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
+        there = s0 + i_range < end
+        if GATED:
+            later = gl.load(here + s0 + i_range, mask=there, other=float("-inf"))
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _copy_queries(
+            queries_s, dy_s, q, q_st, q_sh, dout, H, it + 2, first, after, within, end, g, K, V, R, BLOCK, QUERIES,
+            num_warps,
+        )  # fmt: skip
+        queries = queries_s.index(it % 3)
+        dy = dy_s.index(it % 3)
+        zeros = gl.zeros([BLOCK, QUERIES], gl.float32, score_mma)
+        scores = warpgroup_mma(keys_s, queries.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        grad = warpgroup_mma(values_s, dy.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        slope = _power(scores, P - 1)
+        if it < R * after:
+            f = gl.where(there, out_scale, 0.0)
+            if GATED:
+                f *= exp2(later - ref)
+            slope *= f[None, :]
+        else:
+            slope *= out_scale
+            if GATED:
+                slope *= exp2(later[None, :] - own[:, None])
+            own_pairs = (row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None] & there[None, :]
+            slope = gl.where(own_pairs, slope, 0.0)
+        weight = gl.convert_layout((slope * scores).to(gl.bfloat16), value_left)
+        dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)
+        grad = warpgroup_mma_wait(1, deps=(grad,))
+        grad = gl.convert_layout((grad * slope).to(gl.bfloat16), left_layout)
+        dkeys = warpgroup_mma(grad, queries, dkeys, is_async=True)
+        dvalues, dkeys, weight, grad = warpgroup_mma_wait(0, deps=(dvalues, dkeys, weight, grad))
+    async_copy.wait_group(0)
+
+    dkeys *= grad_scale
+    if GATED:
+        out_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
+        keys = keys_s.load(mma).to(gl.float32)
+        gl.store(dsums + g * tokens + start + out_row, gl.sum(dkeys * keys, 1), mask=out_row < length)
+    key_out: gl.constexpr = tile_layout(K, num_warps)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, key_out))
+    c = gl.arange(0, K, gl.SliceLayout(0, key_out))
+    tile = dk + ((start + first) * G + g) * K + (t[:, None] * (G * K) + c[None, :])
+    gl.store(tile, gl.convert_layout(dkeys.to(gl.bfloat16), key_out), mask=(first + t < length)[:, None])
+    value_out: gl.constexpr = tile_layout(V, num_warps)
+    t = gl.arange(0, BLOCK, gl.SliceLayout(1, value_out))
+    c = gl.arange(0, V, gl.SliceLayout(0, value_out))
+    tile = dv + ((start + first) * G + g) * V + (t[:, None] * (G * V) + c[None, :])
+    gl.store(tile, gl.convert_layout(dvalues.to(gl.bfloat16), value_out), mask=(first + t < length)[:, None])
