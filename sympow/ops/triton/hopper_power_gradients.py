@@ -43,6 +43,16 @@ def step_count(key_dim, p, group):
 
 
 @gluon.jit
+def steps_before(block, P: gl.constexpr, GROUP: gl.constexpr):
+    """`step_count` of the first `block` blocks."""
+    blocks = block * (block + 1) // 2
+    if P == 3:
+        return GROUP * blocks
+    else:
+        return (GROUP * GROUP * (blocks * (2 * block + 1) // 3) + GROUP * blocks) // 2
+
+
+@gluon.jit
 def _tile_rows(rows, turn, TURNS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr):
     """Where the rows of a turn's tiles are in the state; past the last turn, of that."""
     r = gl.arange(0, TILE, gl.SliceLayout(1, tile_layout(V, WARPS)))
@@ -101,12 +111,11 @@ def _through_state(
     acc = gl.zeros([BLOCK, K], gl.float32, layout)
     first = gl.load(entries)
     second = gl.load(entries + (PER - 1))
-    turn = first * 0
     for block in range((K - SKIP) // GROUP):
         wide = gl.zeros([BLOCK, WIDE], gl.float32, mma)
-        below = (block + 1) * GROUP
-        stop = turn + (below if P == 3 else below * (below + 1) // 2) // PER
-        for i in range(turn, stop):
+        # Both ends of the turns come from `block`: where a count went from block to block instead, Triton 3.6 and 3.7
+        # took it for the constant that it began with (the pass `sccp`), and every block began at turn 0 again.
+        for i in range(steps_before(block, P, GROUP) // PER, steps_before(block + 1, P, GROUP) // PER):
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             tile = tiles.index(i % STAGES)
@@ -122,7 +131,6 @@ def _through_state(
             first = gl.load(after)
             second = gl.load(after + (PER - 1))
             wide = warpgroup_mma_wait(0, deps=(wide,))
-        turn = stop
         parts = wide.reshape([BLOCK, GROUP, K])
         x = by_block.index(SKIP // GROUP + block).permute([1, 0]).load(gl.SliceLayout(2, parts.type.layout))
         acc += gl.convert_layout(gl.sum(parts * x.to(gl.float32).expand_dims(2), 1), layout, assert_trivial=True)
