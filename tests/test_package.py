@@ -36,8 +36,8 @@ EXCEPTIONS = {
     ("training/config.py", "sympow.data.config"),  # a run's configuration holds the configuration of its data
 }
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
-LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "submitit", "tensorboard", "tokenizers", "tqdm",
-        "triton", "zarr"]  # fmt: skip
+LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "safetensors", "submitit", "tensorboard",
+        "tokenizers", "tqdm", "triton", "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

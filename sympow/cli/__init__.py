@@ -69,8 +69,9 @@ def parser() -> argparse.ArgumentParser:
 
     generate = command("generate", "continue a text", GENERATE)
     generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    generate.add_argument("--context", metavar="FILE", type=_path, help="what `sympow read` has read, in front")
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; not needed behind a context")
     prompt.add_argument("--prompt-file", metavar="FILE", type=_path, help="a file holding it; - for standard input")
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="(default: 256)")
     generate.add_argument(
@@ -82,6 +83,17 @@ def parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+
+    read = command("read", "read a text into a context file", READ)
+    read.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
+    read.add_argument("text", metavar="TEXT", type=_path, help="a file; - for standard input")
+    read.add_argument("--out", metavar="FILE", type=_path, required=True, help="the context file")
+    read.add_argument("--context", metavar="FILE", type=_path, help="read on behind another context file")
+    read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
+                      help="of states in the file; float32 is exact (default: float32)")  # fmt: skip
+    read.add_argument("--chunk", metavar="N", type=_positive, default=1024, help="at a time (default: 1024)")
+    read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
@@ -142,7 +154,13 @@ EVALUATE = """Mean loss at each position of the context, over rows from the held
 exponentially: how much a model gains from context, also beyond what it was trained on."""
 
 GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
-output, the state's size and the speed to standard error."""
+output, the state's size and the speed to standard error. With --context the prompt follows what `sympow read`
+has read."""
+
+READ = """Reads a text in chunks, in memory that does not grow with it but for caches of the model, and writes
+the state of every layer into a context file, from which `sympow generate --context` continues as often as one
+likes. What was read is kept every half minute in FILE.part, also after Ctrl-C: the same command goes on from
+there, and removes it at the end."""
 
 
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
@@ -217,6 +235,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         getattr(options, lists[options.command]).extend(more)
+    if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
+        top.error("one of the arguments --prompt --prompt-file is required")
     return options
 
 

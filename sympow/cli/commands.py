@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
+from sympow.cli.reading import read_text
 from sympow.cli.runs import OPENING, Run, load_run, train_run
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
-from sympow.models import BODIES, preset, stream
+from sympow.models import BODIES, Context, load_context, preset, stream
+from sympow.models.generation import StreamOptions
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
@@ -50,8 +52,11 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     """`sympow generate`."""
-    prompt = options.prompt if options.prompt is not None else _read_text(options.prompt_file)
+    prompt = options.prompt or ""
+    if options.prompt_file is not None:
+        prompt = _read_text(options.prompt_file)
     run = load_run(options.run, resolve_device(options.device))
+    context = None if options.context is None else load_context(options.context, run.model)
     _generate(
         run,
         prompt,
@@ -60,7 +65,30 @@ def generate(options: argparse.Namespace) -> None:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        context=context,
     )
+
+
+def read(options: argparse.Namespace) -> int | None:
+    """`sympow read`."""
+    _check_writable(options.out)
+    run = load_run(options.run, resolve_device(options.device))
+    done = read_text(
+        run,
+        options.text,
+        Path(options.out),
+        before=options.context,
+        dtype=options.dtype,
+        chunk=options.chunk,
+        quiet=options.quiet,
+    )
+    if done.stopped_by:
+        print(f"stopped by {done.stopped_by} after {done.tokens:,} tokens; the same command continues")
+        return 128 + signal.Signals[done.stopped_by]
+    size = Path(options.out).stat().st_size
+    what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
+    print(f"{options.out}: {what}{', read before' if done.already else ''}")
+    return None
 
 
 def sizes(options: argparse.Namespace) -> None:
@@ -238,16 +266,19 @@ def _generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    context: Context | None = None,
 ) -> None:
     """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
     if run.tokenizer is None:
         raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
-    if not prompt:
+    if not prompt and (context is None or not context.tokens):
         raise ValueError("the prompt is empty; a model continues a text of at least one token")
     tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
     decoder = StreamDecoder(run.tokenizer)
     started = time.perf_counter()
-    drawn = stream(run.model, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options["context"] = context
+    drawn = stream(run.model, tokens, max_new_tokens, **options)
     print(prompt, end="", flush=True)
     for count, last in enumerate(drawn):
         text = decoder.push([int(last.token)])

@@ -7,7 +7,14 @@ from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
 from sympow.data.length_plot import plot_document_lengths
 from sympow.data.splits import Splits, open_corpus
-from sympow.data.tokens import BPETokenizer, ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from sympow.data.tokens import (
+    BPETokenizer,
+    ByteTokenizer,
+    StreamDecoder,
+    Tokenizer,
+    encode_stream,
+    load_tokenizer,
+)
 from sympow.data.zarr_corpus import ZarrCorpus
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "ZarrCorpus",
     "build_kernel_corpus",
     "default_cache_dir",
+    "encode_stream",
     "load_tokenizer",
     "open_corpus",
     "plot_document_lengths",

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -180,6 +180,31 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if spec == _BYTES_TAG:
         return ByteTokenizer()
     return BPETokenizer.load(file)
+
+
+def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> Iterator[np.ndarray]:
+    """Encodes a text that is read `size` characters at a time: the arrays join to the tokens of the whole.
+
+    Memory is bounded for texts with lines; one without them is held whole.
+    """
+    rest = ""
+    while block := text.read(size):
+        rest += block
+        end = _last_seam(rest, len(rest) - len(block))
+        if end:
+            yield tokenizer.encode(rest[:end])
+            rest = rest[end:]
+    if rest:
+        yield tokenizer.encode(rest)
+
+
+def _last_seam(text: str, start: int) -> int:
+    """The end of the last piece at which `_pieces` could cut, at or behind `start`; 0 where there is none."""
+    end = len(text)
+    while (end := text.rfind("\n", max(0, start - 2), end)) > 0:
+        if end + 1 < len(text) and not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+    return 0
 
 
 def _tokenizers() -> Any:

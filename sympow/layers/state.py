@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -26,6 +26,10 @@ class MixerState:
         """Bytes of all tensors held, over the whole batch."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def clone(self) -> Self:
+        """Copies the state and its tensors, so that both can be continued."""
+        return _mapped(self, Tensor.clone)
+
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
@@ -36,3 +40,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with function(tensor) in place of every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    held = {field.name: getattr(value, field.name) for field in fields(value)}
+    return replace(value, **{name: _mapped(item, function) for name, item in held.items()})

@@ -2,6 +2,7 @@
 
 from sympow.models.bodies import BODIES
 from sympow.models.config import MixerConfig, ModelConfig
+from sympow.models.context_file import Context, ContextError, load_context, save_context
 from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.presets import PRESETS, preset
@@ -10,6 +11,8 @@ from sympow.models.recall import RecallModel
 __all__ = [
     "BODIES",
     "PRESETS",
+    "Context",
+    "ContextError",
     "Drawn",
     "Generation",
     "LanguageModel",
@@ -18,6 +21,8 @@ __all__ = [
     "ModelState",
     "RecallModel",
     "generate",
+    "load_context",
     "preset",
+    "save_context",
     "stream",
 ]

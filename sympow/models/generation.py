@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from sympow.models.context_file import Context
 from sympow.models.lm import LanguageModel, ModelState
 
 
@@ -54,6 +55,7 @@ class StreamOptions(TypedDict, total=False):
     top_p: float | None
     seed: int
     prefill_chunk: int
+    context: Context | None
 
 
 def generate(model: LanguageModel, prompt: Tensor, max_new_tokens: int, **options: Unpack[StreamOptions]) -> Generation:
@@ -87,22 +89,27 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     prefill_chunk: int = 1024,
+    context: Context | None = None,
 ) -> Iterator[Drawn]:
     """Continues every row of a prompt: the tokens as they are drawn.
 
     Args:
-        prompt: int64 [B, T], T >= 1.
+        prompt: int64 [B, T], T >= 1; T may be 0 behind a context.
         max_new_tokens: tokens to draw, at least 1.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from the k likeliest tokens only.
         top_p: then from the fewest of them that hold this probability, in (0, 1].
         seed: of the draws: the same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
+        context: what the model has read before the prompt; a copy is continued, and it stays as it is.
 
     Raises ValueError for arguments out of range, at once, and with the first token for tokens outside the vocabulary.
     """
-    if prompt.ndim != 2 or 0 in prompt.shape:
+    continues = context is not None and context.tokens > 0
+    if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
+    if context is not None and context.rows != prompt.shape[0]:
+        raise ValueError(f"the context has {context.rows} rows; got a prompt of {prompt.shape[0]}")
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
     for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
         if not isinstance(value, int) or value < 1:
@@ -116,7 +123,7 @@ def stream(
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    return _steps(model, prompt.split(prefill_chunk, dim=1), max_new_tokens, draw)
+    return _steps(model, prompt, context, prefill_chunk, max_new_tokens, draw)
 
 
 def sample(
@@ -143,12 +150,21 @@ def sample(
 
 @torch.no_grad()
 def _steps(
-    model: LanguageModel, prompt: Sequence[Tensor], max_new_tokens: int, draw: Callable[[Tensor], Tensor]
+    model: LanguageModel,
+    prompt: Tensor,
+    context: Context | None,
+    chunk: int,
+    max_new_tokens: int,
+    draw: Callable[[Tensor], Tensor],
 ) -> Iterator[Drawn]:
-    """`prompt` in the chunks in which it is read; `draw` takes logits [B, vocab] to tokens [B]."""
-    state = model.init_state(prompt[0].shape[0])
-    for chunk in prompt:
-        logits, state = model.step(chunk, state)
+    """`chunk` is in tokens of the prompt; `draw` takes logits [B, vocab] to tokens [B]."""
+    before = Context.begin(model, prompt.shape[0]) if context is None else context.clone()
+    logits, state = before.logits, before.state
+    if prompt.shape[1]:
+        for piece in prompt.split(chunk, dim=1):
+            logits, state = model.step(piece, state)
+    if logits is None:
+        raise RuntimeError("nothing was read before the first token was drawn")
     for remaining in range(max_new_tokens - 1, -1, -1):
         token = draw(logits)
         yield Drawn(token, state)

@@ -1,11 +1,13 @@
+import io
 import json
+import random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, load_tokenizer
+from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, encode_stream, load_tokenizer
 from sympow.data.tokens import _pieces
 
 TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
@@ -152,3 +154,15 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"BPE tokenizers need tokenizers: pip install 'sympow\[train\]'"):
         BPETokenizer.train(TEXTS, vocab_size=300)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(size):
+    draw = random.Random(0)
+    words = ["the", " ", "\n", "\n\n", "state", "±", "  ", "\r\n", "'s", "12"]
+    text = "".join(draw.choice(words) for _ in range(600))
+    for tokenizer in (ByteTokenizer(), BPETokenizer.train([text, *TEXTS], 300)):
+        pieces = list(encode_stream(tokenizer, io.StringIO(text, newline=""), size))
+        assert np.array_equal(np.concatenate(pieces), tokenizer.encode(text))
+        assert len(pieces) > 3 or size == 10_000
+    assert list(encode_stream(ByteTokenizer(), io.StringIO(""))) == []

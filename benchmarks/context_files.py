@@ -1,0 +1,107 @@
+"""What rounding a context costs: `python -m benchmarks.context_files RUN --json FILE`.
+
+A model reads the beginning of held-out rows, its context goes through a file of each dtype, and the loss on what
+follows is measured behind each, every token fed to the state that was loaded. Rows and tokens are the same
+for all dtypes, so that differences are those of the files. Times are of one file, whose fingerprint of the weights
+is part of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.measure import commit, processor, write
+from sympow.cli.runs import load_run
+from sympow.data import open_corpus
+from sympow.layers.serialized import STATE_DTYPES
+from sympow.models import Context, LanguageModel, load_context, save_context
+
+
+def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
+    """The beginnings of `count` documents that are long enough, [1, tokens] each."""
+    fitting = [i for i, length in enumerate(documents.lengths) if length >= tokens]
+    if len(fitting) < count:
+        raise ValueError(f"{count} documents of {tokens:,} tokens are needed; there are {len(fitting)}")
+    return [torch.from_numpy(documents[i][:tokens].astype("int64"))[None] for i in fitting[:count]]
+
+
+@torch.no_grad()
+def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float:
+    """Mean loss of tokens [1, T] behind a context, which is used up: each is predicted, and then read."""
+    logits, state, losses = context.logits, context.state, []
+    for column in tokens.split(1, dim=1):
+        if logits is None:
+            raise ValueError("the context is empty")
+        losses.append(F.cross_entropy(logits.float(), column[:, 0]))
+        logits, state = model.step(column, state)
+    return float(torch.stack(losses).double().mean())
+
+
+def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
+    """A row for each dtype."""
+    run = load_run(path)
+    rows = rows_of(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, read + predicted, count)
+    losses: dict[str, list[float]] = {dtype: [] for dtype in ("never stopped", *STATE_DTYPES)}
+    sizes, seconds = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for tokens in rows:
+            context = Context.begin(run.model).read(run.model, tokens[:, :read])
+            for dtype in STATE_DTYPES:
+                file = Path(folder) / dtype
+                started = perf_counter()
+                save_context(file, run.model, context, dtype=dtype)
+                saved = perf_counter()
+                loaded = load_context(file, run.model)
+                seconds[dtype] = (saved - started, perf_counter() - saved)
+                sizes[dtype] = file.stat().st_size
+                losses[dtype].append(loss_behind(run.model, loaded, tokens[:, read:]))
+            losses["never stopped"].append(loss_behind(run.model, context, tokens[:, read:]))
+    whole = sum(losses["never stopped"]) / count
+    return [
+        {
+            "dtype": dtype,
+            "tokens_read": read,
+            "tokens_predicted": predicted,
+            "rows": count,
+            "bytes": sizes[dtype],
+            "write_seconds": seconds[dtype][0],
+            "load_seconds": seconds[dtype][1],
+            "loss_never_stopped": whole,
+            "loss": sum(losses[dtype]) / count,
+            "more_loss_percent": 100 * (sum(losses[dtype]) / count / whole - 1),
+            "bit_equal": losses[dtype] == losses["never stopped"],
+        }
+        for dtype in STATE_DTYPES
+    ]
+
+
+def main() -> None:
+    """Prints the rows, and writes them to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", help="a run's folder or a checkpoint")
+    parser.add_argument("--read", type=int, default=4096, help="tokens read before the file (default: 4096)")
+    parser.add_argument("--predicted", type=int, default=256, help="tokens predicted behind it (default: 256)")
+    parser.add_argument("--rows", type=int, default=8, help="held-out documents (default: 8)")
+    parser.add_argument("--json", type=Path, help="write the rows to a file")
+    options = parser.parse_args()
+    rows = measure(options.run, options.read, options.predicted, options.rows)
+    for row in rows:
+        print(
+            f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, {row['more_loss_percent']:+.4f}% "
+            f"of {row['loss_never_stopped']:.5f}{' (bit-equal)' if row['bit_equal'] else ''}, written in {row['write_seconds']:.3f} s, "
+            f"loaded in {row['load_seconds']:.3f} s"
+        )
+    if options.json:
+        about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
+        write(options.json, [row | about for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""`sympow read`: a text into a context file, in chunks, going on where a process that was killed has left
+off."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import numpy as np
+import torch
+
+from sympow.cli.runs import Run
+from sympow.data import encode_stream
+from sympow.models import Context, ContextError, load_context, save_context
+from sympow.models.context_file import ContextHeader, extended_digest, fingerprint, read_header
+from sympow.progress import Progress
+from sympow.training.interrupt import StopRequest
+
+SAVE_EVERY = 30.0  # seconds of reading between two partial files
+
+
+class Reading(NamedTuple):
+    """What `read_text` has done.
+
+    Attributes:
+        tokens: that the context holds.
+        stopped_by: the signal that ended the reading early, if one did.
+        already: whether the file was there before.
+    """
+
+    tokens: int
+    stopped_by: str | None
+    already: bool = False
+
+
+def read_text(
+    run: Run,
+    text: str,
+    out: Path,
+    *,
+    before: str | None = None,
+    dtype: str = "float32",
+    chunk: int = 1024,
+    quiet: bool = False,
+) -> Reading:
+    """Reads a text file, or standard input as "-", into the context file `out`.
+
+    From time to time the context so far is written to a file beside it, unrounded, so that an interrupted
+    reading ends with the same file as one that was not. An `out` that holds this text already is left as it
+    is.
+
+    Args:
+        before: a context file behind which the text is read.
+        dtype, chunk: as in `save_context` and `Context.read`.
+
+    Raises ValueError for a text that is empty or not UTF-8, OSError where it cannot be read, and as
+    `load_context` and `save_context` do.
+    """
+    if run.tokenizer is None:
+        raise ValueError(
+            f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text"
+        )
+    part = out.with_name(f"{out.name}.part")
+    start = Context.begin(run.model) if before is None else load_context(before, run.model)
+    with _opened(text) as file, Progress("reading", "token", done=start.tokens, quiet=quiet) as progress:
+        pieces = _Pieces(encode_stream(run.tokenizer, file))
+        finished = _header(out, run, dtype)
+        if finished is not None:
+            taken = _taken(pieces, start, finished)
+            more = pieces.take(1)
+            if taken is not None and not len(more):
+                part.unlink(missing_ok=True)
+                return Reading(finished.tokens, None, already=True)
+            pieces.put_back(more)
+            if taken is not None:
+                pieces.put_back(taken)
+        partial = _load_partial(part, run, start, progress)
+        if partial is not None:
+            if _taken(pieces, start, partial) is not None:
+                progress.say(f"going on after {partial.tokens:,} tokens, from {part}")
+                progress.advance(partial.tokens - start.tokens)
+                start = partial
+            else:
+                progress.say(f"{part} is of another text: reading from the beginning")
+        context, stopped = _read(run, pieces, start, part, chunk, progress)
+    if stopped is not None:
+        return Reading(context.tokens, stopped)
+    if not context.tokens:
+        raise ValueError(f"{text} is empty: a context holds at least one token")
+    save_context(out, run.model, context, dtype=dtype)
+    part.unlink(missing_ok=True)
+    return Reading(context.tokens, None)
+
+
+def _read(
+    run: Run, pieces: _Pieces, context: Context, part: Path, chunk: int, progress: Progress
+) -> tuple[Context, str | None]:
+    """Reads all pieces, or those before a signal, whose name it returns; then the context is saved in `part`."""
+    saved = time.monotonic()
+    with StopRequest() as stop:
+        while len(piece := pieces.take(chunk)):
+            context = context.read(run.model, _batch(piece), chunk=chunk)
+            progress.advance(len(piece))
+            if stop.signal or time.monotonic() - saved >= SAVE_EVERY:
+                save_context(part, run.model, context)
+                saved = time.monotonic()
+            if stop.signal:
+                return context, stop.signal.name
+    return context, None
+
+
+def _load_partial(part: Path, run: Run, start: Context, progress: Progress) -> Context | None:
+    """What an earlier reading has left, if it can be gone on from."""
+    if not part.exists():
+        return None
+    try:
+        partial = load_context(part, run.model)
+    except ContextError as error:
+        progress.say(f"{error}: reading from the beginning")
+        return None
+    return partial if partial.tokens > start.tokens else None
+
+
+def _header(out: Path, run: Run, dtype: str) -> ContextHeader | None:
+    """What stands in `out`, if that is a context of this model in this dtype."""
+    try:
+        header = read_header(out)
+    except (FileNotFoundError, ContextError):
+        return None
+    return (
+        header if (header.dtype, header.config, header.weights) == (dtype, *fingerprint(run.model)) else None
+    )
+
+
+def _taken(pieces: _Pieces, start: Context, wanted: Context | ContextHeader) -> np.ndarray | None:
+    """Takes the tokens between two contexts, if the pieces begin with them; else it takes nothing: None."""
+    tokens = pieces.take(max(0, wanted.tokens - start.tokens))
+    own = (start.tokens + len(tokens), extended_digest(start.digest, _batch(tokens)))
+    if own == (wanted.tokens, wanted.digest):
+        return tokens
+    pieces.put_back(tokens)
+    return None
+
+
+class _Pieces:
+    """Tokens in pieces of any length, out of arrays that come one by one."""
+
+    def __init__(self, arrays: Iterator[np.ndarray]):
+        self._arrays = arrays
+        self._held: list[np.ndarray] = []
+
+    def take(self, count: int) -> np.ndarray:
+        """Returns the next `count` tokens, fewer at the end, none behind it."""
+        while sum(map(len, self._held)) < count and (array := next(self._arrays, None)) is not None:
+            self._held.append(array)
+        joined = np.concatenate(self._held) if self._held else np.empty(0, np.uint8)
+        self._held = [joined[count:]] if len(joined) > count else []
+        return joined[:count]
+
+    def put_back(self, tokens: np.ndarray) -> None:
+        """Gives back tokens that were taken."""
+        self._held = [tokens, *self._held]
+
+
+def _batch(tokens: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(tokens.astype("int64"))[None]
+
+
+@contextmanager
+def _opened(text: str) -> Iterator[TextIO]:
+    try:
+        if text == "-":
+            yield sys.stdin
+        else:
+            with open(text, encoding="utf-8") as file:
+                yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not UTF-8 text: {error.reason}") from None

@@ -1,0 +1,223 @@
+"""States as named tensors and plain values, and back: what a file can hold without code in it.
+
+A tree of plain values tells how a state is built, and names its tensors. Types are told by their names, and
+found among the dataclasses of states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.state import MixerState
+from sympow.ops import DecodingState, PowerState
+
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+
+# (type, field): kept as held at any dtype. Sums that others are divided by, the sums of gates that stand in
+# the keys of a gated cache, and inputs of a few tokens, which are small.
+_KEPT = {
+    ("PowerState", "z"),
+    ("LinearAttentionState", "feature_sum"),
+    ("GatedCache", "cache"),
+    ("ShortConvolutionState", "past"),
+}
+_LEAST_ROW = 8  # shorter rows would hardly be smaller with a scale each
+_SCALE = ".scale"
+
+
+@dataclass(frozen=True)
+class SerializedState:
+    """A state as `serialize` gives it.
+
+    Attributes:
+        tensors: by name, on any device.
+        tree: dictionaries, lists, strings and None, as JSON keeps them. Its text is equally long for any
+            number of tokens.
+    """
+
+    tensors: dict[str, Tensor]
+    tree: Any
+
+
+def serialize(state: MixerState, dtype: str = "float32", name: str = "state") -> SerializedState:
+    """Takes a state apart; it stays as it is, and the tensors may be its own.
+
+    Caches are cut to the tokens that they hold.
+
+    Args:
+        dtype: "float32" rounds nothing: every tensor keeps the dtype in which it is held, and a tail of
+            decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
+            dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.
+            Positions and sums that others are divided by are never rounded.
+        name: the beginning of every tensor's name.
+
+    Raises ValueError for another dtype and for int8 of what is not finite, TypeError for a state that holds
+    other things than tensors, states and numbers.
+    """
+    if dtype not in STATE_DTYPES:
+        raise ValueError(f"the dtype of a context is one of {', '.join(STATE_DTYPES)}; got {dtype!r}")
+    tensors: dict[str, Tensor] = {}
+    return SerializedState(tensors, _packed(state, name, dtype, tensors))
+
+
+def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:
+    """Builds the state anew on a device, in the dtypes in which it was held.
+
+    Raises ValueError, KeyError or TypeError for what `serialize` did not give.
+    """
+    return _unpacked(serialized.tree, serialized.tensors, _types(), device)
+
+
+def fitted(state: Any, like: Any) -> Any:
+    """Returns `state` in the form of `like`, the state of the same model before the first token.
+
+    Power attention decodes on a tail on some devices and without one on others: a tail is folded, or an empty
+        one added. Raises ValueError where the states are not of one kind.
+    """
+    if isinstance(state, DecodingState) and isinstance(like, PowerState):
+        return state.folded()
+    if isinstance(like, DecodingState) and isinstance(state, PowerState | DecodingState):
+        if isinstance(state, DecodingState) and (state.dtype, state.capacity) == (like.dtype, like.capacity):
+            return state
+        power = state.folded() if isinstance(state, DecodingState) else state
+        return DecodingState.from_state(power, dtype=like.dtype, capacity=like.capacity)
+    if like is None or state is None or isinstance(like, int | float | Tensor):
+        return state  # some states hold None before the first token
+    if type(state) is not type(like):
+        raise ValueError(f"expected {type(like).__name__}, got {type(state).__name__}")
+    if isinstance(like, list | tuple):
+        return type(like)(fitted(*pair) for pair in zip(state, like, strict=True))
+    return type(like)(**{entry.name: fitted(getattr(state, entry.name), getattr(like, entry.name))
+                         for entry in fields(like)})  # fmt: skip
+
+
+def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept: bool = False) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return {"int": f"{value:020d}"}
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, Tensor):
+        return _packed_tensor(value.detach(), name, "float32" if kept else dtype, tensors)
+    if isinstance(value, list | tuple):
+        items = [_packed(item, f"{name}.{i}", dtype, tensors, kept) for i, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if not is_dataclass(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: a context holds tensors, states and numbers")
+    if isinstance(value, DecodingState) and dtype != "float32" and not kept:
+        value = value.folded()
+    kind, packed = type(value).__name__, {}
+    for entry in fields(value):
+        item = _held(value, entry.name)
+        keep = kept or (kind, entry.name) in _KEPT
+        packed[entry.name] = _packed(item, f"{name}.{entry.name}", dtype, tensors, keep)
+    return {"type": kind, "fields": packed}
+
+
+def _held(value: Any, field: str) -> Any:
+    """A field of a state, without the spare room of a cache."""
+    item = getattr(value, field)
+    dim = _room_dim(type(value), field)
+    if dim is None:
+        return item
+    return item.narrow(dim, 0, value.length if value.limit is None else min(value.length, value.limit))
+
+
+def _room_dim(kind: type, field: str) -> int | None:
+    """The dimension of a cache's tensor along which its tokens lie."""
+    if kind is KVCache and field in ("k", "v"):
+        return 2
+    return 1 if kind is InputCache and field == "x" else None
+
+
+def _packed_tensor(x: Tensor, name: str, dtype: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    node: dict[str, Any] = {"tensor": name, "dtype": str(x.dtype).removeprefix("torch.")}
+    if dtype == "float32" or not x.is_floating_point() or x.ndim < 3 or x.shape[-1] < _LEAST_ROW:
+        strides = x.stride()
+        order = sorted(range(x.ndim), key=lambda dim: -strides[dim])  # stable: of equal strides the first
+        if not x.is_contiguous() and x.permute(order).is_contiguous():
+            node["order"] = order  # the same layout afterwards: on another one products round otherwise
+            x = x.permute(order)
+        tensors[name] = x.contiguous()
+    elif dtype == "bfloat16":
+        tensors[name] = x.to(torch.bfloat16).contiguous()
+    else:
+        node["scale"] = name + _SCALE
+        tensors[name], tensors[node["scale"]] = _quantized(x, name)
+    return node
+
+
+def _quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """x in int8 from -127 to 127, and the float32 scale of each row [..., 1]."""
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise ValueError(f"{name} is not finite, so it cannot be kept in int8")
+    scale = torch.where(largest > 0, largest / 127, 1.0)
+    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def _unpacked(
+    node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type], device: torch.device | str
+) -> Any:
+    if node is None or isinstance(node, bool):
+        return node
+    if "int" in node:
+        return int(node["int"])
+    if "float" in node:
+        return float.fromhex(node["float"])
+    if "tensor" in node:
+        return _unpacked_tensor(node, tensors, device)
+    for kind in (list, tuple):
+        if kind.__name__ in node:
+            return kind(_unpacked(item, tensors, types, device) for item in node[kind.__name__])
+    cls = types[node["type"]]
+    values = {name: _unpacked(item, tensors, types, device) for name, item in node["fields"].items()}
+    for name in values:
+        dim = _room_dim(cls, name)
+        if dim is not None:
+            values[name] = _with_room(values[name], capacity(values["length"], values["limit"]), dim)
+    return cls(**values)
+
+
+def _unpacked_tensor(
+    node: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str
+) -> Tensor:
+    dtype = getattr(torch, node["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{node['dtype']} is no dtype")
+    # A copy: what comes from a file may be mapped memory, anyhow aligned.
+    x = tensors[node["tensor"]].to(device, copy=True)
+    if "scale" in node:
+        x = x.float() * tensors[node["scale"]].to(device)
+    if "order" in node:
+        x = x.permute(torch.tensor(node["order"]).argsort().tolist())
+    return x.to(dtype)
+
+
+def _with_room(held: Tensor, room: int, dim: int) -> Tensor:
+    shape = list(held.shape)
+    if shape[dim] == room:
+        return held
+    shape[dim] = room
+    grown = held.new_zeros(shape)
+    grown.narrow(dim, 0, held.shape[dim]).copy_(held)
+    return grown
+
+
+def _types() -> dict[str, type]:
+    """The dataclasses that a state may be made of, by name."""
+    found: dict[str, type] = {"PowerState": PowerState, "DecodingState": DecodingState}
+    left: list[type] = [MixerState]
+    while left:
+        kind = left.pop()
+        found[kind.__name__] = kind
+        left += kind.__subclasses__()
+    return found

@@ -1,0 +1,315 @@
+"""What a model has read, as a value that can be continued (`Context`) and as one safetensors file.
+
+A file holds the state of every layer, the logits after the last token, how many tokens were read, a hash of
+them, and fingerprints of the model's config and weights. A SHA-256 stands over all its bytes. It is written
+beside its place and then renamed, so that a kill leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sympow.layers.serialized import SerializedState, deserialize, fitted, serialize
+from sympow.models.lm import LanguageModel, ModelState
+
+FORMAT = "sympow-context"
+VERSION = 1
+NO_TOKENS = hashlib.blake2b(digest_size=16).hexdigest()
+_KEY = "sympow"
+_SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
+_UNSEALED = "0" * 64
+_BLOCK = 1 << 20
+_MOST_HEADER = 100_000_000  # bytes, the limit of the format
+
+
+class ContextError(RuntimeError):
+    """A context file that cannot be written, read or used; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a model knows after some tokens.
+
+    Attributes:
+        state: of the model.
+        logits: [B, vocab_size] of the next token; None before the first.
+        tokens: how many tokens of every row were read.
+        digest: a hash of them, which does not depend on the chunks in which they were read.
+    """
+
+    state: ModelState
+    logits: Tensor | None
+    tokens: int
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        """Sequences held, B."""
+        return next((tensor.shape[0] for tensor in self.state.tensors()), 1)
+
+    @classmethod
+    def begin(cls, model: LanguageModel, rows: int = 1) -> Context:
+        """Returns the context before the first token of `rows` sequences."""
+        return cls(model.init_state(rows), None, 0, NO_TOKENS)
+
+    @torch.no_grad()
+    def read(self, model: LanguageModel, tokens: Tensor, *, chunk: int = 1024) -> Context:
+        """Reads int64 tokens [B, T] more, `chunk` at a time.
+
+        The state of this context is overwritten: use the one returned, or read on a `clone()`. Raises
+            ValueError for a chunk below 1, and for tokens as `LanguageModel.step` does.
+        """
+        if not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
+        state, logits = self.state, self.logits
+        for piece in tokens.split(chunk, dim=1) if tokens.shape[-1] else ():
+            logits, state = model.step(piece.to(model.embedding.weight.device), state)
+        digest = extended_digest(self.digest, tokens)
+        return Context(state, logits, self.tokens + tokens.shape[1], digest)
+
+    def clone(self) -> Context:
+        """Copies the context, so that both can be continued."""
+        return replace(
+            self, state=self.state.clone(), logits=None if self.logits is None else self.logits.clone()
+        )
+
+
+@dataclass(frozen=True)
+class ContextHeader:
+    """What a context file says of itself.
+
+    Attributes:
+        tokens, digest: as of `Context`.
+        rows: sequences held, B.
+        dtype: "float32", "bfloat16" or "int8".
+        config, weights: fingerprints of the model.
+        tree: how the states are built of the file's tensors.
+    """
+
+    tokens: int
+    digest: str
+    rows: int
+    dtype: str
+    config: str
+    weights: str
+    tree: Any
+
+
+def extended_digest(digest: str, tokens: Tensor) -> str:
+    """Hashes int64 tokens [B, T] behind those that `digest` stands for: any cut gives the same."""
+    if not tokens.numel():
+        return digest
+    columns = (
+        tokens.detach().t().contiguous().to(device="cpu", dtype=torch.int64).numpy().astype("<i8").tobytes()
+    )
+    size = 8 * tokens.shape[0]
+    value = bytes.fromhex(digest)
+    for start in range(0, len(columns), size):
+        value = hashlib.blake2b(value + columns[start : start + size], digest_size=16).digest()
+    return value.hex()
+
+
+def save_context(
+    path: str | os.PathLike[str], model: LanguageModel, context: Context, *, dtype: str = "float32"
+) -> None:
+    """Writes a context file, atomically: a kill leaves the file that was there, or the new one.
+
+    Args:
+        model: the one that has read the context.
+        dtype: "float32" keeps every tensor as it is held, so that continuing is as if the model had never
+            stopped. "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
+
+    Raises ValueError for another dtype, ContextError where the disk refuses, ImportError without safetensors.
+    """
+    path, save_file = Path(path), _safetensors().torch.save_file
+    packed = serialize(context.state, dtype)
+    tensors = {name: _owned(tensor) for name, tensor in packed.tensors.items()}
+    if context.logits is not None:
+        tensors["logits"] = _owned(context.logits)
+    config, weights = fingerprint(model)
+    content = {
+        "checksum": f"sha256:{_UNSEALED}",
+        "format": FORMAT,
+        "version": VERSION,
+        "tokens": f"{context.tokens:020d}",
+        "digest": context.digest,
+        "rows": context.rows,
+        "dtype": dtype,
+        "config": config,
+        "weights": weights,
+        "tree": packed.tree,
+    }
+    try:
+        with _replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={_KEY: json.dumps(content, separators=(",", ":"))})
+            _seal(temporary)
+    except (OSError, _safetensors().SafetensorError) as error:
+        reason = (
+            error.strerror if isinstance(error, OSError) and error.strerror else str(error).split("\n")[0]
+        )
+        raise ContextError(f"cannot write the context {path}: {reason}") from error
+
+
+def load_context(path: str | os.PathLike[str], model: LanguageModel) -> Context:
+    """Reads a context file of this model; every call gives a state of its own, on the device of the weights.
+
+    Raises FileNotFoundError where there is none, ContextError for a file that is no context, was cut or
+    changed, or belongs to another model, ImportError without safetensors.
+    """
+    header = read_header(path)
+    config, weights = fingerprint(model)
+    for what, own, its in (("config", config, header.config), ("weights", weights, header.weights)):
+        if own != its:
+            raise ContextError(
+                f"{path} is a context of another model: its {what} differ{'s' * (what == 'config')}"
+            )
+    device = model.embedding.weight.device
+    try:
+        with _safetensors().safe_open(os.fspath(path), "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        logits = tensors["logits"].to(device, copy=True) if "logits" in tensors else None
+        state = deserialize(SerializedState(tensors, header.tree), device)
+        state = fitted(state, model.init_state(header.rows))
+    except (KeyError, TypeError, ValueError, AttributeError, _safetensors().SafetensorError) as error:
+        raise ContextError(f"{path} does not hold the states of this model: {_line(error)}") from error
+    return Context(state, logits, header.tokens, header.digest)
+
+
+def read_header(path: str | os.PathLike[str]) -> ContextHeader:
+    """Checks the checksum of a context file, and reads what it says of itself. Raises as `load_context`."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no context file at {path}")
+    with open(path, "rb") as file:
+        header, seal = _header(file, path)
+        own = _checksum(file, header, seal)
+    if seal[1].decode() != own:
+        raise ContextError(f"{path} is damaged: its checksum is wrong, so it was cut or changed")
+    try:
+        content = json.loads(json.loads(header[8:])["__metadata__"][_KEY])
+        if content["format"] != FORMAT:
+            raise ContextError(f"{path} is not a context file of sympow: its format is {content['format']!r}")
+        if content["version"] != VERSION:
+            raise ContextError(
+                f"{path} has version {content['version']!r} of the format; this one reads {VERSION}"
+            )
+        values = {entry.name: content[entry.name] for entry in fields(ContextHeader)}
+        return ContextHeader(**values | {"tokens": int(content["tokens"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ContextError(f"{path} is not a context file of sympow: {_line(error)}") from error
+
+
+def fingerprint(model: LanguageModel) -> tuple[str, str]:
+    """Hashes the config of a model, and its weights with names, dtypes and shapes: two hexadecimal strings."""
+    config = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
+    weights = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        weights.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+        flat = parameter.detach().contiguous().reshape(-1).cpu()
+        weights.update(flat.view(torch.uint8).numpy().data)
+    return config.hexdigest(), weights.hexdigest()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("context files need safetensors: pip install 'sympow[train]'") from None
+    return safetensors
+
+
+def _owned(x: Tensor) -> Tensor:
+    """x on the CPU in memory of its own: the format refuses tensors that share theirs."""
+    x = x.detach().cpu().contiguous()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A path for a file that becomes `path` when the block ends, or leaves no trace."""
+    _remove_leftovers(path)
+    # A folder, because safetensors writes a temporary file of its own beside the one it is asked for.
+    folder = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder / path.name
+        os.replace(folder / path.name, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+        parent = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what processes that were killed while they wrote `path` have left."""
+    if os.name != "posix":
+        return
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        writer = other.name.removeprefix(f".{path.name}.").partition("-")[0]
+        try:
+            os.kill(int(writer), 0)
+        except ProcessLookupError:
+            shutil.rmtree(other, ignore_errors=True)
+        except (ValueError, OSError):
+            continue
+
+
+def _seal(path: Path) -> None:
+    """Enters the checksum, and waits until all is on the disk."""
+    with open(path, "r+b") as file:
+        header, seal = _header(file, path)
+        checksum = _checksum(file, header, seal)
+        file.seek(seal.start(1))
+        file.write(checksum.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[bytes, re.Match[bytes]]:
+    """The file's beginning up to its tensors, and where the checksum stands in it."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or not 2 <= length <= _MOST_HEADER or not size:
+        raise ContextError(
+            f"{path} is not a context file of sympow: {'it is empty' if not size else 'no safetensors'}"
+        )
+    if 8 + length > size:
+        raise ContextError(f"{path} is no context file of sympow, or was cut: it ends within its header")
+    header = start + file.read(length)
+    seal = _SEAL.search(header)
+    if seal is None:
+        raise ContextError(f"{path} is not a context file of sympow: it has no checksum")
+    return header, seal
+
+
+def _checksum(file: BinaryIO, header: bytes, seal: re.Match[bytes]) -> str:
+    """SHA-256 of the whole file, with zeros where the checksum stands."""
+    hashed = hashlib.sha256(header[: seal.start(1)] + _UNSEALED.encode() + header[seal.end(1) :])
+    while block := file.read(_BLOCK):
+        hashed.update(block)
+    return hashed.hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"no {text}" if isinstance(error, KeyError) else text

@@ -1,0 +1,352 @@
+"""Context files: continuing from one is as if the model had never stopped; what is not one is refused."""
+
+import json
+import multiprocessing
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sympow.layers import power
+from sympow.models import (
+    Context,
+    ContextError,
+    LanguageModel,
+    MixerConfig,
+    ModelConfig,
+    generate,
+    load_context,
+    save_context,
+)
+from sympow.models.context_file import NO_TOKENS, extended_digest, read_header
+from sympow.ops import DecodingState, PowerState
+
+VOCAB = 61
+RANDOM = MixerConfig("selection", {"selection": "random", "top_k": 4})
+REPEATS = MixerConfig("selection", {"selection": "programmatic"})
+CASES = {
+    "power": ("gpt2", [MixerConfig("power")]),
+    "power-data": ("llama", [MixerConfig("power", {"rotation": "data", "n_kv_heads": 1})]),
+    "hybrid": ("gpt2", [MixerConfig("power"), MixerConfig("softmax"), MixerConfig("window", {"window": 7})]),
+    "window-not-full": ("gpt2", [MixerConfig("power"), MixerConfig("window", {"window": 100})]),
+    "gated-softmax": ("llama", [MixerConfig("softmax", {"gate": True, "short_convolution": 4})]),
+    "rwkv7": ("rwkv7", [MixerConfig("rwkv7")]),
+    "rwkv7-body": ("rwkv7", [MixerConfig("power"), MixerConfig("softmax")]),
+    "rwkv4": ("rwkv7", [MixerConfig("rwkv4")]),
+    "linear": ("gpt2", [MixerConfig("linear", {"feature_map": "elu+1"}), MixerConfig("retnet")]),
+    "selection": ("gpt2", [RANDOM, REPEATS]),
+    "blocked": ("gpt2", [MixerConfig("blocked_window", {"window": 8})]),
+    "convolutions": (
+        "gpt2",
+        [MixerConfig("hyena", {"max_length": 9}), MixerConfig("base_conv", {"max_length": 64})],
+    ),
+    "state-space": (
+        "gpt2",
+        [MixerConfig("h3", {"state_dim": 8}), MixerConfig("liquid_s4", {"state_dim": 8})],
+    ),
+}
+CONSTANT = ["power", "power-data", "rwkv7", "rwkv4", "linear", "state-space"]
+
+
+def model(case: str = "power", seed: int = 0) -> LanguageModel:
+    """Untrained, but with weights so large that every token matters to the next."""
+    body, mixers = CASES[case]
+    shape = {"mlp_ratio": 2} if body != "llama" else {"mlp_hidden": 48}
+    config = ModelConfig(
+        VOCAB, 32, max(2, len(mixers)), 2, tuple(mixers), body=body, tie_embeddings=False, **shape
+    )
+    built = LanguageModel(config, seed=seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return built
+
+
+def tokens(time: int = 43, rows: int = 1, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCAB, (rows, time), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def greedy(built: LanguageModel, context: Context, prompt: torch.Tensor, count: int = 12):
+    """Tokens and logits of every step, behind the context, which is used up."""
+    state, logits = context.state, context.logits
+    if prompt.shape[1]:
+        logits, state = built.step(prompt, state)
+    seen = [logits]
+    for _ in range(count):
+        logits, state = built.step(logits.argmax(-1)[:, None], state)
+        seen.append(logits)
+    return torch.stack(seen, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["no-tail", "tail"])
+def tail(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+    return request.param
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("last", [5, 1], ids=["chunk", "token"])
+def test_continuing_from_a_file_is_never_having_stopped(case, last, tmp_path):
+    built, x = model(case), tokens(rows=2)
+    context = Context.begin(built, 2).read(built, x[:, :-last], chunk=16).read(built, x[:, -last:])
+    save_context(tmp_path / "x.ctx", built, context)
+    expected = greedy(built, context, tokens(3, 2, seed=2))
+    loaded = load_context(tmp_path / "x.ctx", built)
+    assert loaded.tokens == 43 and loaded.digest == context.digest
+    assert torch.equal(greedy(built, loaded, tokens(3, 2, seed=2)), expected)
+    assert len(expected.argmax(-1).unique()) >= 3  # not a fixed point, which anything would agree with
+
+
+@pytest.mark.parametrize("case", ["power", "power-data", "hybrid", "rwkv7-body"])
+@pytest.mark.parametrize("more", range(0, 9, 2))
+def test_a_tail_goes_on_where_it_stood(case, more, tail, tmp_path):
+    """Token by token, so that tails are empty, half full and full."""
+    built, x = model(case), tokens(20 + more)
+    context = Context.begin(built).read(built, x[:, :20]).read(built, x[:, 20:], chunk=1)
+    kinds = {type(memory) for memory in memories(context)}
+    assert kinds == {DecodingState if tail else PowerState}
+    save_context(tmp_path / "x.ctx", built, context)
+    expected = greedy(built, context, tokens(0))
+    assert torch.equal(greedy(built, load_context(tmp_path / "x.ctx", built), tokens(0)), expected)
+
+
+def memories(context: Context):
+    for layer in context.state.layers:
+        inner = getattr(layer, "mixer", layer)
+        inner = getattr(inner, "behind", inner)
+        if hasattr(inner, "memory") and not isinstance(inner.memory, torch.Tensor):
+            yield inner.memory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_tail_fits_a_model_without_one_and_back(dtype, monkeypatch, tmp_path):
+    built, x = model(), tokens(20)
+    plain = Context.begin(built).read(built, x)
+    expected = greedy(built, plain.clone(), tokens(0), 3)
+    save_context(tmp_path / "plain.ctx", built, plain, dtype=dtype)
+    monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+    with_tail = Context.begin(built).read(built, x[:, :17]).read(built, x[:, 17:], chunk=1)
+    save_context(tmp_path / "tail.ctx", built, with_tail, dtype=dtype)
+    loaded = load_context(tmp_path / "plain.ctx", built)
+    assert all(isinstance(memory, DecodingState) for memory in memories(loaded))
+    # float32: roundings alone. Half a step of int8 is 1/254 of a row's largest, and rows add up.
+    tolerance = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}[dtype] * expected.abs().max()
+    assert (greedy(built, loaded, tokens(0), 3) - expected).abs().max() < tolerance
+    monkeypatch.undo()
+    loaded = load_context(tmp_path / "tail.ctx", built)
+    assert all(isinstance(memory, PowerState) for memory in memories(loaded))
+    assert (greedy(built, loaded, tokens(0), 3) - expected).abs().max() < tolerance
+
+
+def test_loading_twice_gives_independent_states(tmp_path):
+    built = model("hybrid")
+    save_context(tmp_path / "x.ctx", built, Context.begin(built).read(built, tokens()))
+    first, second = (load_context(tmp_path / "x.ctx", built) for _ in range(2))
+    a = greedy(built, first, tokens(5, seed=3))
+    b = greedy(built, second, tokens(5, seed=4))
+    assert not torch.equal(a, b)
+    assert torch.equal(greedy(built, load_context(tmp_path / "x.ctx", built), tokens(5, seed=4)), b)
+
+
+@pytest.mark.parametrize("prompt", [0, 5])
+def test_generate_continues_a_context_and_leaves_it(prompt, tmp_path):
+    built, x = model("hybrid"), tokens(40)
+    cut = x.shape[1] - prompt
+    save_context(tmp_path / "x.ctx", built, Context.begin(built).read(built, x[:, :cut]))
+    context = load_context(tmp_path / "x.ctx", built)
+    whole = greedy(built, Context.begin(built).read(built, x[:, :cut]), x[:, cut:], 9).argmax(-1)
+    for _ in range(2):
+        assert torch.equal(generate(built, x[:, cut:], 10, temperature=0, context=context).tokens, whole)
+    with pytest.raises(ValueError, match="the context has 1 rows; got a prompt of 2"):
+        generate(built, tokens(4, 2), 1, context=context)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(built, tokens(0), 1, context=Context.begin(built))
+
+
+@pytest.mark.parametrize("case", CONSTANT)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_size_does_not_depend_on_the_tokens(case, dtype, tmp_path):
+    built, sizes = model(case), set()
+    context = Context.begin(built)
+    for count in (9, 1, 90, 1000):
+        context = context.read(built, tokens(count))
+        save_context(tmp_path / "x.ctx", built, context, dtype=dtype)
+        sizes.add((tmp_path / "x.ctx").stat().st_size)
+    assert len(sizes) == 1
+
+
+def test_caches_are_cut_to_the_tokens_held(tmp_path):
+    built = model("hybrid")
+    context = Context.begin(built).read(built, tokens(33))
+    save_context(tmp_path / "x.ctx", built, context)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "x.ctx", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert shapes["state.layers.1.k"] == [1, 2, 33, 16] and context.state.layers[1].k.shape[2] > 33
+    assert shapes["state.layers.2.v"] == [1, 2, 7, 16]
+
+
+def test_int8_is_small_and_near(tmp_path):
+    built, x, size = model("rwkv7-body"), tokens(), {}
+    expected = greedy(built, Context.begin(built).read(built, x), tokens(0), 3)
+    for dtype in ("float32", "bfloat16", "int8"):
+        save_context(tmp_path / dtype, built, Context.begin(built).read(built, x), dtype=dtype)
+        size[dtype] = (tmp_path / dtype).stat().st_size
+        near = greedy(built, load_context(tmp_path / dtype, built), tokens(0), 3)
+        assert (near - expected).abs().max() < 0.1 * expected.abs().max()
+        assert torch.equal(near, expected) == (dtype == "float32")
+    assert size["int8"] < 0.75 * size["bfloat16"] and size["bfloat16"] < 0.75 * size["float32"]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 43, 1000])
+def test_the_digest_does_not_depend_on_chunks(chunk):
+    x, digest = tokens(rows=2), NO_TOKENS
+    for piece in x.split(chunk, dim=1):
+        digest = extended_digest(digest, piece)
+    assert digest == extended_digest(NO_TOKENS, x) != extended_digest(NO_TOKENS, x.flip(1))
+    built = model()
+    assert Context.begin(built, 2).read(built, x, chunk=chunk).digest == digest
+
+
+def test_the_same_context_is_the_same_file(tmp_path):
+    built = model("hybrid")
+    for name in "ab":
+        save_context(tmp_path / name, built, Context.begin(built).read(built, tokens()))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_another_model_is_refused(tmp_path):
+    built = model()
+    save_context(tmp_path / "x.ctx", built, Context.begin(built).read(built, tokens()))
+    with pytest.raises(ContextError, match=r"x.ctx is a context of another model: its weights differ$"):
+        load_context(tmp_path / "x.ctx", model(seed=1))
+    with pytest.raises(ContextError, match=r"x.ctx is a context of another model: its config differs$"):
+        load_context(tmp_path / "x.ctx", model("hybrid"))
+    with torch.no_grad():
+        built.final_norm.weight[3] += 1e-6
+    with pytest.raises(ContextError, match="its weights differ"):
+        load_context(tmp_path / "x.ctx", built)
+
+
+def corruptions(whole: bytes) -> dict[str, bytes]:
+    """Fifty ways to spoil a file."""
+    draw = random.Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    spoilt = {"empty": b"", "text": b"a text\n" * 100, "zeros": bytes(len(whole)), "longer": whole + b"\0"}
+    for cut in (1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1):
+        spoilt[f"cut at {cut}"] = whole[:cut]
+    for i in range(4):
+        spoilt[f"cut {i}"] = whole[: draw.randrange(header, len(whole))]
+    for i in range(12):
+        at, bit = draw.randrange(header), 1 << draw.randrange(8)
+        spoilt[f"header bit {i}"] = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+    for i in range(14):
+        at, bit = draw.randrange(header, len(whole)), 1 << draw.randrange(8)
+        spoilt[f"data bit {i}"] = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+    for i in range(4):
+        at = draw.randrange(header, len(whole) - 512)
+        spoilt[f"hole {i}"] = whole[:at] + bytes(512) + whole[at + 512 :]
+    spoilt["swapped halves"] = whole[len(whole) // 2 :] + whole[: len(whole) // 2]
+    spoilt["tokens"] = whole.replace(b"00000000000000000043", b"00000000000000000042", 1)
+    spoilt["two rows of bytes"] = whole[:-8] + whole[-4:] + whole[-8:-4]
+    spoilt["long header"] = (1 << 40).to_bytes(8, "little") + whole[8:]
+    return spoilt
+
+
+def test_fifty_spoilt_files_are_refused(tmp_path):
+    built, file = model(), tmp_path / "x.ctx"
+    save_context(file, built, Context.begin(built).read(built, tokens()))
+    whole = file.read_bytes()
+    spoilt = corruptions(whole)
+    assert len(spoilt) == 50 and whole not in spoilt.values()
+    for content in spoilt.values():
+        file.write_bytes(content)
+        with pytest.raises(ContextError) as caught:
+            load_context(file, built)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    file.write_bytes(whole)
+    load_context(file, built)
+
+
+def test_other_files_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    built = model()
+    with pytest.raises(FileNotFoundError, match="no context file at"):
+        load_context(tmp_path / "x.ctx", built)
+    save_file({"weight": torch.ones(3)}, tmp_path / "x.ctx")
+    with pytest.raises(ContextError, match=r"x\.ctx is not a context file of sympow: it has no checksum"):
+        load_context(tmp_path / "x.ctx", built)
+    with pytest.raises(ContextError, match=r"cannot write the context .*/nowhere/x\.ctx: "):
+        save_context(tmp_path / "nowhere" / "x.ctx", built, Context.begin(built))
+    with pytest.raises(ValueError, match="one of float32, bfloat16, int8; got 'int4'"):
+        save_context(tmp_path / "x.ctx", built, Context.begin(built), dtype="int4")
+
+
+def test_another_version_is_refused(monkeypatch, tmp_path):
+    built = model()
+    monkeypatch.setattr("sympow.models.context_file.VERSION", 2)
+    save_context(tmp_path / "x.ctx", built, Context.begin(built))
+    monkeypatch.undo()
+    with pytest.raises(ContextError, match="has version 2 of the format; this one reads 1"):
+        load_context(tmp_path / "x.ctx", built)
+
+
+def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    built = model()
+    with pytest.raises(ImportError, match=r"^context files need safetensors: pip install 'sympow\[train\]'$"):
+        save_context(tmp_path / "x.ctx", built, Context.begin(built))
+
+
+def write_for_ever(path: str) -> None:
+    """Writes contexts of 10 and of 20 tokens in turns."""
+    torch.set_num_threads(1)
+    built = model()
+    contexts = [Context.begin(built).read(built, tokens(count)) for count in (10, 20)]
+    while True:
+        for context in contexts:
+            save_context(path, built, context)
+
+
+def kill_writers(path: Path, kills: int) -> set[int]:
+    """Kills writers at any moment of a write; returns the tokens of the files they left, all of them whole."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["torch", "sympow.models", "safetensors.torch"])
+    built, draw, left = model(), random.Random(0), set()
+    for _ in range(kills):
+        before = path.stat().st_mtime_ns if path.exists() else 0
+        writer = forked.Process(target=write_for_ever, args=(str(path),))
+        writer.start()
+        while writer.is_alive() and (not path.exists() or path.stat().st_mtime_ns == before):
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.02)
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+        left.add(load_context(path, built).tokens)
+    return left
+
+
+def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
+    assert kill_writers(tmp_path / "x.ctx", 20) == {10, 20}
+    built = model()
+    save_context(tmp_path / "x.ctx", built, Context.begin(built))
+    assert [file.name for file in tmp_path.iterdir()] == ["x.ctx"]  # what killed writers left is gone
+
+
+def test_the_header_tells_what_is_held(tmp_path):
+    built = model()
+    context = Context.begin(built, 3).read(built, tokens(9, 3))
+    save_context(tmp_path / "x.ctx", built, context, dtype="int8")
+    header = read_header(tmp_path / "x.ctx")
+    assert (header.tokens, header.rows, header.dtype, header.digest) == (9, 3, "int8", context.digest)
+    assert json.loads(json.dumps(header.tree)) == header.tree
