@@ -83,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
+    export = command("export", "write a run for Hugging Face transformers", EXPORT)
+    export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
+    export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights (default: 5GB)")
+
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
     sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="(default: gpt2)")
@@ -143,6 +148,9 @@ exponentially: how much a model gains from context, also beyond what it was trai
 
 GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
 output, the state's size and the speed to standard error."""
+
+EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face transformers
+reads after `import sympow.integrations.transformers`."""
 
 
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,

@@ -21,7 +21,7 @@ MIXERS = {
     "rwkv7": {},
     "retnet": {},
     "blocked_window": {"window": 5},
-    "selection": {"top_k": 3},
+    "selection": {"selection": "random", "top_k": 3},
 }
 POWER = MixerConfig("power")
 CASES = {
@@ -34,6 +34,7 @@ CASES = {
     "rwkv7 body of rwkv7": {"body": "rwkv7", "mixers": (MixerConfig("rwkv7"),)},
     "hybrid": {"mixers": (POWER, MixerConfig("window", {"window": 5}), MixerConfig("softmax")), "n_layers": 3},
     "untied": {"tie_embeddings": False},
+    "learned selection": {"mixers": (MixerConfig("selection", {"selection": "learned", "top_k": 3}),)},
     "programmatic selection": {"mixers": (MixerConfig("selection", {"selection": "programmatic", "top_k": 3}),)},
 }
 

@@ -192,12 +192,12 @@ def moved(state: Value, offset: int) -> Value:
     Rows of a batch that begin at different columns then stand at the same position, so that their states join.
     """
     if isinstance(state, PowerAttentionState | LinearAttentionState) and isinstance(state.position, int):
-        return replace(state, position=state.position + offset)  # type: ignore[return-value]
+        return replace(state, position=state.position + offset)
     if not is_dataclass(state):
         return state
     inner = {field.name: getattr(state, field.name) for field in fields(state)}
     inner = {name: moved(value, offset) for name, value in inner.items() if isinstance(value, MixerState)}
-    return replace(state, **inner) if inner else state  # type: ignore[return-value, type-var]
+    return replace(state, **inner) if inner else state  # type: ignore[type-var]
 
 
 def _selected(state: MixerState | None, places: Sequence[int]) -> MixerState | None:

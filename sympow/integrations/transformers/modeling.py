@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +151,8 @@ class SympowModel(SympowPreTrainedModel):
         last = self.final_norm(hidden[-1])
         return BaseModelOutputWithPast(
             last_hidden_state=last,
-            past_key_values=past_key_values if use_cache else None,  # type: ignore[arg-type]
-            hidden_states=(*hidden[:-1], last) if output_hidden_states else None,  # type: ignore[arg-type]
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden[:-1], last) if output_hidden_states else None,
         )
 
     def _uses_cache(self, use_cache: bool | None, past: Any) -> bool:
@@ -223,7 +223,7 @@ class SympowModel(SympowPreTrainedModel):
         hidden, after = [x], []
         for layer, state in zip(self.layers, states, strict=True):
             if state is None:
-                state = moved(layer.block.init_state(x.shape[0]), start)  # type: ignore[union-attr]
+                state = moved(cast(SympowBlock, layer).block.init_state(x.shape[0]), start)
             x, state = layer(x, tokens, None, state)
             hidden = [*hidden, x] if every else [x]
             after.append(state)
@@ -238,7 +238,7 @@ class SympowModel(SympowPreTrainedModel):
 
     @property
     def _causal(self) -> bool:
-        return all(layer.block.mixer.causal for layer in self.layers)  # type: ignore[union-attr]
+        return all(cast(SympowBlock, layer).block.mixer.causal for layer in self.layers)
 
     @torch.no_grad()
     def _draw(self) -> None:
@@ -371,4 +371,3 @@ def _kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
 def _scattered(keep: Tensor, values: Tensor) -> Tensor:
     """Values [N, d] in the N places of keep [B, T], zeros elsewhere: [B, T, d]."""
     return values.new_zeros(*keep.shape, values.shape[-1]).index_put(keep.nonzero(as_tuple=True), values)
-
