@@ -1,1 +1,1 @@
-"""What connects sympow to other libraries. Each part is imported by its own name and needs an extra of that name."""
+"""Connections to other libraries, each imported by its own name and with an extra of that name."""

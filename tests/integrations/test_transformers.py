@@ -1,4 +1,4 @@
-"""Models of sympow in transformers: the numbers of the native model, whatever is padded, cached, cut or reordered."""
+"""Models of sympow in transformers: the native numbers, whatever is padded, cached, cut or reordered."""
 
 import copy
 from dataclasses import replace
@@ -30,7 +30,7 @@ def hybrid():
 
 
 def left_padded(tokens, lengths=(21, 16, 21, 1)):
-    """A mask, and the tokens with others in the places that are left out, also such as are in no vocabulary."""
+    """A mask, and the tokens with others of no vocabulary in the places that are left out."""
     mask = torch.zeros_like(tokens)
     for row, length in enumerate(lengths):
         mask[row, -length:] = 1
@@ -87,7 +87,9 @@ def test_holes_in_a_mask_leave_no_trace(native, tokens, use_cache):
     mask[3] = False  # a row of padding alone
     cache, parts = None, []
     for start, stop in ((0, 6), (6, 21)) if use_cache else ((0, 21),):
-        out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=use_cache)
+        out = model(
+            tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=use_cache
+        )
         cache = out.past_key_values
         parts.append(out.logits)
     logits = torch.cat(parts, 1)
@@ -342,7 +344,9 @@ def test_lora(tokens):
     peft = pytest.importorskip("peft")
     model = hybrid()
     before = model(tokens).logits
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv", "out"], r=2, task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["qkv", "out"], r=2, task_type="CAUSAL_LM")
+    )
     assert_close(adapted(tokens).logits, before, **CLOSE)
     adapted(input_ids=tokens, labels=tokens).loss.backward()
     trained = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
@@ -360,11 +364,19 @@ def test_device_map(tmp_path, tokens):
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"past_key_values": DynamicCache()}, TypeError, "must be a SympowCache, which generate makes; got Dyn"),
+        (
+            {"past_key_values": DynamicCache()},
+            TypeError,
+            "must be a SympowCache, which generate makes; got Dyn",
+        ),
         ({"past_key_values": SympowCache(5)}, TypeError, "past_key_values is of 5 blocks; the model has 3"),
         ({"past_key_values": SympowCache(3), "use_cache": False}, ValueError, "the states would be lost"),
         ({"inputs_embeds": torch.zeros(4, 21, 32)}, ValueError, "give one of input_ids and inputs_embeds"),
-        ({"attention_mask": torch.ones(4, 20)}, ValueError, r"must be \[B = 4, at least T = 21\]; got \[4, 20\]"),
+        (
+            {"attention_mask": torch.ones(4, 20)},
+            ValueError,
+            r"must be \[B = 4, at least T = 21\]; got \[4, 20\]",
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 21])}, ValueError, "computed without a cache"),
     ],
 )

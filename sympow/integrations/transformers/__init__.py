@@ -1,7 +1,8 @@
-"""Models of sympow in Hugging Face transformers: `import sympow.integrations.transformers`, then the Auto classes.
+"""Models of sympow in Hugging Face transformers.
 
-The import registers `SympowConfig`, `SympowModel` and `SympowForCausalLM` with AutoConfig, AutoModel and
-AutoModelForCausalLM under the model type "sympow". It needs the extra `transformers`.
+`import sympow.integrations.transformers` registers `SympowConfig`, `SympowModel` and `SympowForCausalLM` with
+AutoConfig, AutoModel and AutoModelForCausalLM under the model type "sympow". It needs the extra
+`transformers`.
 """
 
 try:
@@ -33,7 +34,7 @@ __all__ = [
 
 
 def register() -> None:
-    """Registers the classes with the Auto classes of transformers. The import has done it; again does no harm."""
+    """Registers the classes with the Auto classes, as the import has done; again does no harm."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The states of a model as a cache of transformers: rows of a batch may have read different numbers of tokens."""
+"""The states of a model as a cache of transformers, whose rows may have read different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class SympowCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a block's state is made by the block, not from keys and values")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a block continues its state itself; there are no keys and values to add")
 
     def get_seq_length(self) -> int:
@@ -63,18 +65,20 @@ class SympowCacheLayer(CacheLayerMixin):
         return sum(state.nbytes for state in self.states if state is not None)
 
 
-# The rows of a group, in the order of their states, and the state of each block; None where no token has been read.
+# The rows of a group, in the order of their states, and the state of each block; None where no token has
+# been read.
 Part = tuple[list[int], list[MixerState | None]]
 
 
 class SympowCache(Cache):
     """What a model of sympow carries from step to step: `past_key_values` of `SympowModel`.
 
-    Tokens that the attention mask leaves out are not read: they leave no trace in keys, values, gates, convolutions,
-    or the distances of rotations. Rows that have therefore read different numbers of tokens are stepped in groups,
-    one for each number. Groups whose states can stand in the same tensors are joined again behind every forward. That
-    is so for states of a constant size, as those of power attention, whose rows then go on as one batch. Rows with
-    key/value caches of different lengths stay apart, which is right but slower.
+    Tokens that the attention mask leaves out are not read: they leave no trace in keys, values, gates,
+    convolutions, or the distances of rotations. Rows that have therefore read different numbers of tokens
+    are stepped in groups, one for each number. Groups whose states can stand in the same tensors are joined
+    again behind every forward. That is so for states of a constant size, as those of power attention, whose
+    rows then go on as one batch. Rows with key/value caches of different lengths stay apart, which is right
+    but slower.
 
     As with all caches of transformers, a forward changes the cache that it is given.
 
@@ -157,7 +161,9 @@ class SympowCache(Cache):
         for number, chosen in enumerate(picked):
             if chosen:
                 places = [place for _, place in chosen]
-                parts.append(([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)]))
+                parts.append(
+                    ([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)])
+                )
         if self.groups:
             self.fill(parts, 0)
 
@@ -189,7 +195,8 @@ class SympowCache(Cache):
 def moved(state: Value, offset: int) -> Value:
     """`state` with its rotation `offset` positions later, where nothing but differences of positions matters.
 
-    Rows of a batch that begin at different columns then stand at the same position, so that their states join.
+    Rows of a batch that begin at different columns then stand at the same position, so that their states
+    join.
     """
     if isinstance(state, PowerAttentionState | LinearAttentionState) and isinstance(state.position, int):
         return replace(state, position=state.position + offset)
@@ -242,7 +249,9 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
             continue
         index = [row for rows, _ in group for row in rows]
         order = sorted(range(len(index)), key=index.__getitem__)
-        states = [None if of[0] is None else _mapped(_cat, *of) for of in zip(*(s for _, s in group), strict=True)]
+        states = [
+            None if of[0] is None else _mapped(_cat, *of) for of in zip(*(s for _, s in group), strict=True)
+        ]
         if order != list(range(len(index))):
             states = [_selected(state, order) for state in states]
         result.append(([index[place] for place in order], states))

@@ -17,14 +17,15 @@ class SympowConfig(PreTrainedConfig):
         use_cache: whether a forward in evaluation mode returns a cache, where it is not told.
         pad_token_id, bos_token_id, eos_token_id: as in transformers.
 
-    Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings` replace what
-    `model` says.
+    Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings`
+    replace what `model` says.
 
     Raises ValueError for a model that `ModelConfig` refuses.
     """
 
     model_type = "sympow"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  a dataclass would take an annotation as a field
+    # Without annotation: a dataclass would take it as a field.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     model: Any = None
     use_cache: bool = True

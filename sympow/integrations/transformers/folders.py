@@ -26,7 +26,8 @@ def to_transformers(
     Args:
         run_folder: a run folder, whose newest checkpoint is taken, or a checkpoint in one.
         out: a new or an empty folder. It gets config.json, the weights as safetensors, tokenizer.json and
-            tokenizer_config.json if the run has a tokenizer, and sympow_run.json: the run's config and its steps.
+            tokenizer_config.json if the run has a tokenizer, and sympow_run.json: the run's config and its
+            steps.
         max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
 
     Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty.
@@ -42,7 +43,9 @@ def to_transformers(
     if source.is_file():
         text = source.read_text(encoding="utf-8")
         run["tokenizer"] = _kind(text)
-        (folder / _TOKENIZER).write_text(_byte_level() if run["tokenizer"] == "bytes" else text, encoding="utf-8")
+        (folder / _TOKENIZER).write_text(
+            _byte_level() if run["tokenizer"] == "bytes" else text, encoding="utf-8"
+        )
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
@@ -52,15 +55,15 @@ def to_transformers(
 def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Writes a folder that `to_transformers` made as a run folder, with the weights that are in it now.
 
-    What the folder does not hold, the state of the optimizer and of the data, is left empty: the run is one to
-    evaluate and to generate with, and counts as finished.
+    What the folder does not hold, the state of the optimizer and of the data, is left empty: the run is one
+    to evaluate and to generate with, and counts as finished.
 
     Args:
         folder: what `to_transformers` wrote, also after its weights were trained in transformers.
         out: a new or an empty folder.
 
-    Raises FileNotFoundError for a folder without sympow_run.json, ValueError for a model that is not of sympow,
-    FileExistsError where `out` is not empty.
+    Raises FileNotFoundError for a folder without sympow_run.json, ValueError for a model that is not of
+    sympow, FileExistsError where `out` is not empty.
     """
     source = Path(folder)
     for name in ("config.json", RUN_FILE):
@@ -83,12 +86,14 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
         (target / _TOKENIZER).write_text(_BYTES if run["tokenizer"] == "bytes" else text, encoding="utf-8")
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
-    save_checkpoint(Checkpoint(config.to_dict(), weights, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1)
+    save_checkpoint(
+        Checkpoint(config.to_dict(), weights, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1
+    )
     return target
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:
-    """Makes a `SympowForCausalLM` of a native model: the same weights in memory of their own, in evaluation mode."""
+    """Makes a `SympowForCausalLM` of a native model, in evaluation mode, with a copy of its weights."""
     config = SympowConfig(model=model.config.to_dict())
     made = SympowForCausalLM(config).to(model.embedding.weight.device, model.embedding.weight.dtype)
     state = dict(model.named_parameters())
@@ -99,7 +104,7 @@ def from_native(model: LanguageModel) -> SympowForCausalLM:
 
 
 def to_native(model: SympowForCausalLM) -> LanguageModel:
-    """Makes a native model of a `SympowForCausalLM`: the same weights in memory of their own, in evaluation mode."""
+    """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
     config = model.config.model_config
     native = LanguageModel(config, seed=0)
     weights = {native_name(name): parameter for name, parameter in model.named_parameters()}
@@ -119,7 +124,8 @@ def _byte_level() -> str:
     """The tokenizer of bytes for the library tokenizers: a BPE without merges, byte b as token b."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model: dict[str, Any] = {
         "type": "BPE",
@@ -134,7 +140,13 @@ def _byte_level() -> str:
         "merges": [],
     }
     spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
-    spec |= {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model}
+    spec |= {
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
     return json.dumps(spec, ensure_ascii=False)
 
 

@@ -45,7 +45,7 @@ class SympowBlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
     ) -> Any:
-        """Computes whole sequences x [B, T, d] (see `Block.forward`); with a state it continues it (`Block.step`)."""
+        """Computes whole sequences x [B, T, d], as `Block.forward`, or continues a state, as `Block.step`."""
         if state is None:
             return self.block(x, cu_seqlens, tokens)
         return self.block.step(x, state, tokens)
@@ -64,14 +64,15 @@ class SympowPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights as `LanguageModel.reset_parameters` does; those that were loaded are left alone.
 
-        They are drawn for a whole model at once, from a seed that comes from torch's default generator, so that the
-        same generator gives the weights of the native model.
+        They are drawn for a whole model at once, from a seed that comes from torch's default generator, so
+        that the same generator gives the weights of the native model.
         """
         if module is self:
             self._draw()
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # As the models in transformers: of others a module without weights of its own, such as the whole, is passed by.
+        # As the models in transformers: of others a module without weights of its own, such as the whole, is
+        # passed by.
         super()._initialize_weights(module, False)
 
     def _draw(self) -> None:
@@ -82,9 +83,9 @@ class SympowModel(SympowPreTrainedModel):
     """The body of a language model without its head: hidden states after the last norm.
 
     Tokens that `attention_mask` leaves out are not read at all: they leave no trace in keys, values, gates,
-    convolutions or token shifts, and count in no position. Without a cache what is left of the rows is computed packed,
-    as documents that do not see each other. With a cache rows that read different numbers of tokens are stepped in
-    groups (`SympowCache`). `position_ids` are not read.
+    convolutions or token shifts, and count in no position. Without a cache what is left of the rows is
+    computed packed, as documents that do not see each other. With a cache rows that read different numbers
+    of tokens are stepped in groups (`SympowCache`). `position_ids` are not read.
     """
 
     def __init__(self, config: SympowConfig):
@@ -120,11 +121,13 @@ class SympowModel(SympowPreTrainedModel):
 
         Args:
             input_ids: int64 [B, T], T >= 1; or `inputs_embeds` [B, T, d] in their place.
-            attention_mask: [B, S >= T], 0 for tokens to leave out; its last T columns are those of the tokens.
+            attention_mask: [B, S >= T], 0 for tokens to leave out; its last T columns are those of the
+                tokens.
             position_ids: not read; a position is a number of tokens read.
             past_key_values: the cache to continue, which is changed.
             use_cache: whether to return a cache; None: as the configuration says, but not in training.
-            output_hidden_states: whether to return the input of every block too, and what the last norm gives.
+            output_hidden_states: whether to return the input of every block too, and what the last norm
+                gives.
             cu_seq_lens_q: documents packed into a single row, as `cu_seqlens` of `LanguageModel.forward`.
 
         Raises ValueError for arguments that do not fit together, TypeError for a cache of another model.
@@ -134,7 +137,8 @@ class SympowModel(SympowPreTrainedModel):
         use_cache = self._uses_cache(use_cache, past_key_values)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        rows, time = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+        given = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        rows, time = given.shape[:2]
         keep = _kept(attention_mask, rows, time)
         if input_ids is not None and keep is not None:
             input_ids = input_ids.masked_fill(~keep, 0)  # a padding token may lie outside the vocabulary
@@ -143,7 +147,9 @@ class SympowModel(SympowPreTrainedModel):
             x = self.embedding_norm(x)
         if use_cache:
             if cu_seq_lens_q is not None:
-                raise ValueError("packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False")
+                raise ValueError(
+                    "packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False"
+                )
             past_key_values = SympowCache(self.config) if past_key_values is None else past_key_values
             hidden = self._continue(x, input_ids, keep, past_key_values, output_hidden_states)
         else:
@@ -157,9 +163,13 @@ class SympowModel(SympowPreTrainedModel):
 
     def _uses_cache(self, use_cache: bool | None, past: Any) -> bool:
         if past is not None and not isinstance(past, SympowCache):
-            raise TypeError(f"past_key_values must be a SympowCache, which generate makes; got {type(past).__name__}")
+            raise TypeError(
+                f"past_key_values must be a SympowCache, which generate makes; got {type(past).__name__}"
+            )
         if past is not None and len(past.layers) != len(self.layers):
-            raise TypeError(f"past_key_values is of {len(past.layers)} blocks; the model has {len(self.layers)}")
+            raise TypeError(
+                f"past_key_values is of {len(past.layers)} blocks; the model has {len(self.layers)}"
+            )
         if past is not None and use_cache is False:
             raise ValueError("past_key_values was given with use_cache=False: the states would be lost")
         if use_cache is None:
@@ -173,11 +183,12 @@ class SympowModel(SympowPreTrainedModel):
     def _whole(
         self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cu_seqlens: Tensor | None, every: bool
     ) -> list[Tensor]:
-        """Computes what the last block gives for rows from their first token, with `every` all blocks' inputs first."""
+        """Computes what the last block gives for whole rows; with `every`, all blocks' inputs first."""
         if keep is not None and cu_seqlens is not None:
             raise ValueError("give one of attention_mask and cu_seq_lens_q")
         if keep is None or (self._causal and bool((keep[:, 1:] <= keep[:, :-1]).all())):
-            return self._through(x, tokens, cu_seqlens, every)  # what stands behind a causal row does not change it
+            # What stands behind a causal row does not change it.
+            return self._through(x, tokens, cu_seqlens, every)
         counts = keep.sum(1, dtype=torch.int32)
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
         packed = self._through(x[keep][None], None if tokens is None else tokens[keep][None], bounds, every)
@@ -210,7 +221,9 @@ class SympowModel(SympowPreTrainedModel):
             after.append((index, states))
             if not results:
                 results = [h.new_zeros(rows, time, h.shape[-1]) for h in hidden]
-            results = [r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)]
+            results = [
+                r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)
+            ]
         if not results:  # nothing but padding
             results = [torch.zeros_like(x) for _ in range(len(self.layers) + 1 if every else 1)]
         cache.fill(after, time)
@@ -229,7 +242,9 @@ class SympowModel(SympowPreTrainedModel):
             after.append(state)
         return hidden, after
 
-    def _through(self, x: Tensor, tokens: Tensor | None, cu_seqlens: Tensor | None, every: bool) -> list[Tensor]:
+    def _through(
+        self, x: Tensor, tokens: Tensor | None, cu_seqlens: Tensor | None, every: bool
+    ) -> list[Tensor]:
         hidden = [x]
         for layer in self.layers:
             x = layer(x, tokens, cu_seqlens)
@@ -242,7 +257,9 @@ class SympowModel(SympowPreTrainedModel):
 
     @torch.no_grad()
     def _draw(self) -> None:
-        native = dict(LanguageModel(replace(self.config.model_config, tie_embeddings=True)).named_parameters())
+        native = dict(
+            LanguageModel(replace(self.config.model_config, tie_embeddings=True)).named_parameters()
+        )
         for name, parameter in self.named_parameters():
             if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                 parameter.copy_(native[native_name(name)])
@@ -251,9 +268,9 @@ class SympowModel(SympowPreTrainedModel):
 class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     """A language model of sympow for `generate`, `Trainer` and what else reads causal language models.
 
-    `generate` carries a `SympowCache`, whose size does not grow where all mixers are recurrences. Greedy search,
-    sampling, beams, rows padded on the left and prefill in chunks work; assisted generation does not, because a state
-    cannot take tokens back.
+    `generate` carries a `SympowCache`, whose size does not grow where all mixers are recurrences. Greedy
+    search, sampling, beams, rows padded on the left and prefill in chunks work; assisted generation does
+    not, because a state cannot take tokens back.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
@@ -293,8 +310,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         """Computes logits [B, T, vocab_size] of the token after each; arguments as for `SympowModel.forward`.
 
         Args:
-            labels: int64 [B, T], the tokens themselves, -100 where there is no loss: gives `loss`, of every token's
-                prediction from those before it.
+            labels: int64 [B, T], the tokens themselves, -100 where there is no loss: gives `loss`, of every
+                token's prediction from those before it.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
         """
         outputs = self.model(
@@ -326,7 +343,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         """Makes the cache of `generate`, where none was given."""
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
-            raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
+            raise ValueError(
+                f"models of sympow have a cache of their own; got cache_implementation={named!r}"
+            )
         given = model_kwargs.get("past_key_values")
         if given is not None:
             given._is_user_defined = True
@@ -355,7 +374,9 @@ def hugging_face_name(name: str) -> str:
     if name == "head.weight":
         return "lm_head.weight"
     parts = name.split(".")
-    return ".".join(["model", *(["layers", parts[1], "block", *parts[2:]] if parts[0] == "blocks" else parts)])
+    return ".".join(
+        ["model", *(["layers", parts[1], "block", *parts[2:]] if parts[0] == "blocks" else parts)]
+    )
 
 
 def _kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
