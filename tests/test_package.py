@@ -25,9 +25,12 @@ MAY_IMPORT = {
     "data": {"progress"},
     "evaluation": {"progress", "ops", "layers", "models"},
     "training": {"progress", "ops", "layers", "models"},
+    "integrations": {"progress", "ops", "layers", "models", "training"},
     "recall": {"progress", "ops", "layers", "models", "data", "evaluation", "training"},
     "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
-    "cli": {"progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes"},
+    "cli": {
+        "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations"
+    },
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},
 }
@@ -36,8 +39,8 @@ EXCEPTIONS = {
     ("training/config.py", "sympow.data.config"),  # a run's configuration holds the configuration of its data
 }
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
-LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "safetensors", "submitit", "tensorboard",
-        "tokenizers", "tqdm", "triton", "zarr"]  # fmt: skip
+LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "safetensors", "submitit", "tensorboard",
+        "tokenizers", "tqdm", "transformers", "triton", "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
     read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
+    export = command("export", "write a run for Hugging Face transformers", EXPORT)
+    export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
+    export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights (default: 5GB)")
+
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
     sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="(default: gpt2)")
@@ -161,6 +166,9 @@ READ = """Reads a text in chunks, in memory that does not grow with it but for c
 the state of every layer into a context file, from which `sympow generate --context` continues as often as one
 likes. What was read is kept every half minute in FILE.part, also after Ctrl-C: the same command goes on from
 there, and removes it at the end."""
+
+EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face transformers
+reads after `import sympow.integrations.transformers`."""
 
 
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,

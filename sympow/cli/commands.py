@@ -91,6 +91,13 @@ def read(options: argparse.Namespace) -> int | None:
     return None
 
 
+def export(options: argparse.Namespace) -> None:
+    """`sympow export`."""
+    from sympow.integrations.transformers import to_transformers  # which imports transformers
+
+    print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
+
+
 def sizes(options: argparse.Namespace) -> None:
     """`sympow sizes`."""
     model = preset(options.preset, body=options.body)

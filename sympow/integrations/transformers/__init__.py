@@ -1,0 +1,45 @@
+"""Models of sympow in Hugging Face transformers.
+
+`import sympow.integrations.transformers` registers `SympowConfig`, `SympowModel` and `SympowForCausalLM` with
+AutoConfig, AutoModel and AutoModelForCausalLM under the model type "sympow". It needs the extra
+`transformers`.
+"""
+
+try:
+    import transformers as _transformers
+except ImportError:
+    raise ImportError(
+        "models in Hugging Face transformers need transformers: pip install 'sympow[transformers]'"
+    ) from None
+if int(_transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(f"sympow works with transformers 5.17 and later; found {_transformers.__version__}")
+
+from sympow.integrations.transformers.cache import SympowCache, SympowCacheLayer
+from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.integrations.transformers.folders import from_transformers, to_native, to_transformers
+from sympow.integrations.transformers.modeling import SympowForCausalLM, SympowModel, SympowPreTrainedModel
+
+__all__ = [
+    "SympowCache",
+    "SympowCacheLayer",
+    "SympowConfig",
+    "SympowForCausalLM",
+    "SympowModel",
+    "SympowPreTrainedModel",
+    "from_transformers",
+    "register",
+    "to_native",
+    "to_transformers",
+]
+
+
+def register() -> None:
+    """Registers the classes with the Auto classes, as the import has done; again does no harm."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)
+    AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
+    AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)
+
+
+register()

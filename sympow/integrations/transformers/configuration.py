@@ -1,0 +1,72 @@
+"""The configuration of a model of sympow as transformers keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from sympow.models import ModelConfig, preset
+
+
+class SympowConfig(PreTrainedConfig):
+    """Wraps a `ModelConfig`: its fields stand under "model" in config.json.
+
+    Args:
+        model: what `ModelConfig.to_dict` gives, or a `ModelConfig`; None: the preset "mini" over bytes.
+        use_cache: whether a forward in evaluation mode returns a cache, where it is not told.
+        pad_token_id, bos_token_id, eos_token_id: as in transformers.
+
+    Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings`
+    replace what `model` says.
+
+    Raises ValueError for a model that `ModelConfig` refuses.
+    """
+
+    model_type = "sympow"
+    # Without annotation: a dataclass would take it as a field.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    model: Any = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        model = preset("mini", vocab_size=256) if self.model is None else self.model
+        self.model = (model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)).to_dict()
+        super().__post_init__(**kwargs)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model as sympow describes it."""
+        return ModelConfig.from_dict(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model["vocab_size"]
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.model = {**self.model, "vocab_size": value}
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.model["tie_embeddings"]
+
+    @tie_word_embeddings.setter
+    def tie_word_embeddings(self, value: bool) -> None:
+        self.model = {**self.model, "tie_embeddings": value}
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model["d_model"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.model["n_layers"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.model["n_heads"]

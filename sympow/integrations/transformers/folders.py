@@ -1,0 +1,157 @@
+"""Run folders of sympow as folders of transformers, and back, without loss."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.integrations.transformers.modeling import SympowForCausalLM, native_name
+from sympow.models import LanguageModel
+from sympow.training import Checkpoint, load_model, save_checkpoint
+from sympow.training.config import RunConfig
+
+RUN_FILE = "sympow_run.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+def to_transformers(
+    run_folder: str | os.PathLike[str], out: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+) -> Path:
+    """Writes the model of a run as a folder that `from_pretrained` reads, with its tokenizer.
+
+    Args:
+        run_folder: a run folder, whose newest checkpoint is taken, or a checkpoint in one.
+        out: a new or an empty folder. It gets config.json, the weights as safetensors, tokenizer.json and
+            tokenizer_config.json if the run has a tokenizer, and sympow_run.json: the run's config and its
+            steps.
+        max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
+
+    Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty.
+    """
+    loaded = load_model(run_folder)
+    folder = _new_folder(out)
+    source = loaded.run_dir / _TOKENIZER
+    if not source.is_file() and loaded.config.data.tokenizer != "none":
+        raise FileNotFoundError(f"{source} is missing: the run's config names a tokenizer, saved there")
+    folder.mkdir(parents=True, exist_ok=True)
+    from_native(loaded.model).save_pretrained(folder, max_shard_size=max_shard_size)
+    run: dict[str, Any] = {"step": loaded.step, "config": loaded.config.to_dict()}
+    if source.is_file():
+        text = source.read_text(encoding="utf-8")
+        run["tokenizer"] = _kind(text)
+        (folder / _TOKENIZER).write_text(
+            _byte_level() if run["tokenizer"] == "bytes" else text, encoding="utf-8"
+        )
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Writes a folder that `to_transformers` made as a run folder, with the weights that are in it now.
+
+    What the folder does not hold, the state of the optimizer and of the data, is left empty: the run is one
+    to evaluate and to generate with, and counts as finished.
+
+    Args:
+        folder: what `to_transformers` wrote, also after its weights were trained in transformers.
+        out: a new or an empty folder.
+
+    Raises FileNotFoundError for a folder without sympow_run.json, ValueError for a model that is not of
+    sympow, FileExistsError where `out` is not empty.
+    """
+    source = Path(folder)
+    for name in ("config.json", RUN_FILE):
+        if not (source / name).is_file():
+            raise FileNotFoundError(f"{source} is no folder of to_transformers: it has no {name}")
+    kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind != SympowConfig.model_type:
+        raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
+    run = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))
+    target = _new_folder(out)
+    model = to_native(SympowForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True))
+    config = RunConfig.from_dict(run["config"])
+    warmup = min(config.training.warmup_steps, max(1, run["step"]))
+    training = replace(config.training, steps=max(1, run["step"]), warmup_steps=warmup)
+    config = replace(config, model=model.config, training=training)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if "tokenizer" in run:
+        text = (source / _TOKENIZER).read_text(encoding="utf-8")
+        (target / _TOKENIZER).write_text(_BYTES if run["tokenizer"] == "bytes" else text, encoding="utf-8")
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
+    save_checkpoint(
+        Checkpoint(config.to_dict(), weights, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1
+    )
+    return target
+
+
+def from_native(model: LanguageModel) -> SympowForCausalLM:
+    """Makes a `SympowForCausalLM` of a native model, in evaluation mode, with a copy of its weights."""
+    config = SympowConfig(model=model.config.to_dict())
+    made = SympowForCausalLM(config).to(model.embedding.weight.device, model.embedding.weight.dtype)
+    state = dict(model.named_parameters())
+    for name, parameter in made.named_parameters():  # a tied head is not named
+        parameter.data = state[native_name(name)].detach().clone()
+    made.tie_weights()
+    return made.eval()
+
+
+def to_native(model: SympowForCausalLM) -> LanguageModel:
+    """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
+    config = model.config.model_config
+    native = LanguageModel(config, seed=0)
+    weights = {native_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, parameter in native.named_parameters():
+        parameter.data = weights[name].detach().clone()
+    return native.eval()
+
+
+_BYTES = json.dumps({"type": "sympow.bytes", "version": 1})  # as sympow.data.ByteTokenizer saves itself
+
+
+def _kind(text: str) -> str:
+    return "bytes" if json.loads(text) == json.loads(_BYTES) else "bpe"
+
+
+def _byte_level() -> str:
+    """The tokenizer of bytes for the library tokenizers: a BPE without merges, byte b as token b."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {letters[byte]: byte for byte in range(256)},
+        "merges": [],
+    }
+    spec: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
+    spec |= {
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
+    return json.dumps(spec, ensure_ascii=False)
+
+
+def _new_folder(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
+    return folder

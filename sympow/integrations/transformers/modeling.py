@@ -1,0 +1,394 @@
+"""The language models of sympow as models of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from sympow.integrations.transformers.cache import SympowCache, moved
+from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.layers import MixerState
+from sympow.layers.initial import draw_normal
+from sympow.models import LanguageModel
+from sympow.models.bodies import Block
+
+
+class _Undrawn(LanguageModel):
+    """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        return
+
+
+class SympowBlock(GradientCheckpointingLayer):
+    """A block of a body, as a layer that transformers can place on a device and checkpoint.
+
+    Args:
+        block: the block.
+    """
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: MixerState | None = None,
+    ) -> Any:
+        """Computes whole sequences x [B, T, d], as `Block.forward`, or continues a state, as `Block.step`."""
+        if state is None:
+            return self.block(x, cu_seqlens, tokens)
+        return self.block.step(x, state, tokens)
+
+
+class SympowPreTrainedModel(PreTrainedModel):
+    """What the models of sympow share: their configuration and how their weights start."""
+
+    config_class = SympowConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SympowBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True  # no assisted generation: a state cannot take tokens back
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws the weights as `LanguageModel.reset_parameters` does; those that were loaded are left alone.
+
+        They are drawn for a whole model at once, from a seed that comes from torch's default generator, so
+        that the same generator gives the weights of the native model.
+        """
+        if module is self:
+            self._draw()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # As the models in transformers: of others a module without weights of its own, such as the whole, is
+        # passed by.
+        super()._initialize_weights(module, False)
+
+    def _draw(self) -> None:
+        raise NotImplementedError
+
+
+class SympowModel(SympowPreTrainedModel):
+    """The body of a language model without its head: hidden states after the last norm.
+
+    Tokens that `attention_mask` leaves out are not read at all: they leave no trace in keys, values, gates,
+    convolutions or token shifts, and count in no position. Without a cache what is left of the rows is
+    computed packed, as documents that do not see each other. With a cache rows that read different numbers
+    of tokens are stepped in groups (`SympowCache`). `position_ids` are not read.
+    """
+
+    def __init__(self, config: SympowConfig):
+        super().__init__(config)
+        native = _Undrawn(replace(config.model_config, tie_embeddings=True))
+        self.embedding = native.embedding
+        self.embedding_norm = native.embedding_norm
+        self.layers = nn.ModuleList(SympowBlock(block) for block in native.blocks)
+        self.final_norm = native.final_norm
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embedding = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SympowCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Computes hidden states [B, T, d] of tokens [B, T].
+
+        Args:
+            input_ids: int64 [B, T], T >= 1; or `inputs_embeds` [B, T, d] in their place.
+            attention_mask: [B, S >= T], 0 for tokens to leave out; its last T columns are those of the
+                tokens.
+            position_ids: not read; a position is a number of tokens read.
+            past_key_values: the cache to continue, which is changed.
+            use_cache: whether to return a cache; None: as the configuration says, but not in training.
+            output_hidden_states: whether to return the input of every block too, and what the last norm
+                gives.
+            cu_seq_lens_q: documents packed into a single row, as `cu_seqlens` of `LanguageModel.forward`.
+
+        Raises ValueError for arguments that do not fit together, TypeError for a cache of another model.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give one of input_ids and inputs_embeds")
+        use_cache = self._uses_cache(use_cache, past_key_values)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        given = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        rows, time = given.shape[:2]
+        keep = _kept(attention_mask, rows, time)
+        if input_ids is not None and keep is not None:
+            input_ids = input_ids.masked_fill(~keep, 0)  # a padding token may lie outside the vocabulary
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if use_cache:
+            if cu_seq_lens_q is not None:
+                raise ValueError(
+                    "packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False"
+                )
+            past_key_values = SympowCache(self.config) if past_key_values is None else past_key_values
+            hidden = self._continue(x, input_ids, keep, past_key_values, output_hidden_states)
+        else:
+            hidden = self._whole(x, input_ids, keep, cu_seq_lens_q, output_hidden_states)
+        last = self.final_norm(hidden[-1])
+        return BaseModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden[:-1], last) if output_hidden_states else None,
+        )
+
+    def _uses_cache(self, use_cache: bool | None, past: Any) -> bool:
+        if past is not None and not isinstance(past, SympowCache):
+            raise TypeError(
+                f"past_key_values must be a SympowCache, which generate makes; got {type(past).__name__}"
+            )
+        if past is not None and len(past.layers) != len(self.layers):
+            raise TypeError(
+                f"past_key_values is of {len(past.layers)} blocks; the model has {len(self.layers)}"
+            )
+        if past is not None and use_cache is False:
+            raise ValueError("past_key_values was given with use_cache=False: the states would be lost")
+        if use_cache is None:
+            use_cache = past is not None or (self.config.use_cache and not self.training)
+        if use_cache and self.gradient_checkpointing and self.training:
+            if past is not None:
+                raise ValueError("gradient checkpointing cannot continue a cache: call model.eval() first")
+            return False
+        return use_cache
+
+    def _whole(
+        self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cu_seqlens: Tensor | None, every: bool
+    ) -> list[Tensor]:
+        """Computes what the last block gives for whole rows; with `every`, all blocks' inputs first."""
+        if keep is not None and cu_seqlens is not None:
+            raise ValueError("give one of attention_mask and cu_seq_lens_q")
+        if keep is None or (self._causal and bool((keep[:, 1:] <= keep[:, :-1]).all())):
+            # What stands behind a causal row does not change it.
+            return self._through(x, tokens, cu_seqlens, every)
+        counts = keep.sum(1, dtype=torch.int32)
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        packed = self._through(x[keep][None], None if tokens is None else tokens[keep][None], bounds, every)
+        return [_scattered(keep, part[0]) for part in packed]
+
+    def _continue(
+        self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cache: SympowCache, every: bool
+    ) -> list[Tensor]:
+        """Computes the same from the states in the cache, which it moves on."""
+        rows, time = x.shape[:2]
+        counts = None if keep is None else keep.sum(1).tolist()
+        parts = cache.parts(rows, counts, time)
+        if len(parts) == 1 and keep is None and parts[0][0] == list(range(rows)):
+            hidden, states = self._step(x, tokens, parts[0][1], 0, every)
+            cache.fill([(parts[0][0], states)], time)
+            return hidden
+        after = []
+        results: list[Tensor] = []
+        for index, states in parts:
+            count = time if counts is None else counts[index[0]]
+            if count == 0:
+                after.append((index, states))
+                continue
+            at = torch.zeros(rows, time, dtype=torch.bool, device=x.device)
+            at[index] = True if keep is None else keep[index]
+            column = at[index].nonzero()[:, 1].view(len(index), count)
+            row = torch.tensor(index, device=x.device)[:, None]
+            given = None if tokens is None else tokens[row, column]
+            hidden, states = self._step(x[row, column], given, states, cache.columns + time - count, every)
+            after.append((index, states))
+            if not results:
+                results = [h.new_zeros(rows, time, h.shape[-1]) for h in hidden]
+            results = [
+                r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)
+            ]
+        if not results:  # nothing but padding
+            results = [torch.zeros_like(x) for _ in range(len(self.layers) + 1 if every else 1)]
+        cache.fill(after, time)
+        return results
+
+    def _step(
+        self, x: Tensor, tokens: Tensor | None, states: list[MixerState | None], start: int, every: bool
+    ) -> tuple[list[Tensor], list[MixerState | None]]:
+        """Steps rows alike; those without a state stand at position `start`."""
+        hidden, after = [x], []
+        for layer, state in zip(self.layers, states, strict=True):
+            if state is None:
+                state = moved(cast(SympowBlock, layer).block.init_state(x.shape[0]), start)
+            x, state = layer(x, tokens, None, state)
+            hidden = [*hidden, x] if every else [x]
+            after.append(state)
+        return hidden, after
+
+    def _through(
+        self, x: Tensor, tokens: Tensor | None, cu_seqlens: Tensor | None, every: bool
+    ) -> list[Tensor]:
+        hidden = [x]
+        for layer in self.layers:
+            x = layer(x, tokens, cu_seqlens)
+            hidden = [*hidden, x] if every else [x]
+        return hidden
+
+    @property
+    def _causal(self) -> bool:
+        return all(cast(SympowBlock, layer).block.mixer.causal for layer in self.layers)
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        native = dict(
+            LanguageModel(replace(self.config.model_config, tie_embeddings=True)).named_parameters()
+        )
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                parameter.copy_(native[native_name(name)])
+
+
+class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
+    """A language model of sympow for `generate`, `Trainer` and what else reads causal language models.
+
+    `generate` carries a `SympowCache`, whose size does not grow where all mixers are recurrences. Greedy
+    search, sampling, beams, rows padded on the left and prefill in chunks work; assisted generation does
+    not, because a state cannot take tokens back.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: SympowConfig):
+        super().__init__(config)
+        self.model = SympowModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SympowCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Computes logits [B, T, vocab_size] of the token after each; arguments as for `SympowModel.forward`.
+
+        Args:
+            labels: int64 [B, T], the tokens themselves, -100 where there is no loss: gives `loss`, of every
+                token's prediction from those before it.
+            logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Makes the cache of `generate`, where none was given."""
+        named = generation_config.cache_implementation
+        if named not in (None, "dynamic"):
+            raise ValueError(
+                f"models of sympow have a cache of their own; got cache_implementation={named!r}"
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = SympowCache(self.config)
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        weight = self.lm_head.weight
+        if self.config.tie_word_embeddings or weight.is_meta or getattr(weight, "_is_hf_initialized", False):
+            return
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))
+
+
+def native_name(name: str) -> str:
+    """Translates the name of a weight into that in `LanguageModel`."""
+    if name == "lm_head.weight":
+        return "head.weight"
+    parts = name.removeprefix("model.").split(".")
+    return ".".join(["blocks", parts[1], *parts[3:]] if parts[0] == "layers" else parts)
+
+
+def hugging_face_name(name: str) -> str:
+    """Translates the name of a weight of `LanguageModel` into that in `SympowForCausalLM`."""
+    if name == "head.weight":
+        return "lm_head.weight"
+    parts = name.split(".")
+    return ".".join(
+        ["model", *(["layers", parts[1], "block", *parts[2:]] if parts[0] == "blocks" else parts)]
+    )
+
+
+def _kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
+    """The last `time` columns of an attention mask as booleans; None where it leaves nothing out."""
+    if mask is None:
+        return None
+    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < time:
+        raise ValueError(f"attention_mask must be [B = {rows}, at least T = {time}]; got {list(mask.shape)}")
+    keep = mask[:, -time:].bool()
+    return None if bool(keep.all()) else keep
+
+
+def _scattered(keep: Tensor, values: Tensor) -> Tensor:
+    """Values [N, d] in the N places of keep [B, T], zeros elsewhere: [B, T, d]."""
+    return values.new_zeros(*keep.shape, values.shape[-1]).index_put(keep.nonzero(as_tuple=True), values)

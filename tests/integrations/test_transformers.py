@@ -1,0 +1,414 @@
+"""Models of sympow in transformers: the native numbers, whatever is padded, cached, cut or reordered."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+
+from sympow.integrations.transformers import (
+    SympowCache,
+    SympowConfig,
+    SympowForCausalLM,
+    SympowModel,
+    register,
+    to_native,
+)
+from sympow.integrations.transformers.folders import from_native
+from sympow.models import LanguageModel, MixerConfig
+from tests.integrations.small import VOCAB, small_config, small_model
+
+# What is promised of logits in float32; those of these models are of order 1.
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def hybrid():
+    return from_native(small_model("hybrid"))
+
+
+def left_padded(tokens, lengths=(21, 16, 21, 1)):
+    """A mask, and the tokens with others of no vocabulary in the places that are left out."""
+    mask = torch.zeros_like(tokens)
+    for row, length in enumerate(lengths):
+        mask[row, -length:] = 1
+    return mask, tokens.masked_fill(mask == 0, VOCAB + 5)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_the_native_model(native, tokens):
+    model = from_native(native)
+    expected = native(tokens)
+    assert expected.abs().max() > 0.1
+    assert_close(model(tokens, use_cache=False).logits, expected, **CLOSE)
+    out = model(tokens)
+    assert_close(out.logits, expected, **CLOSE)
+    assert out.past_key_values.get_seq_length() == 21 and out.past_key_values.nbytes > 0
+    assert_close(model(tokens, logits_to_keep=1).logits, expected[:, -1:], **CLOSE)
+    assert_close(model(tokens, logits_to_keep=torch.tensor([3, 5])).logits, expected[:, [3, 5]], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [(7, 7, 7), (1,) * 21, (20, 1), (3, 1, 17)])
+def test_any_chunks_of_a_prompt_are_one_forward(native, tokens, cuts):
+    model, cache, parts = from_native(native), None, []
+    for chunk in tokens.split(cuts, dim=1):
+        out = model(chunk, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert_close(torch.cat(parts, 1), native(tokens), **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padded_rows_are_each_alone(native, tokens, use_cache):
+    model = from_native(native)
+    mask, given = left_padded(tokens)
+    out = model(given, attention_mask=mask, use_cache=use_cache)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        assert_close(out.logits[row, -length:], native(tokens[row : row + 1, -length:])[0], **CLOSE)
+    if use_cache:  # and on from there, also by chunks
+        after = torch.randint(VOCAB, (4, 5), generator=torch.Generator().manual_seed(5))
+        longer = torch.cat([mask, torch.ones(4, 5)], 1)
+        first = model(after[:, :3], attention_mask=longer[:, :-2], past_key_values=out.past_key_values).logits
+        last = model(after[:, 3:], attention_mask=longer, past_key_values=out.past_key_values).logits
+        for row, length in enumerate(mask.sum(1).tolist()):
+            alone = torch.cat([tokens[row, -length:], after[row]])[None]
+            assert_close(torch.cat([first, last], 1)[row], native(alone)[0, -5:], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_holes_in_a_mask_leave_no_trace(native, tokens, use_cache):
+    model = from_native(native)
+    mask = torch.rand(4, 21, generator=torch.Generator().manual_seed(7)) < 0.7
+    mask[3] = False  # a row of padding alone
+    cache, parts = None, []
+    for start, stop in ((0, 6), (6, 21)) if use_cache else ((0, 21),):
+        out = model(
+            tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=use_cache
+        )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    logits = torch.cat(parts, 1)
+    for row in range(3):
+        assert_close(logits[row, mask[row]], native(tokens[row, mask[row]][None])[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_rows_padded_on_the_right_are_each_alone(tokens):
+    for case in ("hybrid", "rwkv7 body"):
+        native = small_model(case)
+        mask = left_padded(tokens)[0].flip(1)
+        logits = from_native(native)(tokens, attention_mask=mask, use_cache=False).logits
+        for row, length in enumerate(mask.sum(1).tolist()):
+            assert_close(logits[row, :length], native(tokens[row : row + 1, :length])[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_states_of_constant_size_go_on_as_one_batch(tokens):
+    mask, given = left_padded(tokens)
+    joined = from_native(small_model("power"))(given, attention_mask=mask).past_key_values
+    assert joined.groups == [[0, 1, 2, 3]]
+    apart = from_native(small_model("softmax"))(given, attention_mask=mask).past_key_values
+    assert sorted(apart.groups) == [[0, 2], [1], [3]]
+    assert apart.batch_size == joined.batch_size == 4
+
+
+@torch.no_grad()
+def test_a_cache_is_reordered_selected_repeated_and_reset(native, tokens):
+    model = from_native(native)
+    mask, given = left_padded(tokens)
+    next_tokens = torch.tensor([[1], [2], [3], [4]])
+
+    def logits_of(cache, rows):
+        longer = torch.cat([mask, torch.ones(4, 1)], 1)[rows]
+        return model(next_tokens[rows], attention_mask=longer, past_key_values=cache).logits
+
+    cache = model(given, attention_mask=mask).past_key_values
+    expected = logits_of(copy.deepcopy(cache), [0, 1, 2, 3])
+    moved = copy.deepcopy(cache)
+    moved.reorder_cache(torch.tensor([3, 3, 0, 1]))
+    assert_close(logits_of(moved, [3, 3, 0, 1]), expected[[3, 3, 0, 1]], **CLOSE)
+    fewer = copy.deepcopy(cache)
+    fewer.batch_select_indices(torch.tensor([1, 3]))
+    assert_close(logits_of(fewer, [1, 3]), expected[[1, 3]], **CLOSE)
+    cache.batch_repeat_interleave(2)
+    assert_close(logits_of(cache, [0, 0, 1, 1, 2, 2, 3, 3]), expected.repeat_interleave(2, 0), **CLOSE)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.batch_size == -1
+
+
+@pytest.mark.parametrize("case", ["power", "softmax", "hybrid", "rwkv7 body", "hyena", "llama"])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}, {"prefill_chunk_size": 4}],
+    ids=["greedy", "beams", "sampling", "chunks"],
+)
+def test_generate(case, options, tokens):
+    """The same tokens with a cache as without one, and of padded rows as of each alone."""
+    model = from_native(small_model(case))
+    mask, given = left_padded(tokens, (21, 16, 21, 9))
+    given = given.masked_fill(mask == 0, 0)
+    settings = {"max_new_tokens": 7, "pad_token_id": 0} | options
+
+    def run(rows, masks, **more):
+        torch.manual_seed(4)
+        return model.generate(rows, attention_mask=masks, **settings | more)
+
+    cached = run(given, mask)
+    if "prefill_chunk_size" not in options:
+        assert torch.equal(cached, run(given, mask, use_cache=False))
+    if not options.get("do_sample"):
+        for row, length in enumerate(mask.sum(1).tolist()):
+            alone = run(tokens[row : row + 1, -length:], torch.ones(1, length, dtype=torch.long))
+            assert torch.equal(alone[0], cached[row, -length - 7 :])
+    if options == {"do_sample": False}:
+        after = tokens[:1]
+        for _ in range(7):
+            after = torch.cat([after, small_model(case)(after)[:, -1].argmax(-1, keepdim=True)], 1)
+        assert torch.equal(after[0], cached[0])
+
+
+def test_generate_goes_on_from_a_given_cache(tokens):
+    model = hybrid()
+    cache = SympowCache(model.config)
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(tokens, past_key_values=cache, **settings)
+    assert first.past_key_values is cache and cache.get_seq_length() == 25
+    more = torch.cat([first.sequences, tokens[:, :3]], 1)
+    second = model.generate(more, past_key_values=cache, **settings)
+    assert torch.equal(second.sequences, model.generate(more, **settings).sequences)
+
+
+@torch.no_grad()
+def test_save_and_load_bit_for_bit(native, tokens, tmp_path):
+    model = from_native(native)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, SympowForCausalLM) and loaded.config.model_config == native.config
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    back = to_native(loaded).state_dict()
+    assert back.keys() == native.state_dict().keys()
+    assert all(torch.equal(back[name], weight) for name, weight in native.state_dict().items())
+    body = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(body, SympowModel)
+    assert torch.equal(body(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+
+
+def test_shards_and_other_dtypes(tokens, tmp_path):
+    for case in ("hybrid", "untied"):
+        model = from_native(small_model(case))
+        model.save_pretrained(tmp_path / case, max_shard_size="20KB")
+        assert len(list((tmp_path / case).glob("*.safetensors"))) > 2
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / case)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+        tied = loaded.lm_head.weight is loaded.model.embedding.weight
+        assert tied == model.config.tie_word_embeddings == (case != "untied")
+        half = AutoModelForCausalLM.from_pretrained(tmp_path / case, dtype=torch.bfloat16)
+        assert half(tokens).logits.dtype == torch.bfloat16
+
+
+def test_new_weights_are_those_of_the_native_model(tokens, tmp_path):
+    for case in ("power", "rwkv7 body", "llama"):
+        config = small_config(case)
+        torch.manual_seed(6)
+        model = AutoModelForCausalLM.from_config(SympowConfig(model=config))
+        torch.manual_seed(6)
+        native = LanguageModel(config).state_dict()
+        made = to_native(model).state_dict()
+        assert all(torch.equal(made[name], weight) for name, weight in native.items())
+    head = SympowForCausalLM(SympowConfig(model=small_config("untied"))).lm_head.weight
+    assert 0.018 < head.std() < 0.022
+
+
+def test_weights_that_a_folder_lacks_are_drawn_and_the_others_kept(tmp_path):
+    model = from_native(small_model("power"))
+    state = model.state_dict()
+    del state["model.layers.1.block.mixer.gate.bias"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert_close(loaded.pop("model.layers.1.block.mixer.gate.bias"), torch.linspace(1, 8, 4))
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in loaded.items())
+
+
+def test_config_goes_round(tmp_path):
+    config = SympowConfig(model=small_config("hybrid"), eos_token_id=3)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, SympowConfig) and loaded.to_diff_dict().items() >= config.to_diff_dict().items()
+    assert (loaded.vocab_size, loaded.hidden_size, loaded.num_hidden_layers) == (VOCAB, 32, 3)
+    assert SympowConfig(model=small_config(), vocab_size=99).model_config.vocab_size == 99
+    assert not SympowConfig(model=small_config(), tie_word_embeddings=False).model_config.tie_embeddings
+    assert SympowConfig().model_config.vocab_size == 256
+    register()
+    with pytest.raises(ValueError, match="vocab_size must be an integer of at least 1; got 0"):
+        SympowConfig(model=small_config().to_dict() | {"vocab_size": 0})
+
+
+@pytest.mark.parametrize("case", ["hybrid", "rwkv7 body", "untied"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_loss_and_gradients(case, reentrant, tokens):
+    """Of the native model; and with gradient checkpointing."""
+    native = small_model(case)
+    model = from_native(native).train()
+    loss = model(tokens, labels=tokens).loss
+    expected = native.token_losses(tokens[:, :-1], tokens[:, 1:]).mean()
+    assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert_close(model.model.embedding.weight.grad, native.embedding.weight.grad, rtol=1e-3, atol=1e-6)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    again = model(tokens, labels=tokens)
+    again.loss.backward()
+    assert again.past_key_values is None and torch.equal(again.loss, loss)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_of_padded_rows(tokens):
+    """Those of the rows alone."""
+    native = small_model("hybrid")
+    model = from_native(native).train()
+    mask, given = left_padded(tokens, (21, 16, 21, 9))
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[1, -16] = labels[3, -9] = -100  # the first token of a row: nothing before it predicts it
+    model(given, attention_mask=mask, labels=labels).loss.backward()
+    rows = [tokens[row : row + 1, -length:] for row, length in enumerate(mask.sum(1))]
+    alone = [native.token_losses(row[:, :-1], row[:, 1:]) for row in rows]
+    torch.cat(alone, 1).mean().backward()
+    expected = {name: parameter.grad for name, parameter in native.named_parameters()}
+    gate = model.model.layers[0].block.mixer.gate.weight.grad
+    assert_close(gate, expected["blocks.0.mixer.gate.weight"], rtol=1e-4, atol=1e-6)
+    assert_close(model.model.embedding.weight.grad, expected["embedding.weight"], rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_packed_documents(tokens):
+    native = small_model("hybrid")
+    bounds = torch.tensor([0, 5, 21])
+    out = from_native(native)(tokens[:1], cu_seq_lens_q=bounds, use_cache=False).logits
+    assert_close(out, native(tokens[:1], cu_seqlens=bounds), **CLOSE)
+
+
+@torch.no_grad()
+def test_hidden_states_and_embeddings_as_input(tokens):
+    model = hybrid()
+    mask, given = left_padded(tokens)
+    for use_cache in (False, True):
+        out = model(given, attention_mask=mask, use_cache=use_cache, output_hidden_states=True)
+        assert len(out.hidden_states) == 4
+        assert_close(model.lm_head(out.hidden_states[-1]), out.logits)
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(tokens).logits)
+    assert len(model(tokens, return_dict=False)) == 2
+
+
+def test_vocabulary_is_resized(tokens):
+    model = hybrid()
+    model.resize_token_embeddings(VOCAB + 3)
+    assert model.config.model_config.vocab_size == VOCAB + 3
+    assert model(tokens + 3).logits.shape[-1] == VOCAB + 3
+    assert to_native(model)(tokens + 3).shape[-1] == VOCAB + 3
+
+
+def test_forward_compiles_as_one_graph(tokens):
+    model = hybrid()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits, **CLOSE)
+
+
+def test_trainer(tmp_path):
+    """The loss falls, and a folder of the Trainer loads."""
+    model = SympowForCausalLM(SympowConfig(model=small_config("power")))
+    row = torch.arange(16) % 7
+    data = [{"input_ids": row, "labels": row}] * 8
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        report_to=[], use_cpu=True, save_steps=12, disable_tqdm=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    assert torch.equal(loaded.model.embedding.weight, model.model.embedding.weight)
+
+
+def test_lora(tokens):
+    peft = pytest.importorskip("peft")
+    model = hybrid()
+    before = model(tokens).logits
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["qkv", "out"], r=2, task_type="CAUSAL_LM")
+    )
+    assert_close(adapted(tokens).logits, before, **CLOSE)
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
+    assert len(trained) == 12 and all("lora" in name for name in trained)
+    assert adapted.generate(input_ids=tokens, max_new_tokens=2).shape == (4, 23)
+
+
+def test_device_map(tmp_path, tokens):
+    hybrid().save_pretrained(tmp_path)
+    pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert torch.equal(model(tokens).logits, hybrid()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        (
+            {"past_key_values": DynamicCache()},
+            TypeError,
+            "must be a SympowCache, which generate makes; got Dyn",
+        ),
+        ({"past_key_values": SympowCache(5)}, TypeError, "past_key_values is of 5 blocks; the model has 3"),
+        ({"past_key_values": SympowCache(3), "use_cache": False}, ValueError, "the states would be lost"),
+        ({"inputs_embeds": torch.zeros(4, 21, 32)}, ValueError, "give one of input_ids and inputs_embeds"),
+        (
+            {"attention_mask": torch.ones(4, 20)},
+            ValueError,
+            r"must be \[B = 4, at least T = 21\]; got \[4, 20\]",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 21])}, ValueError, "computed without a cache"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(given, error, match, tokens):
+    with pytest.raises(error, match=match):
+        hybrid()(tokens, **given)
+
+
+def test_a_cache_of_another_batch_and_taking_tokens_back_are_refused(tokens):
+    model = hybrid()
+    cache = model(tokens).past_key_values
+    with pytest.raises(ValueError, match="past_key_values holds 4 rows; the batch has 2"):
+        model(tokens[:2], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="cannot forget its last tokens"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="a cache of their own; got cache_implementation='static'"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(tokens[:1], max_new_tokens=2, assistant_model=hybrid())
+
+
+@torch.no_grad()
+def test_mixers_that_look_ahead_are_computed_without_a_cache(tokens):
+    native = LanguageModel(replace(small_config(), mixers=(MixerConfig("programmatic_conv"),)), seed=1)
+    model = from_native(native)
+    mask = left_padded(tokens)[0]
+    for padded in (mask, mask.flip(1)):
+        logits = model(tokens, attention_mask=padded, use_cache=False).logits
+        for row in range(4):
+            at = padded[row].bool()
+            assert_close(logits[row, at], native(tokens[row, at][None])[0], **CLOSE)
+
+
+def test_transformers_is_new_enough():
+    assert tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 17)

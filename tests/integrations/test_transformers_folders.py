@@ -1,0 +1,104 @@
+"""Run folders as folders of transformers and back: weights bit for bit, tokenizers with the same tokens."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sympow.cli import main
+from sympow.cli.runs import load_run
+from sympow.data import ByteTokenizer, DataConfig
+from sympow.data.tokens import BPETokenizer
+from sympow.integrations.transformers import from_transformers, to_transformers
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.training import Checkpoint, RunConfig, TrainingConfig, load_model, save_checkpoint
+from sympow.training.run_folder import open_run_folder
+
+TEXT = "def main(argument):\n    return 'äöü €' + chr(0)\x00\x7f \t  end's   12345"
+
+
+@pytest.fixture(params=["bytes", "bpe", "none"])
+def run(request, tmp_path):
+    """A run folder with a tokenizer of each kind."""
+    tokenizers = {"bytes": ByteTokenizer(), "bpe": BPETokenizer.train([TEXT * 9, "return the argument"], 280)}
+    tokenizer = tokenizers.get(request.param)
+    vocab = 300 if tokenizer is None else tokenizer.vocab_size
+    model = ModelConfig(
+        vocab,
+        32,
+        3,
+        4,
+        (MixerConfig("power"), MixerConfig("softmax")),
+        body="llama",
+        tie_embeddings=tokenizer is None,
+    )
+    data = {"kind": "zarr", "path": "somewhere", "vocab_size": vocab} if tokenizer is None else {}
+    data = DataConfig(tokenizer=request.param, **data)
+    config = RunConfig("small", model, data, TrainingConfig(steps=40, warmup_steps=4))
+    folder = open_run_folder(tmp_path / "run", config)
+    weights = LanguageModel(model, seed=3).state_dict()
+    empty = {"optimizer": {}, "data": {}, "rng": {}}
+    save_checkpoint(Checkpoint(config.to_dict(), weights, step=40, tokens=7, seconds=1.0, **empty), folder, 1)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    return folder
+
+
+def test_there_and_back(run, tmp_path):
+    out = to_transformers(run, tmp_path / "hf", max_shard_size="20KB")
+    back = from_transformers(out, tmp_path / "back")
+    first, second = load_run(run), load_run(back)
+    assert first.config == second.config
+    assert (back / "config.json").read_bytes() == (run / "config.json").read_bytes()
+    weights = second.model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in first.model.state_dict().items())
+    assert load_model(back).step == 40
+    if first.tokenizer is not None:
+        assert (back / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    tokens = torch.arange(9)[None]
+    logits = AutoModelForCausalLM.from_pretrained(out)(tokens).logits
+    torch.testing.assert_close(logits, first.model(tokens), rtol=0, atol=1e-5)
+
+
+def test_tokenizer_loads(run, tmp_path):
+    out = to_transformers(run, tmp_path / "hf")
+    tokenizer = load_run(run).tokenizer
+    if tokenizer is None:
+        assert not (out / "tokenizer.json").exists()
+        return
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded(TEXT)["input_ids"] == tokenizer.encode(TEXT).tolist()
+    assert loaded.decode(tokenizer.encode(TEXT).tolist()) == TEXT
+    assert len(loaded) == tokenizer.vocab_size
+    assert loaded.decode(range(256)) == tokenizer.decode(range(256))
+
+
+def test_weights_trained_in_transformers_come_back(run, tmp_path):
+    out = to_transformers(run, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        model.model.final_norm.weight.fill_(3)
+    model.save_pretrained(out)
+    back = load_model(from_transformers(out, tmp_path / "back")).model
+    assert (back.final_norm.weight == 3).all()
+
+
+def test_command(run, tmp_path, capsys):
+    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert str(tmp_path / "hf") in capsys.readouterr().out
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "sympow"
+    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run at"):
+        to_transformers(tmp_path, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"is no folder of to_transformers: it has no config\.json"):
+        from_transformers(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "sympow_run.json").write_text("{}")
+    with pytest.raises(ValueError, match="must hold a model of type 'sympow'; got 'llama'"):
+        from_transformers(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
