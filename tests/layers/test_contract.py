@@ -75,7 +75,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"chunk_size": 8, "value_dim": 4, "n_kv_heads": 2},
         {"chunk_size": 1, "rotation": "none", "qk_norm": True, "bias": True, "short_convolution": 4},
     ],
-    "programmatic_conv": [{}],
+    "programmatic_conv": [{}, {"filler": 0}],
     "autocorrelation_conv": [{}, {"top_k": 2}],
     "selection": [
         {"selection": "random", "top_k": 4},
