@@ -68,7 +68,7 @@ OPTIONS: dict[str, list[dict]] = {
     ],
     "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
     "liquid_s4": [{"state_dim": 8}],
-    "rwkv4": [{}, {"depth": 1.0}],
+    "rwkv4": [{}, {"depth": 1.0, "shift_depth": 0.5}],
     "rwkv7": [{}, {"depth": 0.5, "impl": "plain"}],
     "retnet": [
         {},
@@ -360,6 +360,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
         ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("rwkv4", {"depth": 2}, "depth lies between 0 and 1; got 2"),
+        ("rwkv4", {"shift_depth": -1}, "shift_depth lies between 0 and 1; got -1"),
         ("rwkv7", {"depth": -1}, "depth lies between 0 and 1; got -1"),
         ("rwkv7", {"impl": "fast"}, "impl is one of auto, plain, fla; got 'fast'"),
         ("blocked_window", {"window": 0}, "window must be an integer of at least 1; got 0"),
