@@ -28,6 +28,9 @@ class H3(Mixer):
     A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs: it is
     computed as that. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
 
+    The published code differs in two ways: every channel of the diagonal model has an A and a B of its own
+    (`n_ssm=None`), where here all channels share them, and its shift has no bias, where here it has one.
+
     Args:
         state_dim: N, of both models, even.
         head_dim: K, channels of a head; 1 multiplies keys and values channel by channel.

@@ -49,16 +49,35 @@ class _InputDependentConv(Mixer):
 
 
 class ProgrammaticConv(_InputDependentConv):
-    """BaseConv whose filter is 1 at every lag at which a token repeats (Arora et al., "Zoology", 2023, section 5).
+    """Applies a BaseConv whose filter points behind earlier occurrences (Arora et al., "Zoology", 2023, (19)).
 
-    h_l = 1 if some token stood last l tokens before, found from the token ids in O(T log T).
+    h_l = 1 if some token stood last l + 1 tokens before: where a key stands again, lag l is the token behind its
+    earlier occurrence, which in associative recall is its value. Found from the token ids in O(T log T).
+
+    Args:
+        filler: id of a token whose repeats set no tap; None: all tokens set theirs. Filler stands so often that it
+            would set most of the filter.
     """
 
     reads_tokens = True
 
+    def __init__(self, d_model: int, n_heads: int, *, filler: int | None = None):
+        if filler is not None and (not isinstance(filler, int) or isinstance(filler, bool) or filler < 0):
+            raise ValueError(f"filler must be the id of a token, an integer of at least 0, or None; got {filler!r}")
+        super().__init__(d_model, n_heads)
+        self.filler = filler
+
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         self.check_input(x, self.bias)
-        return self._gated(x, per_document(_convolved_at_repeats, cu_seqlens, x, checked_tokens(tokens, x)))
+        return self._gated(x, per_document(self._convolved, cu_seqlens, x, checked_tokens(tokens, x)))
+
+    def _convolved(self, x: Tensor, tokens: Tensor) -> Tensor:
+        distance = distance_to_previous(tokens)
+        if self.filler is not None:
+            distance = distance.masked_fill(tokens == self.filler, 0)
+        marks = torch.zeros_like(x[..., 0]).scatter_(1, distance, 1)
+        # A token that is the first of its kind has put its mark at 0, which moving by one drops.
+        return causal_convolution(x, torch.nn.functional.pad(marks[:, 1:], (0, 1))[..., None])
 
 
 class AutocorrelationConv(_InputDependentConv):
@@ -91,10 +110,3 @@ def autocorrelation(x: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     spectrum = torch.fft.rfft(x.to(dtype), n=2 * x.shape[1], dim=1)
     return torch.fft.irfft(spectrum.abs().square().sum(-1), n=2 * x.shape[1], dim=1)[:, : x.shape[1]]
-
-
-def _convolved_at_repeats(x: Tensor, tokens: Tensor) -> Tensor:
-    lags = distance_to_previous(tokens)
-    h = torch.zeros_like(x[..., 0]).scatter_(1, lags, 1)
-    h[:, 0] = 0  # where tokens that are the first of their kind have put their mark
-    return causal_convolution(x, h[..., None])

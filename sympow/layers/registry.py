@@ -1,7 +1,8 @@
-"""The mixers by name: the one place where configs, recipes and the command line find them."""
+"""Finds mixers by name, or by import path, for configs, recipes and the command line."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,32 +54,54 @@ FLA_MIXERS: dict[str, type[Mixer]] = {
 }
 
 
-def check_mixer(name: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a mixer or an option that does not exist, also of a mixer behind a convolution."""
+def mixer_class(name: str) -> type[Mixer]:
+    """Finds a mixer by its name here, or one of a user's own by import path, "package.module:Class".
+
+    The module is imported at that moment, so that a config means the same in every process that can import it.
+
+    Raises ValueError for a name that does not exist, and for what is at the path and is no subclass of `Mixer`;
+    ImportError where the module cannot be imported.
+    """
     every = MIXERS | FLA_MIXERS
-    if name not in every:
-        raise ValueError(f"a mixer is one of {', '.join(every)}; got {name!r}")
-    known = every[name].option_names()
+    if name in every:
+        return every[name]
+    module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError(f"a mixer is one of {', '.join(every)}, or package.module:Class; got {name!r}")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ImportError(f"the module of the mixer {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Mixer)):
+        raise ValueError(f"{attribute} in {module} is no subclass of sympow.layers.Mixer; got {found!r}")
+    return found
+
+
+def check_mixer(name: str, options: Mapping[str, Any]) -> None:
+    """Raises as `mixer_class`, and ValueError for an option that does not exist; a mixer behind a convolution too."""
+    mixer = mixer_class(name)
+    known = mixer.option_names()
     for option in options:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
-    if every[name] is ShortConvolution and options.get("mixer") is not None:
+    if mixer is ShortConvolution and options.get("mixer") is not None:
         check_mixer(options["mixer"], options.get("options") or {})
 
 
 def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
-    """The mixer `name` of width `d_model`; raises ValueError as `check_mixer` does, and for options that do not fit."""
+    """Makes the mixer `name` of width `d_model`; raises as `check_mixer` does, and for options that do not fit."""
     check_mixer(name, options)
-    return (MIXERS | FLA_MIXERS)[name](d_model, n_heads, **options)
+    return mixer_class(name)(d_model, n_heads, **options)
 
 
 def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds those of `given` that the mixer has and `options` do not name, also of a mixer behind a convolution."""
-    known = (MIXERS | FLA_MIXERS)[name].option_names()
+    mixer = mixer_class(name)
+    known = mixer.option_names()
     filled = {option: value for option, value in given.items() if option in known} | dict(options)
     behind = options.get("mixer")
-    if (MIXERS | FLA_MIXERS)[name] is ShortConvolution and behind is not None:
+    if mixer is ShortConvolution and behind is not None:
         inner = fill_options(behind, options.get("options") or {}, given)
         if inner:
             filled["options"] = inner

@@ -35,17 +35,20 @@ class RWKV4(Mixer):
     exponent, so that no exponential overflows.
 
     Args:
-        depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
-            and token shifts depends on it.
+        depth: where in the model the layer stands, layer / (layers - 1), 0 the first and 1 the last: the published
+            initialisation of decays, and of the token shift of values, depends on it.
+        shift_depth: layer / layers, never 1, on which all token shifts depend: the last layer keeps some of the token
+            before. None: `depth`, with which a layer of depth 1 starts without a shift.
     """
 
     shifts_tokens = True
 
-    def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0):
+    def __init__(self, d_model: int, n_heads: int, *, depth: float = 0.0, shift_depth: float | None = None):
         super().__init__(d_model, n_heads)
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
-        self.depth = depth
+        self.depth, self.shift_depth = depth, depth if shift_depth is None else shift_depth
+        for name in ("depth", "shift_depth"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} lies between 0 and 1; got {getattr(self, name)!r}")
         self.mix = nn.Parameter(torch.empty(3, d_model))  # of k, v, r: the share of the token itself
         self.decay = nn.Parameter(torch.empty(d_model))  # log of the decay rate
         self.bonus = nn.Parameter(torch.empty(d_model))  # u, added to the token's own exponent
@@ -62,7 +65,7 @@ class RWKV4(Mixer):
         d, depth = self.d_model, self.depth
         channel = torch.arange(d, device="cpu")
         with torch.no_grad():
-            share = (channel / d) ** (1 - depth)
+            share = (channel / d) ** (1 - self.shift_depth)
             self.mix.copy_(torch.stack([share, share + 0.3 * depth, share**0.5]))
             self.decay.copy_(-5 + 8 * (channel / max(d - 1, 1)) ** (0.7 + 1.3 * depth))
             self.bonus.copy_(log(0.3) + 0.5 * ((channel + 1) % 3 - 1))

@@ -19,8 +19,8 @@ class DiagonalSSM(nn.Module):
     Diagonal State Space Models", 2022), discretized by the bilinear rule: a = (1 + dt A / 2) / (1 - dt A / 2),
     b = dt B / (1 - dt A / 2), x_t = a x_{t-1} + b u_t.
 
-    Drawn as S4D-Lin: A_n = -1/2 + i pi n, B = 1, C from a complex N(0, 1), dt log-uniform in 0.001 .. 0.1. Channels
-    share A and B, as in the published code of H3 and S4.
+    Drawn as S4D-Lin: A_n = -1/2 + i pi n, B = 1, C from a complex N(0, 1), dt log-uniform in 0.001 .. 0.1. All
+    channels share A and B; in the published code of H3 (`n_ssm=None`) each channel has its own, which start alike.
 
     Args:
         channels: C.

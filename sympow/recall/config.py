@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from sympow.data.mqar import RecallTask
-from sympow.layers import FLA_MIXERS, MIXERS, make_mixer
+from sympow.layers import make_mixer
+from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.training.config import PRECISIONS, unknown
 from sympow.training.overrides import override
@@ -215,7 +216,7 @@ def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str
     options = dict(options)
     if options.get("mixer") is not None:
         options["options"] = _with_length(options["mixer"], options.get("options") or {}, length)
-    parameter = inspect.signature((MIXERS | FLA_MIXERS)[name]).parameters.get("max_length")
+    parameter = inspect.signature(mixer_class(name)).parameters.get("max_length")
     if parameter is not None and parameter.default is parameter.empty:
         options.setdefault("max_length", length)
     return options

@@ -12,6 +12,7 @@ from sympow.evaluation.plot import COLOURS, MARKERS
 from sympow.recall.results import Row, chosen, group
 
 SOLVED = 0.9  # a number of pairs counts as held from this accuracy on
+GUESSING = "guessing, 1/D"
 
 
 def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
@@ -20,6 +21,9 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
     accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
     seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
     of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
+
+    Every figure of an accuracy has the line of guessing, 1/D, which naming any value of the row reaches. A figure
+    against a column is drawn where some model has several values of it.
 
     Raises ValueError without rows, ImportError without matplotlib.
     """
@@ -44,8 +48,9 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
 def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
     """Test accuracy against column `x`, a panel for all values of the columns `panels` that have several x."""
-    rows = _with_models(rows, x)
-    several = {key: same for key, same in sorted(group(rows, *panels).items()) if len({row[x] for row in same}) > 1}
+    rows = _with_models([row for row in rows if row[x] is not None], x)
+    several = {key: same for key, same in sorted(group(rows, *panels).items(), key=_by_size)
+               if any(len({row[x] for row in of_model}) > 1 for of_model in group(same, "model").values())}  # fmt: skip
     if not several:
         return None
     figure, axes = _panels(len(several))
@@ -54,11 +59,12 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
             points = sorted(group(of_model, x).items())
             _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
         values = sorted({row[x] for row in same})
+        _guessing(axis, same, x)
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [f"{value:,}" for value in values])
         axis.minorticks_off()
         axis.set_xlabel(x_label)
-        axis.set_title(", ".join(f"{_SHORT[name]} {value:,}" for name, value in zip(panels, key, strict=True)))
+        axis.set_title(_title(panels, key))
     return _finish(figure, axes, "test accuracy")
 
 
@@ -73,6 +79,7 @@ def _frontier(rows: Sequence[Row]) -> Any:
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "state_bytes").items())
             _line(axis, [key[0] for key, _ in points], [_accuracies(seeds) for _, seeds in points], style)
+        _guessing(axis, same)
         axis.set_xscale("log", base=10)
         axis.set_xlabel("state a sequence, bytes")
         axis.set_title(task)
@@ -82,20 +89,21 @@ def _frontier(rows: Sequence[Row]) -> Any:
 def _learning_rates(rows: Sequence[Row]) -> Any:
     """Validation accuracy against learning rate, a panel for every task and width."""
     rows = _with_models(rows)
-    several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items())
+    several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items(), key=_by_size)
                if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
     if not several:
         return None
     figure, axes = _panels(len(several))
-    for axis, ((length, pairs, width), same) in zip(axes, several.items(), strict=True):
+    for axis, (key, same) in zip(axes, several.items(), strict=True):
         for style, of_model in _by_model(rows, same):
             points = sorted(group(of_model, "learning_rate").items())
             rates = [key[0] for key, _ in points]
             found = [[row["validation_accuracy"] for row in seeds] for _, seeds in points]
             _dotted_line(axis, rates, found, mean, style)
+        _guessing(axis, same)
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
-        axis.set_title(f"N {length:,}, D {pairs:,}, d {width:,}")
+        axis.set_title(_title(("length", "pairs", "width"), key))
     return _finish(figure, axes, "validation accuracy")
 
 
@@ -104,7 +112,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
 
     The state is that after the row with the most pairs held, or after the shortest where none is.
     """
-    rows = _with_models([row for row in rows if row["state_bytes"]])
+    rows = _with_models([row for row in rows if row["state_bytes"] and row["pairs"]])
     if len({row["pairs"] for row in rows}) < 2:
         return None
     figure, axes = _panels(1, size=(8, 5))
@@ -137,6 +145,15 @@ def _held(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 _SHORT = {"length": "N", "pairs": "D", "width": "d"}
+
+
+def _by_size(item: tuple[tuple[Any, ...], Any]) -> list[Any]:
+    """Sorts by the values of columns, of which one may be unknown."""
+    return [-1 if value is None else value for value in item[0]]
+
+
+def _title(names: Sequence[str], values: Sequence[Any]) -> str:
+    return ", ".join(f"{_SHORT[n]} {v:,}" for n, v in zip(names, values, strict=True) if v is not None)
 
 
 def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
@@ -193,6 +210,18 @@ def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style
     axis.errorbar(x, means, yerr=[low, high], capsize=3, elinewidth=1, **style)
 
 
+def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
+    """Draws 1/D, the accuracy of naming any value of the row, where the pairs D of all `rows` are known."""
+    if any(not row["pairs"] for row in rows):
+        return
+    style = {"label": GUESSING, "color": "0.4", "linestyle": (0, (1, 1)), "linewidth": 1.2, "zorder": 1}
+    pairs = sorted({row["pairs"] for row in rows})
+    if x == "pairs":
+        axis.plot(pairs, [1 / d for d in pairs], **style)
+    elif len(pairs) == 1:
+        axis.axhline(1 / pairs[0], **style)
+
+
 def _dotted_line(
     axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float], style: dict[str, Any]
 ) -> None:
@@ -213,5 +242,7 @@ def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = Tru
         axis.set_ylabel(y_label)
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    if GUESSING in handles:  # last, whatever panel it came from first
+        handles[GUESSING] = handles.pop(GUESSING)
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -40,7 +41,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Trains, validates after every epoch or more often, and tests once, at the end; a row for every task tested on.
 
-    The test decides nothing: learning rates are chosen by the validation accuracies of their rows.
+    The test decides nothing: learning rates are chosen by the validation accuracies of their rows. The column
+    `validation_accuracies` holds those of all validations, in their order, as a list in JSON.
 
     Args:
         device: "auto" (CUDA where there is one, else the CPU) or a torch device. Data lives there, and nothing waits
@@ -68,9 +70,11 @@ def run(
         validations = config.epochs * config.validations
         progress = stack.enter_context(Progress("training", "validation", total=validations, quiet=quiet))
         ended = "epochs over"
+        history: list[float] = []
         for number in range(validations):
             train_loss = trainer.train(number)
             valid = _measure(model, validation, config)
+            history.append(round(valid.accuracy, 6))
             progress.advance(note=f"loss {train_loss:.4f}")
             progress.say(f"validation {number + 1}: loss {train_loss:.4f}, validation accuracy {valid.accuracy:.4f}")
             if not math.isfinite(train_loss):
@@ -90,6 +94,7 @@ def run(
                 "train_loss": train_loss,
                 "validation_loss": valid.loss,
                 "validation_accuracy": valid.accuracy,
+                "validation_accuracies": json.dumps(history),
                 "test_loss": tested.loss,
                 "test_accuracy": tested.accuracy,
                 "seconds": round(time.perf_counter() - began, 2),

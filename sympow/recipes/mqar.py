@@ -32,6 +32,13 @@ def anchors() -> Sweep:
     return Sweep("mqar-anchors", tuple(runs))
 
 
+def input_dependent() -> RecallConfig:
+    """One run: BaseConv of 3 taps, then the programmatic filter, which shows each key its value; minutes on a CPU."""
+    model = _alone("programmatic", ("base_conv", {"filter": "explicit", "max_length": 3}),
+                   ("programmatic_conv", {"filler": 0}))  # fmt: skip
+    return _anchor(model)
+
+
 def published() -> Sweep:
     """The published protocol and shapes (Zoology, Figure 2) with attention and learned positions: hours on a GPU."""
     plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
@@ -94,7 +101,7 @@ def _mixers() -> list[Architecture]:
         _alone("BaseConv", ("base_conv", {"filter": "explicit", "max_length": 3}), ("base_conv", {})),
         _alone("Hyena", ("hyena", {})),
         _alone("H3", ("h3", {"head_dim": 2})),
-        _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0})),
+        _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0, "shift_depth": 0.5})),
     ]
 
 

@@ -104,3 +104,12 @@ def test_a_block_is_softmax_attention_of_its_own():
     x = normal(2, 15, 16)
     alone = torch.cat([softmax(x[:, i : i + 6]) for i in (0, 6, 12)], dim=1)
     torch.testing.assert_close(blocked(x), alone)
+
+
+def test_rwkv4_starts_as_published_in_the_last_of_two_layers():
+    """The shares are (i / d)^(1 - layer / layers); decays and the shift of values go by layer / (layers - 1)."""
+    mixer = MIXERS["rwkv4"](16, 2, depth=1.0, shift_depth=0.5).double()
+    channel = torch.arange(16, dtype=torch.float64)
+    share = (channel / 16) ** 0.5
+    torch.testing.assert_close(mixer.mix, torch.stack([share, share + 0.3, share**0.5]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mixer.decay, -5 + 8 * (channel / 15) ** 2, rtol=1e-6, atol=1e-6)

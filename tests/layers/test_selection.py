@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS, auxiliary_losses
 from sympow.layers.input_dependent_conv import autocorrelation
 from sympow.layers.repeats import distance_to_previous
@@ -129,11 +130,56 @@ def test_tokens_are_asked_for_and_checked():
         MIXERS["programmatic_conv"](16, 2).double()(x, tokens=torch.zeros(1, 4, dtype=torch.int32))
 
 
-def test_programmatic_filter_marks_the_lags_of_repeats():
-    mixer, x = MIXERS["programmatic_conv"](3, 1).double(), normal(1, 7, 3)
-    tokens = torch.tensor([[1, 2, 1, 3, 2, 1, 4]])  # lags 2, 3 and 3
-    moved = sum(torch.cat([torch.zeros(1, lag, 3), x[:, :-lag]], dim=1) for lag in (2, 3))
-    torch.testing.assert_close(mixer(x, tokens=tokens), mixer.projection(x) * (moved + mixer.bias))
+def moved_by(x, lags):
+    """The sum of x [B, T, d] moved by each of the lags."""
+    return sum(torch.cat([torch.zeros(x.shape[0], lag, x.shape[2]), x[:, : x.shape[1] - lag]], dim=1) for lag in lags)
+
+
+@pytest.mark.parametrize(
+    ("filler", "lags"), [(None, (0, 1, 2)), (0, (1, 2))], ids=["all tokens", "without filler"]
+)
+def test_programmatic_filter_marks_what_follows_an_earlier_occurrence(filler, lags):
+    mixer, x = MIXERS["programmatic_conv"](3, 1, filler=filler).double(), normal(1, 9, 3)
+    tokens = torch.tensor([[1, 2, 1, 3, 2, 1, 4, 0, 0]])  # distances 2, 3, 3, and 1 of filler
+    torch.testing.assert_close(mixer(x, tokens=tokens), mixer.projection(x) * (moved_by(x, lags) + mixer.bias))
+
+
+@pytest.mark.parametrize("filler", [-1, True, "0"])
+def test_filler_is_the_id_of_a_token(filler):
+    with pytest.raises(ValueError, match="filler must be the id of a token, an integer of at least 0, or None; got "):
+        MIXERS["programmatic_conv"](3, 1, filler=filler)
+
+
+WALSH = torch.ones(1, 1, dtype=torch.float64)
+for _ in range(6):
+    WALSH = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), WALSH)  # w_a * w_b = w_{a xor b}
+
+
+@pytest.mark.parametrize("fill", ["zero", "random"])
+def test_programmatic_filter_solves_recall_by_construction(fill):
+    """Keys have the Walsh functions 1 to 6, values the multiples of 8, so that no product of keys is a value.
+
+    BaseConv binds a value to the key before it; the filter adds up bindings, and the query's key unbinds its own.
+    """
+    task = RecallTask(length=64, pairs=4, vocab_size=14, filler=fill)
+    rows = generate(task, 500, seed=0)
+    tokens = torch.from_numpy(rows.tokens).long()
+    code = torch.zeros(14, 128, dtype=torch.float64)
+    code[1:7, :64], code[7:, 64:] = WALSH[1:7], WALSH[8::8]
+    bind = MIXERS["base_conv"](128, 1, max_length=2, filter="explicit").double()
+    recall = MIXERS["programmatic_conv"](128, 1, filler=0).double()
+    with torch.no_grad():
+        for mixer in (bind, recall):
+            mixer.projection.weight.zero_(), mixer.projection.bias.zero_(), mixer.bias.zero_()
+        bind.filter.weight.copy_(torch.tensor([[0.0], [1.0]]))  # the token before
+        bind.projection.weight[:64, 64:] = torch.eye(64)  # gated by the value that stands here
+        recall.projection.weight[:64, :64] = torch.eye(64)
+        x = code[tokens]
+        x = x + bind(x)
+        logits = recall(x, tokens=tokens)[..., :64] @ WALSH[8::8].T
+    places, labels = (torch.from_numpy(array).long() for array in rows.queries())
+    asked = logits.gather(1, places[..., None].expand(-1, -1, 7))
+    torch.testing.assert_close(asked, 64.0 * torch.nn.functional.one_hot(labels - 7, 7).double())
 
 
 def test_autocorrelation_is_its_sum_and_finds_a_period():
@@ -142,5 +188,4 @@ def test_autocorrelation_is_its_sum_and_finds_a_period():
     torch.testing.assert_close(autocorrelation(x), expected)
     mixer = MIXERS["autocorrelation_conv"](3, 1, top_k=1).double()
     x = normal(1, 6, 3).repeat(1, 5, 1)
-    moved = torch.cat([torch.zeros(1, 6, 3), x[:, :-6]], dim=1)
-    torch.testing.assert_close(mixer(x), mixer.projection(x) * (moved + mixer.bias))
+    torch.testing.assert_close(mixer(x), mixer.projection(x) * (moved_by(x, (6,)) + mixer.bias))

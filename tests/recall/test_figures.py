@@ -68,9 +68,30 @@ def test_accuracy_against_width_is_that_of_the_chosen_rate(made_up, drawn):
 def test_pairs_and_heads(made_up, drawn):
     found = drawn([row | {"length": 512} for row in made_up if row["width"] == 64])
     (panel,) = found["accuracy_pairs"]
-    assert panel.get_title() == "N 512, d 64" and len(lines(panel)) == 6
+    assert panel.get_title() == "N 512, d 64" and len(lines(panel)) == 7
     assert lines(panel)["attention, heads 2"][0] == [4, 8, 16, 32]
     assert len(found["accuracy_heads"]) == 4 and lines(found["accuracy_heads"][0])["attention"][0] == [1, 2]
+
+
+def test_heads_are_drawn_where_a_model_varies_them(made_up, drawn):
+    """Models of different heads, each with one number of them, make no figure of heads."""
+    rows = [row for row in made_up if row["width"] == 64 and row["heads"] == (2 if row["label"] == "attention" else 1)]
+    assert "accuracy_heads" not in drawn(rows)
+
+
+def test_guessing_is_drawn_in_every_figure_of_an_accuracy(made_up, drawn):
+    found = drawn(made_up)
+    expected = [1 / 4, 1 / 8, 1 / 16, 1 / 32]
+    for name in ("accuracy_width", "frontier"):
+        assert [set(lines(panel)[figures.GUESSING][1]) for panel in found[name]] == [{share} for share in expected]
+    for panel in found["accuracy_heads"] + found["learning_rates"]:
+        pairs = int(panel.get_title().split("D ")[1].split(",")[0])
+        assert set(lines(panel)[figures.GUESSING][1]) == {1 / pairs}
+    assert figures.GUESSING not in lines(found["capacity"][0])
+    (panel,) = drawn([row | {"length": 512} for row in made_up if row["width"] == 64])["accuracy_pairs"]
+    assert lines(panel)[figures.GUESSING] == ([4, 8, 16, 32], expected)
+    unknown = drawn([row | {"pairs": None} for row in made_up if row["pairs"] == 4])
+    assert figures.GUESSING not in lines(unknown["frontier"][0])
 
 
 def test_learning_rates_show_every_seed(made_up, drawn):

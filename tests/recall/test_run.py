@@ -1,5 +1,6 @@
 """A run learns, is a function of its config, and keeps its splits apart."""
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS
 from sympow.models import MixerConfig, RecallModel
-from sympow.recall import Architecture, run
+from sympow.recall import Architecture, read_results, run, write_results
 from sympow.recall.run import _compiled_loss, _load, _measure, _Trainer, describe_tasks
 from sympow.recipes.mqar import _mixers
 from sympow.training.config import TrainingConfig
@@ -215,3 +216,11 @@ def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
         assert made.train(0) == trainer(config).train(0)
     assert len(told) == 1
     _compiled_loss.cache_clear()
+
+
+def test_every_validation_accuracy_is_kept(small, tmp_path):
+    (row,) = run(replace(small, examples=64, validations=2), device="cpu")
+    history = json.loads(row["validation_accuracies"])
+    assert len(history) == 4 and history[-1] == pytest.approx(row["validation_accuracy"], abs=1e-6)
+    write_results(tmp_path / "results.csv", [row])
+    assert read_results(tmp_path / "results.csv")[0]["validation_accuracies"] == row["validation_accuracies"]

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sympow.recall import RecallConfig, Sweep, grid, read_results, run_sweep
+from sympow.models import MixerConfig
+from sympow.recall import Architecture, RecallConfig, Sweep, grid, read_results, run_sweep
 from sympow.recall import sweep as module
 from sympow.recall.run import shape_key
 from sympow.training.claim import claim
@@ -231,3 +232,29 @@ def test_submitit_is_told_the_gpus_of_this_process(monkeypatch, listed, expected
             module._visible_gpus()
     else:
         assert module._visible_gpus() == expected
+
+
+def test_workers_find_a_mixer_by_its_import_path(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    own = MixerConfig("short_convolution", {"mixer": "own_mixer:Own", "options": {"scale": 0.5}})
+    runs = tuple(replace(run, architecture=Architecture("own", (own,), mlp_ratio=0)) for run in tiny.runs[:2])
+    rows = here(Sweep("own", runs), tmp_path, jobs=2)
+    assert [row["steps"] for row in rows] == [5, 5]
+    assert "own_mixer:Own" in rows[0]["mixers"] and "'max_length': 8" in rows[0]["mixers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("own_mixer:Other", ValueError, "Other in own_mixer is no subclass of sympow.layers.Mixer; got None"),
+        ("own_mixer:torch", ValueError, "torch in own_mixer is no subclass of sympow.layers.Mixer"),
+        ("no_such_module:Own", ImportError, "the module of the mixer 'no_such_module:Own' cannot be imported: No mod"),
+        ("own", ValueError, "or package.module:Class; got 'own'"),
+    ],
+)
+def test_import_paths_that_name_no_mixer(monkeypatch, name, error, message):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with pytest.raises(error, match=message):
+        MixerConfig(name)
+    with pytest.raises(ValueError, match=r"the own_mixer:Own mixer has no option 'size'; it has .*scale, max_length"):
+        MixerConfig("own_mixer:Own", {"size": 1})
