@@ -95,8 +95,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, {row['more_loss_percent']:+.4f}% "
-            f"of {row['loss_never_stopped']:.5f}{' (bit-equal)' if row['bit_equal'] else ''}, written in {row['write_seconds']:.3f} s, "
-            f"loaded in {row['load_seconds']:.3f} s"
+            f"of {row['loss_never_stopped']:.5f}{' (bit-equal)' if row['bit_equal'] else ''}, "
+            f"written in {row['write_seconds']:.3f} s, loaded in {row['load_seconds']:.3f} s"
         )
     if options.json:
         about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
