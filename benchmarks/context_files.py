@@ -93,10 +93,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options.run, options.read, options.predicted, options.rows)
     for row in rows:
+        equal = " (bit-equal)" if row["bit_equal"] else ""
         print(
-            f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, {row['more_loss_percent']:+.4f}% "
-            f"of {row['loss_never_stopped']:.5f}{' (bit-equal)' if row['bit_equal'] else ''}, written in {row['write_seconds']:.3f} s, "
-            f"loaded in {row['load_seconds']:.3f} s"
+            f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, "
+            f"{row['more_loss_percent']:+.4f}% of {row['loss_never_stopped']:.5f}{equal}, "
+            f"written in {row['write_seconds']:.3f} s, loaded in {row['load_seconds']:.3f} s"
         )
     if options.json:
         about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
