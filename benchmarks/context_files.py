@@ -2,7 +2,8 @@
 
 A model reads the beginning of held-out rows, its context goes through a file of each dtype, and the loss on what
 follows is measured behind each, every token fed to the state that was loaded. Rows and tokens are the same
-for all dtypes, so that differences are those of the files. Times are of one file, whose fingerprint of the weights
+for all dtypes, so that differences are those of the files. What the context is worth at all, the loss behind
+its last token alone tells. Times are of one file, whose fingerprint of the weights
 is part of both.
 """
 
@@ -48,7 +49,7 @@ def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
     """A row for each dtype."""
     run = load_run(path)
     rows = rows_of(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, read + predicted, count)
-    losses: dict[str, list[float]] = {dtype: [] for dtype in ("never stopped", *STATE_DTYPES)}
+    losses: dict[str, list[float]] = {dtype: [] for dtype in ("one token", "never stopped", *STATE_DTYPES)}
     sizes, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for tokens in rows:
@@ -62,6 +63,8 @@ def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
                 seconds[dtype] = (saved - started, perf_counter() - saved)
                 sizes[dtype] = file.stat().st_size
                 losses[dtype].append(loss_behind(run.model, loaded, tokens[:, read:]))
+            short = Context.begin(run.model).read(run.model, tokens[:, read - 1 : read])
+            losses["one token"].append(loss_behind(run.model, short, tokens[:, read:]))
             losses["never stopped"].append(loss_behind(run.model, context, tokens[:, read:]))
     whole = sum(losses["never stopped"]) / count
     return [
@@ -74,6 +77,7 @@ def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
             "write_seconds": seconds[dtype][0],
             "load_seconds": seconds[dtype][1],
             "loss_never_stopped": whole,
+            "loss_after_one_token": sum(losses["one token"]) / count,
             "loss": sum(losses[dtype]) / count,
             "more_loss_percent": 100 * (sum(losses[dtype]) / count / whole - 1),
             "bit_equal": losses[dtype] == losses["never stopped"],
@@ -93,11 +97,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options.run, options.read, options.predicted, options.rows)
     for row in rows:
+        equal = " (bit-equal)" if row["bit_equal"] else ""
         print(
-            f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, {row['more_loss_percent']:+.4f}% "
-            f"of {row['loss_never_stopped']:.5f}{' (bit-equal)' if row['bit_equal'] else ''}, "
+            f"{row['dtype']:>9}: {row['bytes']:>10,} bytes, loss {row['loss']:.5f}, "
+            f"{row['more_loss_percent']:+.4f}% of {row['loss_never_stopped']:.5f}{equal}, "
             f"written in {row['write_seconds']:.3f} s, loaded in {row['load_seconds']:.3f} s"
         )
+    print(f"after the last token alone, in place of all that was read: loss {rows[0]['loss_after_one_token']:.5f}")
     if options.json:
         about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
         write(options.json, [row | about for row in rows])
