@@ -61,5 +61,5 @@ def test_states_are_those_that_models_hold():
         return LanguageModel(preset("nano", 16, mixer), seed=0).state_size(1024)
 
     assert shown["other_state"].rows[-1] == ("softmax at 1,024", held("softmax") * 2, held("softmax"))
-    power = held("power", p=2, rotation="fixed")
+    power = held("power", p=2, short_convolution=0)
     assert shown["power_state"].rows[0][-1] == power
