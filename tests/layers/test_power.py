@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.layers import LinearAttention, PowerAttention
+from sympow.layers import LinearAttention, PowerAttention, SoftmaxAttention
 from sympow.ops import DecodingState
 
 
@@ -224,3 +224,20 @@ def test_decoding_by_kernel_keeps_a_tail(kind):
         assert sum(tensor.numel() for tensor in state.tensors()) == layer.state_size(9)
     torch.testing.assert_close(torch.cat(outs, dim=1), layer(x), rtol=1e-4, atol=1e-5)
     assert outs[-1].requires_grad and memory(state).s.requires_grad
+
+
+@pytest.mark.parametrize("kind", [PowerAttention, SoftmaxAttention])
+def test_gates_survive_a_host_that_draws_linear_weights_anew(kind):
+    """As the models of Hugging Face and Zoology do by `apply`: weights N(0, 0.02), biases 0."""
+    layer = kind(16, 4, gate=True)
+    gate = {name: parameter.clone() for name, parameter in layer.gate.named_parameters()}
+
+    def host(module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+
+    layer.apply(host)
+    assert all(torch.equal(parameter, gate[name]) for name, parameter in layer.gate.named_parameters())
+    assert layer.gate.bias.tolist() == pytest.approx([1.0, 10 / 3, 17 / 3, 8.0])
