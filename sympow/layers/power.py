@@ -60,9 +60,8 @@ class PowerAttention(AttentionMixer):
             even p only, and with `bias`. So attention starts as an average of the past, as softmax attention
             does. From 0 its first weights are squares of noise, and which sign all scores take together is
             decided by roundings: docs/decisions/0006-start-of-training.md.
-        normalize: divide by the sum of the weights and `eps` (M5), even p only. If not, every head's output is
-            RMS-normalized.
-            None: True for even p.
+        normalize: divide by the sum of the weights and `eps` (M5), even p only; None: True for even p. Without it,
+            keep `head_norm`, as sums of weights grow with the context.
         eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
             tokens, or only weak ones, are in sight. 1e-6 is that of the sources.
         chunk_size, impl: as in `sympow.ops.power_attention`.

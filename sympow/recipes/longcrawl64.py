@@ -7,32 +7,33 @@ at every context. Another corpus of that layout is `sympow kernel-corpus`; docs/
 
 from sympow.data import DataConfig
 from sympow.models import MixerConfig, preset
+from sympow.recipes.scaling import BLOCK, PLAIN
 from sympow.training import RunConfig, TrainingConfig
 
 
 def power() -> RunConfig:
-    """The small shape with power attention, p = 2, gated and rotated by the data: conformal sympow."""
+    """The small shape with power attention, p = 2, gated, in its block."""
     return _config("longcrawl64-power", MixerConfig("power", {"p": 2}))
 
 
 def power_ungated() -> RunConfig:
     """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT]."""
-    return _config("longcrawl64-power-ungated", MixerConfig("power", {"p": 2, "gate": False, "rotation": "fixed"}))
+    return _config("longcrawl64-power-ungated", MixerConfig("power", PLAIN | {"gate": False}))
 
 
 def softmax() -> RunConfig:
-    """Softmax attention with rotary positions."""
-    return _config("longcrawl64-softmax", MixerConfig("softmax"))
+    """Softmax attention in the same block."""
+    return _config("longcrawl64-softmax", MixerConfig("softmax", BLOCK))
 
 
 def window() -> RunConfig:
-    """Softmax attention over a sliding window of 8,192 tokens."""
-    return _config("longcrawl64-window", MixerConfig("window", {"window": 8192}))
+    """Softmax attention over a sliding window of 8,192 tokens, in the same block."""
+    return _config("longcrawl64-window", MixerConfig("window", BLOCK | {"window": 8192}))
 
 
 def linear() -> RunConfig:
-    """Linear attention."""
-    return _config("longcrawl64-linear", MixerConfig("linear"))
+    """Linear attention in the same block."""
+    return _config("longcrawl64-linear", MixerConfig("linear", BLOCK))
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:
