@@ -54,11 +54,12 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="train and measure what is missing")
     run.set_defaults(command=_run)
-    run.add_argument("--studies", required=True, help=f"in order of priority, of {', '.join(STUDIES)}")
+    run.add_argument("--studies", help=f"in order of priority, of {', '.join(STUDIES)}")
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--seeds", help="instead of the studies' own")
     run.add_argument("--rates", help="learning rates instead of the runs' own")
-    run.add_argument("--variants", help="only these of the studies' variants")
+    run.add_argument("--variants", help="only these of the studies' variants; without studies: what to train")
+    run.add_argument("--contexts", help="without studies: the contexts to train at (default: 1024)")
     run.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
 
     timed = commands.add_parser("speed", help="time training steps, alone on a GPU")
@@ -98,10 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     seeds = options.seeds and _listed("--seeds", int, options.seeds)
     rates = options.rates and _listed("--rates", float, options.rates)
-    runs = grid(_listed("--studies", str, options.studies), seeds, rates)
-    if options.variants:
-        chosen = _listed("--variants", str, options.variants)
-        runs = [run for run in runs if run.variant in chosen]
+    runs = _chosen(options, seeds, rates)
     found = results.read(options.out)
     finished = found.finished() | results.read(options.known).finished()
     left = [run for run in runs if run not in finished]
@@ -125,6 +123,21 @@ def _run(options: argparse.Namespace) -> int:
     print(f"{done} of {len(left)} runs done in {(time.time() - begun) / 60:.1f} min" + "".join(
         f"\nnot finished: {run.name}" for run in missing[:20]), flush=True)  # fmt: skip
     return 0
+
+
+def _chosen(options: argparse.Namespace, seeds: list[int] | None, rates: list[float] | None) -> list[Run]:
+    """Returns the runs of studies, or of a search: variants, which may have changes, at the tokens of most studies."""
+    variants = _listed("--variants", str, options.variants) if options.variants else []
+    if options.studies:
+        if options.contexts:
+            raise ValueError("--contexts goes without --studies: studies have contexts of their own")
+        runs = grid(_listed("--studies", str, options.studies), seeds, rates)
+        return [run for run in runs if not variants or run.variant in variants]
+    if not variants:
+        raise ValueError("--studies or --variants is needed: what to train")
+    contexts = _listed("--contexts", int, options.contexts or "1024")
+    chosen = product(contexts, seeds or [0], rates or [Run.learning_rate], variants)
+    return [Run(variant, context, learning_rate=rate, seed=seed) for context, seed, rate, variant in chosen]
 
 
 def _speed(options: argparse.Namespace) -> int:
