@@ -349,10 +349,10 @@ class AttentionMixer(Mixer):
         """`heads`, with q and k rotated as `rotate` does."""
         if self.rotation == "none":
             return self.heads(x)
-        if self.q_norm is not None:
-            q, k, v = self.heads(x)
-            return *self.rotate(q, k, position), v
-        return rotate_heads(self.qkv(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
+        turned = (self.qkv(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
+        if self.q_norm is None or self.k_norm is None:
+            return rotate_heads(*turned)
+        return rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
 
     def first_position(self, x: Tensor) -> int:
         """The position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""

@@ -121,9 +121,17 @@ def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tens
 
 
 def rotate_heads(
-    qkv: Tensor, positions: Tensor, frequencies: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits what a fused projection puts out into heads, and rotates queries and keys. On a GPU it is one kernel.
+
+    With `norms`, queries and keys go through an RMSNorm over their channels first.
 
     Args:
         qkv: [B, T, H K + G K + G V], the queries of all heads, then the keys, then the values.
@@ -131,10 +139,12 @@ def rotate_heads(
         frequencies: float64 [K/2], radians per unit of position.
         heads: H.
         kv_heads: G, which divides H.
+        norms: the weights [K] of the norm of queries and of that of keys; None: no norm.
+        norm_eps: what the norms add to the mean square.
 
     Returns:
         q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V]. Where gradients are on none is a view of qkv, so
-        that it need not stay for the backward.
+        that without `norms` it need not stay for the backward.
     """
     key_dim = 2 * frequencies.shape[-1]
     if min(heads, kv_heads) < 1 or heads % kv_heads:
@@ -148,12 +158,21 @@ def rotate_heads(
 
         grouped = _grouped(positions)
         _check_positions(positions, grouped, (*qkv.shape[:2], kv_heads, key_dim))
-        return kernel(qkv, grouped, frequencies, heads, kv_heads)
+        return kernel(qkv, grouped, frequencies, heads, kv_heads, *(norms or (None, None)), norm_eps)
     q, k, v = qkv.split([heads * key_dim, kv_heads * key_dim, values], dim=-1)
-    q, k = rotate_alike((q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1))), positions, frequencies)
+    q, k = q.unflatten(-1, (heads, -1)), k.unflatten(-1, (kv_heads, -1))
+    if norms is not None:
+        q, k = (_normed(x, weight, norm_eps) for x, weight in zip((q, k), norms, strict=True))
+    q, k = rotate_alike((q, k), positions, frequencies)
     if torch.is_grad_enabled():
         v = v.contiguous()
     return q, k, v.unflatten(-1, (kv_heads, -1))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last axis, computed in float32 at least and returned in the dtype of x."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(dtype), (x.shape[-1],), weight.to(dtype), eps).to(x.dtype)
 
 
 def _grouped(positions: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` run
 
 All stand in the body of Llama. "The block" is a short convolution before the mixer, a norm of every head's output, a
 gate on it, and a rotation of a quarter of the channels. Variants have it unless they are called plain or published.
+Power attention has a norm of queries and keys besides.
 "Published" variants have none of the project's defaults either: eps = 1e-6, scores that start at 0, and where there is
 a gate, biases of 0 [CST].
 """
@@ -23,7 +24,9 @@ VOCAB_SIZE = 16_384
 LONGEST = 65_536  # tokens of a document
 
 BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
-PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
+PLAIN: dict[str, Any] = {
+    "short_convolution": 0, "qk_norm": False, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0,
+}  # fmt: skip
 PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
 UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
 GATED: dict[str, Any] = {"gate_bias": (0.0, 0.0), "rotation": "fixed"}
@@ -64,11 +67,6 @@ def linear_gated() -> RunConfig:
 def power3() -> RunConfig:
     """Returns p = 3 of keys of 32: a state of 5,984 rows, 2.9 times that of p = 2."""
     return _power("power3", p=3, head_dim=32, value_dim=64)
-
-
-def power3_k48() -> RunConfig:
-    """Returns p = 3 of keys of 48: a state of 19,600 rows, 9.4 times that of p = 2."""
-    return _power("power3_k48", p=3, head_dim=48, value_dim=64)
 
 
 def power_p4_k24() -> RunConfig:
@@ -117,23 +115,9 @@ def gated_delta_net() -> RunConfig:
 
 
 def hybrid_softmax() -> RunConfig:
-    """Returns five layers of power attention and one of softmax attention."""
-    return _hybrid_softmax("hybrid_softmax", 6)
-
-
-def hybrid_softmax_layer3() -> RunConfig:
-    """Returns `hybrid_softmax` with softmax attention in the third of the six layers."""
-    return _hybrid_softmax("hybrid_softmax_layer3", 3)
-
-
-def hybrid_softmax_layer4() -> RunConfig:
-    """Returns `hybrid_softmax` with softmax attention in the fourth of the six layers."""
-    return _hybrid_softmax("hybrid_softmax_layer4", 4)
-
-
-def hybrid_softmax_layer5() -> RunConfig:
-    """Returns `hybrid_softmax` with softmax attention in the fifth of the six layers."""
-    return _hybrid_softmax("hybrid_softmax_layer5", 5)
+    """Returns five layers of power attention, and softmax attention in the fourth of the six."""
+    power, softmax = MixerConfig("power"), MixerConfig("softmax", BLOCK)
+    return _config("hybrid_softmax", power, power, power, softmax, power, power)
 
 
 def hybrid_window() -> RunConfig:
@@ -243,6 +227,11 @@ def power_no_convolution() -> RunConfig:
     return _power("power_no_convolution", short_convolution=0)
 
 
+def power_no_qk_norm() -> RunConfig:
+    """Returns `power` without the norm of queries and keys."""
+    return _power("power_no_qk_norm", qk_norm=False)
+
+
 def power_no_head_norm() -> RunConfig:
     """Returns `power` without the norm of heads' outputs."""
     return _power("power_no_head_norm", head_norm=False)
@@ -302,12 +291,6 @@ def ratio_99_1() -> RunConfig:
 
 def _power(name: str, **options: Any) -> RunConfig:
     return _config(name, MixerConfig("power", options))
-
-
-def _hybrid_softmax(name: str, layer: int) -> RunConfig:
-    mixers = [MixerConfig("power")] * 6
-    mixers[layer - 1] = MixerConfig("softmax", BLOCK)
-    return _config(name, *mixers)
 
 
 def _window(name: str, width: int) -> RunConfig:

@@ -1,7 +1,8 @@
-"""The rotation (M15) by one kernel, as PyTorch operators: a fused projection's output becomes rotated queries and keys,
-and values, tensors of their own; in the backward their gradients become that of the projection.
+"""The rotation (M15), and an RMSNorm of queries and keys before it, by one kernel each way, as PyTorch operators.
 
-`sympow.ops.rotary` is the specification. As there, angles are reduced to a turn in float64, the rest is float32.
+A fused projection's output becomes queries, keys and values, tensors of their own. The backward makes the gradient of
+the projection's output from theirs. `sympow.ops.rotary` is the specification. As there, angles are reduced to a turn in
+float64, and everything else is computed in float32.
 """
 
 from __future__ import annotations
@@ -50,13 +51,23 @@ def _pairs(x):
 
 @triton.jit
 def _turn(
-    flat, flat_st, x, x_st, x_sh, turned, turned_st, cos, sin, moved, first, token, inside,
+    flat, flat_st, x, x_st, x_sh, turned, turned_st, raw, raw_st, weight, dweight, eps,
+    cos, sin, moved, first, token, inside,
     HEADS: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Turns HEADS heads from `first` on of flat, which begins where their kind does, into x, or back. With `turned`,
-    what the forward made of them, adds the gradient of the angle to `moved` [TOKENS, pairs]."""
+    """Turns HEADS heads from `first` on of flat, which begins where their kind does, into x, or back.
+
+    With `turned`, what the forward made of them, adds the gradient of the angle to `moved` [TOKENS, pairs]. With
+    `weight` [K], norms every head before it is turned; the backward then reads what the forward did from `raw`, laid
+    out as flat, and writes the gradient of the weight to `dweight` [K].
+    """
     col = tl.arange(0, 2 * moved.shape[1])
     mask = inside[:, None] & (col < K)[None, :]
+    w = tl.full([2 * moved.shape[1]], 1.0, tl.float32)
+    total = tl.zeros([2 * moved.shape[1]], tl.float32)
+    if weight is not None:
+        w = tl.load(weight + col, mask=col < K, other=0.0).to(tl.float32)
+    of_raw = token[:, None] * raw_st + col[None, :]
     of_flat = token[:, None] * flat_st + col[None, :]
     of_x = token[:, None] * x_st + col[None, :]
     of_turned = token[:, None] * turned_st + col[None, :]
@@ -64,24 +75,38 @@ def _turn(
         source, target = flat + h * K + of_flat, x + h * x_sh + of_x
         if BACKWARD:
             source, target = target, source
-        a, b = _pairs(tl.load(source, mask=mask, other=0.0))
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        if weight is not None and not BACKWARD:
+            value = value * (1.0 / tl.sqrt(tl.sum(value * value, 1) / K + eps))[:, None] * w[None, :]
+        a, b = _pairs(value)
         y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), mask.shape)
+        if weight is not None and BACKWARD:
+            before = tl.load(raw + h * K + of_raw, mask=mask, other=0.0).to(tl.float32)
+            scale = (1.0 / tl.sqrt(tl.sum(before * before, 1) / K + eps))[:, None]
+            normed = before * scale
+            total += tl.sum(y * normed, 0)
+            y = y * w[None, :]
+            y = (y - normed * (tl.sum(y * normed, 1) / K)[:, None]) * scale
         tl.store(target, y.to(target.dtype.element_ty), mask=mask)
         if turned is not None:  # a small angle more moves the turned pair (c, d) by that times (-d, c)
             c, d = _pairs(tl.load(turned + h * K + of_turned, mask=mask, other=0.0))
             moved += c * b - d * a
+    if weight is not None and BACKWARD:
+        tl.store(dweight + col, total, mask=col < K)
     return moved
 
 
 @triton.jit(do_not_specialize=["T"])
 def turn_heads(
     flat, flat_sb, flat_st, q, q_sb, q_st, q_sh, k, k_sb, k_st, k_sh, v, v_sb, v_st, v_sh, positions, c_sb, c_st, c_sg,
-    frequencies, turned_q, turned_k, dpositions, T, H, G,
+    frequencies, turned_q, turned_k, dpositions, raw, raw_sb, raw_st, weight_q, weight_k, dweights, eps, T, H, G,
     K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """From flat [B, T, H K + G K + G V] to q and k, turned, and v; for BACKWARD the gradient of the first from theirs.
-    With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T].
+    With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T]. With weight_q and weight_k
+    [K] queries and keys are normed first; the backward reads raw, the forward's flat, and writes dweights
+    [programs, 2, K], the part of each program in the gradients of both weights.
 
     A program has TOKENS tokens, and QUERIES query and KEYS key/value heads that share positions; SPLITS programs have
     the same positions. WIDTH and COLUMNS are the powers of two that hold K and V.
@@ -103,21 +128,27 @@ def turn_heads(
         sin = -sin
 
     flat += n * flat_sb + start * flat_st
+    if raw is not None:
+        raw += n * raw_sb + start * raw_st
+        dweights += (tl.program_id(0) * tl.num_programs(1) + part) * 2 * K
     q += n * q_sb + start * q_st
     moved = tl.zeros([TOKENS, WIDTH // 2], tl.float32)
     if turned_q is not None:
         turned_q += (n * T + start) * (H * K)
         turned_k += (n * T + start) * (G * K)
     moved = _turn(
-        flat, flat_st, q, q_st, q_sh, turned_q, H * K, cos, sin, moved, part * QUERIES, token, inside,
-        QUERIES, K, BACKWARD,
+        flat, flat_st, q, q_st, q_sh, turned_q, H * K, raw, raw_st, weight_q, dweights, eps,
+        cos, sin, moved, part * QUERIES, token, inside, QUERIES, K, BACKWARD,
     )  # fmt: skip
     if KEYS > 0:
         flat += H * K
+        if raw is not None:
+            raw += H * K
+            dweights += K
         k += n * k_sb + start * k_st
         moved = _turn(
-            flat, flat_st, k, k_st, k_sh, turned_k, G * K, cos, sin, moved, part * KEYS, token, inside,
-            KEYS, K, BACKWARD,
+            flat, flat_st, k, k_st, k_sh, turned_k, G * K, raw, raw_st, weight_k, dweights, eps,
+            cos, sin, moved, part * KEYS, token, inside, KEYS, K, BACKWARD,
         )  # fmt: skip
         flat += G * K
         v += n * v_sb + start * v_st
@@ -137,21 +168,33 @@ def turn_heads(
 
 @torch.library.custom_op("sympow::rotate_heads", mutates_args=())
 def rotate_heads(
-    qkv: Tensor, positions: Tensor, frequencies: Tensor, heads: int, kv_heads: int
+    qkv: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    heads: int,
+    kv_heads: int,
+    weight_q: Tensor | None = None,
+    weight_k: Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V]. With G = 0
-    there are queries alone.
+    """Returns q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V].
 
-    qkv is bfloat16, float16 or float32; positions are float64 [1 or B, T, groups], groups dividing H and G; frequencies
-    are float64 [K/2].
+    Args:
+        qkv: bfloat16, float16 or float32. With G = 0 there are queries alone.
+        positions: float64 [1 or B, T, groups], groups dividing H and G.
+        frequencies: float64 [K/2].
+        heads, kv_heads: H and G.
+        weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.
+        eps: what the norm adds to the mean square.
     """
     q, k, v = _parts(qkv, frequencies, heads, kv_heads)
-    _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies)
+    norm = (None, weight_q, weight_k, None, eps)
+    _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies, norm)
     return q, k, v
 
 
 @rotate_heads.register_fake
-def _(qkv, positions, frequencies, heads, kv_heads):
+def _(qkv, positions, frequencies, heads, kv_heads, weight_q=None, weight_k=None, eps=0.0):
     return _parts(qkv, frequencies, heads, kv_heads)
 
 
@@ -164,18 +207,30 @@ def rotate_heads_backward(
     turned_k: Tensor | None,
     positions: Tensor,
     frequencies: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """dqkv, and with the turned q and k dpositions, float64 [B, groups, T], else empty."""
+    qkv: Tensor | None = None,
+    weight_q: Tensor | None = None,
+    weight_k: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dqkv, dpositions and the weights' gradients.
+
+    dpositions is float64 [B, groups, T] with the turned q and k, else empty. The weights' gradients are float32 [2, K]
+    with qkv and the weights, else empty.
+    """
     dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
     dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
     turned_q, turned_k = (None if x is None else x.contiguous() for x in (turned_q, turned_k))
-    _launch(dqkv, dq, dk, dv, positions, frequencies, turned_q, turned_k, dpositions, backward=True)
-    return dqkv, dpositions
+    raw = None if qkv is None else (qkv if qkv.stride(2) == 1 else qkv.contiguous())
+    parts = _weight_parts(dq, dk, dv, raw, turned_q, positions)
+    norm = (raw, weight_q, weight_k, parts, eps)
+    _launch(dqkv, dq, dk, dv, positions, frequencies, norm, turned_q, turned_k, dpositions, backward=True)
+    return dqkv, dpositions, parts.sum(0)
 
 
 @rotate_heads_backward.register_fake
-def _(dq, dk, dv, turned_q, turned_k, positions, frequencies):
-    return _gradients(dq, dk, dv, turned_q, positions)
+def _(dq, dk, dv, turned_q, turned_k, positions, frequencies, qkv=None, weight_q=None, weight_k=None, eps=0.0):
+    weights = dq.new_empty((0,) if qkv is None else (2, dq.shape[3]), dtype=torch.float32)
+    return *_gradients(dq, dk, dv, turned_q, positions), weights
 
 
 def _parts(qkv: Tensor, frequencies: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,6 +250,28 @@ def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positi
     return dq.new_empty(batch, time, width), positions.new_empty(batch, groups, time)
 
 
+def _weight_parts(
+    dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor | None, turned: Tensor | None, positions: Tensor
+) -> Tensor:
+    """The part of every program in the gradients of the weights, not filled; of no norm an empty tensor."""
+    if raw is None:
+        return dq.new_empty(1, 0, dtype=torch.float32)
+    blocks, programs, _ = _grid(dq, dk, dv, turned, positions)
+    return dq.new_empty(blocks * programs, 2, dq.shape[3], dtype=torch.float32)
+
+
+def _grid(q: Tensor, k: Tensor, v: Tensor, turned: Tensor | None, positions: Tensor) -> tuple[int, int, int]:
+    """Blocks of tokens of all rows, programs for each, and the tokens of a block."""
+    (batch, time, heads, key_dim), (kv_heads, value_dim) = q.shape, v.shape[2:]
+    groups = positions.shape[2]
+    shared = gcd(heads // groups, kv_heads // groups)
+    most = shared if turned is not None else SHARING  # one program has all there is of a position's gradient
+    splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
+    width = max(config.next_power_of_2(key_dim), config.next_power_of_2(value_dim))
+    tokens = max(1, TILE // width)
+    return batch * config.ceil_div(time, tokens), groups * splits, tokens
+
+
 def _launch(
     flat: Tensor,
     q: Tensor,
@@ -202,45 +279,54 @@ def _launch(
     v: Tensor,
     positions: Tensor,
     frequencies: Tensor,
+    norm: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float],
     turned_q: Tensor | None = None,
     turned_k: Tensor | None = None,
     dpositions: Tensor | None = None,
     *,
     backward: bool = False,
 ) -> None:
+    """Runs the kernel. norm: what it read in the forward, weights of queries and keys, their gradients, eps."""
     (batch, time, heads, key_dim), (kv_heads, value_dim) = q.shape, v.shape[2:]
     if not q.numel():
         return
-    groups = positions.shape[2]
-    shared = gcd(heads // groups, kv_heads // groups)
-    most = shared if turned_q is not None else SHARING  # one program has all there is of a position's gradient
-    splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
-    programs = groups * splits  # for a block of tokens
-    width, columns = config.next_power_of_2(key_dim), config.next_power_of_2(value_dim)
-    tokens = max(1, TILE // max(width, columns))
+    blocks, programs, tokens = _grid(q, k, v, turned_q, positions)
+    raw, weight_q, weight_k, dweights, eps = norm
     positions = positions.expand(batch, -1, -1)
     strided = (y for x in (q, k, v, positions) for y in (x, *x.stride()[:3]))
     with torch.cuda.device_of(flat):
-        turn_heads[(batch * config.ceil_div(time, tokens), programs)](
+        turn_heads[(blocks, programs)](
             flat, flat.stride(0), flat.stride(1), *strided, frequencies.contiguous(), turned_q, turned_k, dpositions,
-            time, heads, kv_heads, K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
-            SPLITS=splits, TOKENS=tokens, WIDTH=width, COLUMNS=columns, BACKWARD=backward, num_warps=WARPS,
+            raw, *((0, 0) if raw is None else raw.stride()[:2]), weight_q, weight_k,
+            None if raw is None else dweights, eps, time, heads, kv_heads,
+            K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
+            SPLITS=programs // positions.shape[2], TOKENS=tokens, WIDTH=config.next_power_of_2(key_dim),
+            COLUMNS=config.next_power_of_2(value_dim), BACKWARD=backward, num_warps=WARPS,
         )  # fmt: skip
 
 
 def _setup(ctx, inputs, output):
-    _, positions, frequencies, _, _ = inputs
-    # Not qkv, which nothing else holds: of what is turned the attention has to keep the result.
+    qkv, positions, frequencies, _, _, weight_q, weight_k, ctx.eps = inputs
+    # Without a norm not qkv, which nothing else holds: of what is turned the attention has to keep the result.
     turned = output[:2] if ctx.needs_input_grad[1] else (None, None)
-    ctx.save_for_backward(positions, frequencies, *turned)
+    normed = (None, None, None) if weight_q is None else (qkv, weight_q, weight_k)
+    ctx.save_for_backward(positions, frequencies, *turned, *normed)
 
 
 def _backward(ctx, dq, dk, dv):
-    positions, frequencies, *turned = ctx.saved_tensors
-    dqkv, dpositions = rotate_heads_backward(dq, dk, dv, *turned, positions, frequencies)
-    if not ctx.needs_input_grad[1]:
-        return dqkv, None, None, None, None
-    return dqkv, dpositions.transpose(1, 2).sum_to_size(positions.shape), None, None, None
+    positions, frequencies, *turned_and_normed = ctx.saved_tensors
+    turned, normed = turned_and_normed[:2], turned_and_normed[2:]
+    dqkv, dpositions, dweights = rotate_heads_backward(
+        dq, dk, dv, *turned, positions, frequencies, *normed, ctx.eps
+    )
+    if ctx.needs_input_grad[1]:
+        dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape)
+    else:
+        dpositions = None
+    of_weights = (None, None)
+    if normed[0] is not None:
+        of_weights = (dweights[0].to(normed[1].dtype), dweights[1].to(normed[2].dtype))
+    return dqkv, dpositions, None, None, None, *of_weights, None
 
 
 rotate_heads.register_autograd(_backward, setup_context=_setup)

@@ -22,6 +22,7 @@ from sympow.ops.triton import rotate as kernel
 
 GPU = DEVICE == "cuda"
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+NORM_EPS = 1e-3  # large enough to be seen where it is left out
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 
 
@@ -63,17 +64,25 @@ def make(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
     return qkv, positions, rotary_frequencies(s.K, device=DEVICE), grads
 
 
-def results(call, qkv, positions, frequencies, grads, *heads):
-    """q, k, v, dqkv and dpositions."""
+def results(call, qkv, positions, frequencies, grads, *heads, norms=()):
+    """q, k, v, dqkv, dpositions, and the gradients of the weights of norms."""
     outs = call(qkv, positions, frequencies, *heads)
-    return [*(x.detach() for x in outs), *torch.autograd.grad(outs, (qkv, positions), grads)]
+    return [*(x.detach() for x in outs), *torch.autograd.grad(outs, (qkv, positions, *norms), grads)]
 
 
-def in_torch(qkv, positions, frequencies, grads, shape, dtype):
+def in_torch(qkv, positions, frequencies, grads, shape, dtype, norms=None):
     """`results` of the torch path, which a CPU takes, in `dtype`."""
     qkv, positions, *grads = (x.detach().to("cpu") for x in (qkv, positions, *grads))
     leaves = qkv.to(dtype).requires_grad_(), positions.requires_grad_()
-    return results(rotate_heads, *leaves, frequencies.cpu(), [x.to(dtype) for x in grads], shape.H, shape.G)
+    grads = [x.to(dtype) for x in grads]
+    if norms is None:
+        return results(rotate_heads, *leaves, frequencies.cpu(), grads, shape.H, shape.G)
+    norms = tuple(x.detach().cpu().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in norms)
+
+    def call(*arguments):
+        return rotate_heads(*arguments, norms, NORM_EPS)
+
+    return results(call, *leaves, frequencies.cpu(), grads, shape.H, shape.G, norms=norms)
 
 
 def moved_terms(exact, grads, positions, frequencies):
@@ -99,6 +108,31 @@ def test_contract(name, dtype):
     terms = moved_terms(exact, inputs[3], inputs[1], inputs[2])
     assert actual[4].dtype == torch.float64
     assert (actual[4].cpu() - exact[4]).norm() <= (half_ulp + 2 * EPS32) * terms.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_norms_before_the_rotation(name, dtype):
+    """The norm of [K] rows and its gradients, of rows of different sizes."""
+    shape = SHAPES[name]
+    inputs = make(shape, dtype)
+    with torch.no_grad():
+        inputs[0].mul_(normal(shape.B, shape.T, 1, seed=3).exp().to(inputs[0]))
+    norms = tuple((1 + 0.3 * normal(shape.K, seed=seed)).float().to(DEVICE).requires_grad_() for seed in (4, 5))
+
+    def call(*arguments):
+        return kernel.rotate_heads(*arguments, *norms, NORM_EPS)
+
+    actual = results(call, *inputs, shape.H, shape.G, norms=norms)
+    exact, peer = (in_torch(*inputs, shape, x, norms) for x in (torch.float64, dtype))
+    half_ulp = torch.finfo(dtype).eps / 2
+    parts = ("q", "k", "v", "dqkv", "dpositions", "dweight_q", "dweight_k")
+    for part, a, e, p in zip(parts, actual, exact, peer, strict=True):
+        if part == "dpositions":
+            continue  # its terms cancel; `test_contract` has its bound, and the norm does not change how it is formed
+        assert a.shape == e.shape and a.dtype == (torch.float32 if part.startswith("dweight") else dtype)
+        assert (a.cpu().double() - e).norm() <= 2 * (p.double() - e).norm() + half_ulp * e.norm(), part
+    assert torch.isfinite(actual[4]).all()
 
 
 def test_without_a_gradient_of_positions_nothing_is_kept():
@@ -151,8 +185,12 @@ def test_operators(grad):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(kernel.rotate_heads, arguments, test_utils=checks)
     turned = [x.detach() for x in kernel.rotate_heads(*arguments)[:2]] if grad else (None, None)
+    weights = [torch.ones(shape.K, device=DEVICE, requires_grad=True) for _ in range(2)]
+    torch.library.opcheck(kernel.rotate_heads, (*arguments, *weights, NORM_EPS), test_utils=checks)
     arguments = (*grads, *turned, positions.detach(), frequencies)
-    torch.library.opcheck(kernel.rotate_heads_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    for normed in ((), (qkv.detach(), *(x.detach() for x in weights), NORM_EPS)):
+        backward = (*arguments, *normed)
+        torch.library.opcheck(kernel.rotate_heads_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 LAYERS = {
@@ -247,6 +285,6 @@ def test_more_elements_than_int32_counts():
     outs = kernel.rotate_heads(qkv, positions, frequencies, 16, 16)
     alone = kernel.rotate_heads(qkv[-1:], positions, frequencies, 16, 16)
     assert all(torch.equal(a[-1:], b) for a, b in zip(outs, alone, strict=True))
-    back, _ = kernel.rotate_heads_backward(*outs, None, None, positions, frequencies)
-    expected, _ = kernel.rotate_heads_backward(*alone, None, None, positions, frequencies)
+    back, *_ = kernel.rotate_heads_backward(*outs, None, None, positions, frequencies)
+    expected, *_ = kernel.rotate_heads_backward(*alone, None, None, positions, frequencies)
     assert torch.equal(back[-1:], expected)
