@@ -20,9 +20,7 @@ from benchmarks.measure import commit, options, processor, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 
-PLAIN = {
-    "short_convolution": 0, "qk_norm": False, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0,
-}  # fmt: skip
+PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 MIXERS = {
     "power": MixerConfig("power"),
     "power, no block": MixerConfig("power", PLAIN),

@@ -39,9 +39,7 @@ MIXERS = {
     "softmax-block": MixerConfig("softmax", BLOCK),
     "power": MixerConfig("power"),
     "power-fixed": MixerConfig("power", {"rotation": "fixed"}),
-    "power-plain": MixerConfig(
-        "power", {"short_convolution": 0, "qk_norm": False, "head_norm": False, "output_gate": False}
-    ),
+    "power-plain": MixerConfig("power", {"short_convolution": 0, "head_norm": False, "output_gate": False}),
 }
 MODES = {
     "eager": ExecutionConfig(),

@@ -55,7 +55,6 @@ LABELS = {
     "power_no_bias": "no biases in projections",
     "power_unnormalized": "not normalized",
     "power_no_convolution": "no short convolution",
-    "power_no_qk_norm": "no norm of queries and keys",
     "power_no_head_norm": "no norm of heads",
     "power_no_output_gate": "no output gate",
     "body_power": "power in the RWKV-7 body",

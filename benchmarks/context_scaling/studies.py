@@ -20,8 +20,7 @@ CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p
              "published_p4_gated", "conformal_p4")  # fmt: skip
 ABLATIONS = ("power_eps", "power_score", "power_gate_bias_0", "power_gate_bias_7", "power_frequencies",
              "power_positions", "power_data", "power_turned", "power_warmup", "power_no_bias", "power_unnormalized",
-             "power_no_convolution", "power_no_qk_norm", "power_no_head_norm", "power_no_output_gate",
-             "power_plain")  # fmt: skip
+             "power_no_convolution", "power_no_head_norm", "power_no_output_gate", "power_plain")  # fmt: skip
 BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 

@@ -41,9 +41,9 @@ class PowerAttentionState(MixerState):
 class PowerAttention(AttentionMixer):
     """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
 
-    By default it stands in the block of `AttentionMixer`: behind a short convolution of 4 taps, with a norm of queries
-    and keys, a norm of every head's output and a gate on it, and a rotation of a quarter of the channels. Without these
-    it hardly learns to use its context: docs/decisions/0007-block.md.
+    By default it stands in the block of `AttentionMixer`: behind a short convolution of 4 taps, with a norm of every
+    head's output and a gate on it, and a quarter of the channels of queries and keys turns. Without these it hardly
+    learns to use its context: docs/decisions/0007-block.md.
 
     Args:
         p: the power; the state has spow_dim(K, p) rows of V values a key/value head.
@@ -65,8 +65,8 @@ class PowerAttention(AttentionMixer):
         eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
             tokens, or only weak ones, are in sight. 1e-6 is that of the sources.
         chunk_size, impl: as in `sympow.ops.power_attention`.
-        **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, qk_norm, head_norm and
-            output_gate True, rotary_fraction 1/4.
+        **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, head_norm and output_gate
+            True, rotary_fraction 1/4.
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("data", "fixed", "none")
@@ -92,7 +92,6 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("short_convolution", 4)
         heads.setdefault("head_norm", True)
         heads.setdefault("output_gate", True)
-        heads.setdefault("qk_norm", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do

@@ -111,9 +111,8 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
 def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options that mean today what `options` meant in version 0.1, also of a mixer behind a convolution.
 
-    There power attention had no short convolution, no output gate, and a norm of queries and keys only where it was
-    asked for. It had a norm of every head's output only where it did not divide by the sum of the weights, and a
-    rotation of all channels, by data-dependent positions.
+    There power attention had no short convolution and no output gate, a norm of every head's output only where it did
+    not divide by the sum of the weights, and a rotation of all channels, by data-dependent positions.
     """
     behind = options.get("mixer")
     if name == "short_convolution" and behind is not None:
@@ -123,5 +122,5 @@ def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     divides = options.get("normalize")
     divides = options.get("p", 2) % 2 == 0 if divides is None else divides
     rotation = {"rotation": options.get("rotation", "data"), "rotary_fraction": 1.0}
-    norms = {"qk_norm": options.get("qk_norm", False), "head_norm": not divides, "normalize": divides}
-    return dict(options) | rotation | norms | {"short_convolution": 0, "output_gate": False}
+    then = rotation | {"short_convolution": 0, "head_norm": not divides, "output_gate": False, "normalize": divides}
+    return dict(options) | then

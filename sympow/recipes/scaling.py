@@ -6,7 +6,6 @@ with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` run
 
 All stand in the body of Llama. "The block" is a short convolution before the mixer, a norm of every head's output, a
 gate on it, and a rotation of a quarter of the channels. Variants have it unless they are called plain or published.
-Power attention has a norm of queries and keys besides.
 "Published" variants have none of the project's defaults either: eps = 1e-6, scores that start at 0, and where there is
 a gate, biases of 0 [CST].
 """
@@ -24,9 +23,7 @@ VOCAB_SIZE = 16_384
 LONGEST = 65_536  # tokens of a document
 
 BLOCK: dict[str, Any] = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
-PLAIN: dict[str, Any] = {
-    "short_convolution": 0, "qk_norm": False, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0,
-}  # fmt: skip
+PLAIN: dict[str, Any] = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 PUBLISHED: dict[str, Any] = PLAIN | {"eps": 1e-6, "initial_score": 0.0}
 UNGATED: dict[str, Any] = {"gate": False, "rotation": "fixed"}
 GATED: dict[str, Any] = {"gate_bias": (0.0, 0.0), "rotation": "fixed"}
@@ -225,11 +222,6 @@ def power_unnormalized() -> RunConfig:
 def power_no_convolution() -> RunConfig:
     """Returns `power` without the short convolution."""
     return _power("power_no_convolution", short_convolution=0)
-
-
-def power_no_qk_norm() -> RunConfig:
-    """Returns `power` without the norm of queries and keys."""
-    return _power("power_no_qk_norm", qk_norm=False)
 
 
 def power_no_head_norm() -> RunConfig:
