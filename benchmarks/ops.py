@@ -7,6 +7,7 @@ quadratic form. A call that errs by more than a bound derived from its dtype sto
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -222,7 +223,13 @@ def main() -> None:
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}, with commas; default sdpa on the CPU, cudnn on a GPU")
     parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw --plot from the rows of --json")
     args = parser.parse_args()
+    if args.draw:
+        if not args.plot:
+            parser.error("--draw needs --plot, the file to write")
+        plot(json.loads(args.json.read_text()), args.plot)
+        return
     peers = (args.peers or {"cpu": "sdpa", "cuda": "cudnn"}[args.device]).split(",")
     unknown = [name for name in peers if name not in PEERS]
     if unknown:
@@ -263,8 +270,13 @@ def plot(rows: list[dict], path: Path) -> None:
             lines.setdefault(row["peer"], {})[row["T"]] = row["B"] * row["T"] / row["peer_ms"] * 1e3
         for name, points in lines.items():
             color = colors.setdefault(name, f"C{len(colors)}")
-            axis.loglog(list(points), list(points.values()), marker="o", base=2, label=name, color=color)
-        axis.set(title=mode, xlabel="context, tokens", ylabel="tokens a second" if axis is axes[0] else "")
+            axis.loglog(list(points), list(points.values()), marker="o", label=name, color=color)
+        title = {"forward": "forward", "forward+backward": "forward and backward"}[mode]
+        axis.set(title=title, xlabel="tokens of context", ylabel="tokens a second" if axis is axes[0] else "")
+        times = sorted({row["T"] for row in some})
+        axis.set_xticks(times, [f"{time:,}" for time in times])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} million")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.suptitle(f"{rows[0]['processor']}, K = V = {key_dim}, H {rows[0]['H']}, gated, {rows[0]['dtype']}")

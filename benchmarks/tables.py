@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs from committed results: `python -m benchmarks.tables`; `--check` only compares.
+"""Writes the tables of docs from committed results: `python -m benchmarks.tables`; `--check` only compares.
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, NAME a file of benchmarks/results.
 """
@@ -17,7 +17,7 @@ from sympow.recall.results import chosen, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("kernels.md", "mqar.md", "results/training.md"))]
+PAGES = [ROOT / "docs" / name for name in ("kernels.md", "mqar.md", "results/speed.md", "results/training.md")]
 
 
 def ops_table(rows: list[dict]) -> str:
