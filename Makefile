@@ -1,12 +1,13 @@
 # make demo   train two small models, draw their in-context-learning curves, generate text
 # make test   everything CI checks: lint, types, tests
 # make lint   lint and types only
+# make docs   the documentation site, in site/
 # make PYTHON=python3.12 test   another interpreter (the first time: .venv remembers it)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -18,6 +19,9 @@ test: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict --site-dir site
 
 $(INSTALLED): pyproject.toml constraints.txt scripts/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

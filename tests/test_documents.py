@@ -1,7 +1,10 @@
 """What README and docs say can be done: links lead somewhere, and the README's Python runs."""
 
+import importlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,33 @@ def test_python_of_the_readme_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert os.listdir(tmp_path) in ([], ["hf"])
+
+
+@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/guides/choosing.md"])
+def test_python_of_a_guide_runs_from_top_to_bottom(page):
+    names = {"__name__": "guide"}
+    for block in python_of(page):
+        exec(compile(block, page, "exec"), names)
+
+
+def test_every_public_name_has_its_place_in_the_api():
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    missing = []
+    for package in ("", ".ops", ".layers", ".models", ".data", ".training", ".evaluation", ".recall"):
+        module = importlib.import_module(f"sympow{package}")
+        for name in module.__all__:
+            if callable(getattr(module, name)) and not re.search(rf"^::: sympow\S*\.{name}$", pages, re.M):
+                missing.append(f"sympow{package}.{name}")
+    assert not missing
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs")
+    pytest.importorskip("mkdocstrings", reason="needs mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "api" / "ops" / "index.html").is_file()
 
 
 def test_the_readme_is_short():
