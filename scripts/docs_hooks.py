@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml).
 
-Pages in docs/ link to files outside of it, as a reader of the repository wants them. The site does not hold these files:
-a link to one becomes its path in code type, and a picture outside is copied into the site.
+Pages in docs/ link to files outside of it, as a reader of the repository wants them. The site does not hold these
+files: a link to one becomes its path in code type, and a picture outside is copied into the site.
 """
 
 from __future__ import annotations
