@@ -17,7 +17,7 @@ from sympow.recall.results import chosen, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / name for name in ("kernels.md", "mqar.md", "results/speed.md", "results/training.md")]
+PAGES = [ROOT / "docs" / name for name in ("mqar.md", "results/chunks.md", "results/speed.md", "results/training.md")]
 
 
 def ops_table(rows: list[dict]) -> str:
