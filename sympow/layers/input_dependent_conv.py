@@ -139,8 +139,11 @@ class AutocorrelationConv(_InputDependentConv):
         if self.query is None or self.key is None:
             lags = self._largest(cross_correlation(x, x))
             return causal_convolution(x, torch.zeros_like(x[..., 0]).scatter_(1, lags, 1)[..., None])
-        asks = (tokens[0] != self.filler)[..., None] if tokens else torch.ones_like(x[..., :1])
-        q, k = self.query(x) * asks, pad((self.key(x) * asks)[:, :-1], (0, 0, 1, 0))
+        q, k = self.query(x), self.key(x)
+        if self.filler is not None:
+            asks = tokens[0].ne(self.filler)[..., None]
+            q, k = q * asks, k * asks
+        k = pad(k[:, :-1], (0, 0, 1, 0))
         lags = self._largest(cross_correlation(q, k))[:, None].expand(-1, x.shape[1], -1)
         scores = (q[:, :, None] * at_lags(k, lags)).sum(-1) * self.d_model**-0.5
         seen = lags <= torch.arange(x.shape[1], device=x.device)[:, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sympow.layers.base_conv import BaseConv
@@ -26,7 +28,7 @@ def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
         inward[:d] = mixer.projections.weight.T
         short = convolution(rows, mixer.short.weight.T.flip(0).double())
         if mixer.short.bias is not None:
-            short = Layer(short.weight, short.gate_bias, short.kernel, short.bias + mixer.short.bias)
+            short = replace(short, bias=short.bias + mixer.short.bias)
         outward[d : 2 * d, :d] = mixer.out.weight.T
         bias = torch.zeros(3 * d, dtype=torch.float64)
         bias[:d] = mixer.out.bias
