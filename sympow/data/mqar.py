@@ -22,7 +22,7 @@ with probability proportional to s**(alpha - 1), without replacement; alpha = 1 
 Rows differ from those of the published code on purpose:
 
 - The keys are dealt to the drawn slots at random. There they take the slots in the order in which these are drawn, in
-  which near slots tend to come first: the first keys of the context are asked for nearest to it.
+  which near slots tend to come first: the first keys of the context are asked for nearest to it. `deal="drawn"` does so.
 - alpha is 0.1, as in the paper; there 0.01.
 - Filler is 0, or with filler="random" tokens that are neither 0 nor a key or value of the row. There it is random by
   default, from the whole vocabulary: a key of the row may stand where nothing is asked.
@@ -44,6 +44,7 @@ from sympow.data.batches import IGNORED
 
 KINDS = ("mqar", "forgetting", "compositional")
 FILLERS = ("zero", "random")
+DEALS = ("random", "drawn")
 
 # Elements worked on at once, of rows and of the table of random filler: a few megabytes beside the result.
 _BLOCK, _TABLE = 1 << 18, 1 << 19
@@ -65,6 +66,8 @@ class RecallTask:
         alpha: of the power law of distances; the published runs have 0.1, the published code 0.01.
         filler: what stands elsewhere: "zero", or "random" tokens that are no 0 and neither key nor value of the row.
         updates: of "forgetting", 1 to D; 0 for the others.
+        deal: which key takes which of the drawn slots: "random", or "drawn", in the order in which slots are drawn, as
+            in the published code.
 
     Raises TypeError and ValueError in one line for what cannot be drawn.
     """
@@ -76,9 +79,10 @@ class RecallTask:
     alpha: float = 0.1
     filler: str = "zero"
     updates: int = 0
+    deal: str = "random"
 
     def __post_init__(self) -> None:
-        for name, choices in (("kind", KINDS), ("filler", FILLERS)):
+        for name, choices in (("kind", KINDS), ("filler", FILLERS), ("deal", DEALS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         for name, least in (("length", 2), ("pairs", 1), ("vocab_size", 2), ("updates", 0)):
@@ -234,14 +238,16 @@ def _compose(
 
 
 def _draw_slots(rng: np.random.Generator, n: int, task: RecallTask) -> np.ndarray:
-    """[n, D] different slots, from 0: drawn one after another by the power law, then given to the keys at random.
+    """[n, D] different slots, from 0: drawn one after another by the power law, then given to the keys as `deal` says.
 
-    The slots whose exponential clocks, of rates s**(alpha - 1), ring first are such a draw without replacement
-    (Efraimidis and Spirakis, 2006). Given out in that order early keys would stand near.
+    The slots whose exponential clocks, of rates s**(alpha - 1), ring first are such a draw without replacement, in the
+    order in which they ring (Efraimidis and Spirakis, 2006). Given out in that order early keys stand near.
     """
     clocks = rng.standard_exponential((n, task.slots))
     clocks *= np.arange(1, task.slots + 1, dtype=np.float64) ** (1 - task.alpha)
     first = np.argpartition(clocks, task.pairs - 1, axis=1)[:, : task.pairs]
+    if task.deal == "drawn":
+        return np.take_along_axis(first, np.take_along_axis(clocks, first, 1).argsort(1), 1)
     return rng.permuted(first, axis=1)
 
 

@@ -17,14 +17,28 @@ class BaseConv(Mixer):
 
     Args:
         max_length: taps of the filter; what lies further back is not seen.
-        filter: "implicit", computed from the position of a tap by a network, or "explicit", a weight a tap. The paper's
-            models alternate a long implicit filter and an explicit one of 3 taps.
-        order: width of the implicit filter's network.
+        filter: "implicit", computed from the position of a tap by Hyena's network, "relu", by that of the paper's
+            Listing 2, or "explicit", a weight a tap. The paper's models alternate a long implicit filter and an
+            explicit one of 3 taps.
+        order: width of the network of an implicit filter.
+        bands: frequencies of its positional features.
+        residual: add x to y within the mixer, as the paper's Listings 1 and 2 do.
     """
 
-    def __init__(self, d_model: int, n_heads: int, *, max_length: int, filter: str = "implicit", order: int = 64):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        max_length: int,
+        filter: str = "implicit",
+        order: int = 64,
+        bands: int = 16,
+        residual: bool = False,
+    ):
         super().__init__(d_model, n_heads)
-        self.filter = make_filter(filter, d_model, max_length, order)
+        self.filter = make_filter(filter, d_model, max_length, order, bands)
+        self.residual = residual
         self.projection = nn.Linear(d_model, d_model)
         self.bias = nn.Parameter(torch.empty(d_model))
         self.reset_parameters()
@@ -51,4 +65,5 @@ class BaseConv(Mixer):
         return self.filter.state_size(context)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:
-        return self.projection(x) * (convolved + self.bias)
+        y = self.projection(x) * (convolved + self.bias)
+        return y + x if self.residual else y

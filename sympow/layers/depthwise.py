@@ -22,18 +22,19 @@ class DepthwiseConvolution(nn.Module):
         channels: C.
         width: k, the tokens seen, the token itself included.
         identity: start near the identity: 1 is added to the token's own weight, and the bias is 0.
+        bias: whether there is b; else it is 0.
 
     `weight` is [C, k], the token's own weight last, and is drawn as torch's convolutions are: uniform within
     1 / sqrt(k), the bias [C] too.
     """
 
-    def __init__(self, channels: int, width: int, *, identity: bool = False):
+    def __init__(self, channels: int, width: int, *, identity: bool = False, bias: bool = True):
         super().__init__()
         if not isinstance(width, int) or isinstance(width, bool) or width < 1:
             raise ValueError(f"width must be an integer of at least 1; got {width!r}")
         self.width, self.identity = width, identity
         self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -41,6 +42,9 @@ class DepthwiseConvolution(nn.Module):
         draw_uniform(self.weight, -bound, bound, generator)
         if self.identity:
             self.weight[:, -1] += 1
+        if self.bias is None:
+            return
+        if self.identity:
             self.bias.zero_()
         else:
             draw_uniform(self.bias, -bound, bound, generator)
@@ -53,7 +57,7 @@ class DepthwiseConvolution(nn.Module):
         With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
         """
         past = None if context_group is None else previous_tokens(x, self.width - 1, context_group)
-        return short_convolution(x, self.weight, self.bias, past=past, cu_seqlens=cu_seqlens)
+        return short_convolution(x, self.weight, self._offset(), past=past, cu_seqlens=cu_seqlens)
 
     def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
         """Returns the k - 1 inputs before the first token, zeros [B, k - 1, C]."""
@@ -66,10 +70,13 @@ class DepthwiseConvolution(nn.Module):
         seen = torch.cat([past.to(x.dtype), x], dim=1)
         if x.shape[1] == 1 and not torch.is_autocast_enabled(x.device.type):
             # A sum of k rows: calling a convolution takes longer than computing it.
-            y = ((seen * self.weight.T).sum(1, keepdim=True) + self.bias).to(x.dtype)
+            y = ((seen * self.weight.T).sum(1, keepdim=True) + self._offset()).to(x.dtype)
         else:
-            y = short_convolution(x, self.weight, self.bias, past=past)
+            y = short_convolution(x, self.weight, self._offset(), past=past)
         return y, seen[:, seen.shape[1] - past.shape[1] :].to(past.dtype, copy=True)  # a view would hold all inputs
+
+    def _offset(self) -> Tensor:
+        return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def state_size(self) -> int:
         return self.weight.shape[0] * (self.width - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log, pi, sqrt
+from math import inf, log, pi, sqrt
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,7 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.convolution import causal_convolution
 
-_BANDS = 16  # frequencies of the positional features, besides time itself
-_FAST, _SLOW, _TARGET = 0.3, 1.5, 1e-2  # a channel's taps fall to _TARGET within _FAST to _SLOW of the filter
+_TARGET = 1e-2  # a channel's taps fall to it within the shares of the filter that `decays` gives
 
 
 class LongFilter(nn.Module, ABC):
@@ -77,25 +76,65 @@ class ExplicitFilter(LongFilter):
         return self.weight[:length]
 
 
-class ImplicitFilter(LongFilter):
-    """A filter that a small network computes from the position of a tap (Poli et al., "Hyena Hierarchy", 2023, 3.3).
+class PositionFilter(LongFilter):
+    """A filter that a small network computes from the position of a tap.
 
-    h_t = MLP(features of t) exp(-decay_c t / max_length), with sines of trained frequency between the layers, the
-    features t / max_length and sines and cosines of 16 frequencies, and decays from slow to fast over the channels;
-    h_0 is added a weight per channel, so that the token itself passes. The layers are drawn as torch's are, that weight
-    from N(0, 1), as in the published code.
+    The features of tap i are i / (max_length - 1), and the cosines and sines of 2 pi f i / max_length for `bands`
+    frequencies f from 1e-4 to bands - 1.
+    """
+
+    def __init__(self, channels: int, max_length: int, order: int, bands: int):
+        super().__init__(channels, max_length)
+        for name, value in (("order", order), ("bands", bands)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        self.order, self.bands = order, bands
+
+    def features(self, length: int, like: Tensor) -> Tensor:
+        """Those of the first min(length, max_length) taps, [taps, 2 bands + 1], in float32 at least: time is first."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        options: dict[str, Any] = {"device": like.device, "dtype": dtype}
+        position = torch.arange(min(length, self.max_length), **options)[:, None]
+        highest = self.bands - 1 if self.bands > 1 else 1e-4
+        angle = 2 * pi / self.max_length * position * torch.linspace(1e-4, highest, self.bands, **options)
+        return torch.cat([position / max(1, self.max_length - 1), angle.cos(), angle.sin()], dim=1)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, max_length={self.max_length}"
+
+
+class ImplicitFilter(PositionFilter):
+    """Hyena's filter: a network with sines between its layers, and a decay (Poli et al., "Hyena Hierarchy", 2023, 3.3).
+
+    h_i = MLP(features of tap i) exp(-decay_c i / (max_length - 1)), with sines of trained frequency between the layers
+    and decays from slow to fast over the channels; h_0 is added a weight per channel, so that the token itself passes.
+    The layers are drawn as torch's are, that weight from N(0, 1), as in the published code.
 
     Args:
         channels: C.
         max_length: taps; what lies further back is not seen.
         order: width of the network.
+        bands: frequencies of the positional features.
+        frequency: w, that of the sines at the start.
+        decays: of the fastest and of the slowest channel, the share of the filter within which its taps fall to 0.01.
     """
 
-    def __init__(self, channels: int, max_length: int, order: int):
-        super().__init__(channels, max_length)
-        if not isinstance(order, int) or order < 1:
-            raise ValueError(f"order must be an integer of at least 1; got {order!r}")
-        widths = [2 * _BANDS + 1, order, order, order]
+    def __init__(
+        self,
+        channels: int,
+        max_length: int,
+        order: int,
+        bands: int = 16,
+        frequency: float = 1.0,
+        decays: Sequence[float] = (0.3, 1.5),
+    ):
+        super().__init__(channels, max_length, order, bands)
+        if not (isinstance(frequency, int | float) and 0 < frequency < inf):
+            raise ValueError(f"frequency must be positive and finite; got {frequency!r}")
+        if len(decays) != 2 or not all(0 < share < inf for share in decays):
+            raise ValueError(f"decays are two positive shares of the filter, fast and slow; got {decays!r}")
+        self.first_frequency, self.decays = float(frequency), tuple(decays)
+        widths = [2 * bands + 1, order, order, order]
         layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.layers = cast(Sequence[nn.Linear], layers)
         self.last = nn.Linear(order, channels, bias=False)
@@ -103,38 +142,62 @@ class ImplicitFilter(LongFilter):
         self.skip = nn.Parameter(torch.empty(channels))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        for layer in (*self.layers, self.last):
-            bound = 1 / sqrt(layer.in_features)
-            for parameter in layer.parameters():
-                draw_uniform(parameter, -bound, bound, generator)
-        nn.init.ones_(self.frequency)
+        _draw_layers((*self.layers, self.last), generator)
+        nn.init.constant_(self.frequency, self.first_frequency)
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, length: int) -> Tensor:
         """As `LongFilter.forward`, in float32 at least: positions need it."""
-        dtype = torch.promote_types(self.skip.dtype, torch.float32)
-        like: dict[str, Any] = {"device": self.skip.device, "dtype": dtype}
-        position = torch.arange(min(length, self.max_length), **like)[:, None]
-        angle = 2 * pi / self.max_length * position * torch.linspace(1e-4, _BANDS - 1, _BANDS, **like)
-        h = torch.cat([position / self.max_length, angle.cos(), angle.sin()], dim=1)
+        h = self.features(length, self.skip)
+        time = h[:, :1]
         for layer in self.layers:
             h = torch.sin(self.frequency * linear_float32(layer, h))
-        decay = torch.linspace(-log(_TARGET) / _SLOW, -log(_TARGET) / _FAST, self.channels, **like)
-        h = linear_float32(self.last, h) * torch.exp(-decay * position / self.max_length)
+        fast, slow = self.decays
+        rate = torch.linspace(-log(_TARGET) / slow, -log(_TARGET) / fast, self.channels, device=h.device, dtype=h.dtype)
+        h = linear_float32(self.last, h) * torch.exp(-rate * time)
         return torch.cat([h[:1] + self.skip, h[1:]])
 
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, max_length={self.max_length}"
+
+class ReluFilter(PositionFilter):
+    """BaseConv's implicit filter W_2 relu(W_1 features + b_1) + b_2 (Arora et al., "Zoology", 2023, Listing 2).
+
+    Args:
+        channels, max_length, order, bands: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+    """
+
+    def __init__(self, channels: int, max_length: int, order: int, bands: int = 16):
+        super().__init__(channels, max_length, order, bands)
+        self.first = nn.Linear(2 * bands + 1, order)
+        self.last = nn.Linear(order, channels)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        _draw_layers((self.first, self.last), generator)
+
+    def forward(self, length: int) -> Tensor:
+        """As `LongFilter.forward`, in float32 at least: positions need it."""
+        hidden = linear_float32(self.first, self.features(length, self.last.weight))
+        return linear_float32(self.last, torch.relu(hidden))
 
 
-FILTERS = ("implicit", "explicit")
+def _draw_layers(layers: Sequence[nn.Linear], generator: torch.Generator | None) -> None:
+    """Draws weights and biases as torch's layers do, within 1 / sqrt(inputs)."""
+    for layer in layers:
+        bound = 1 / sqrt(layer.in_features)
+        for parameter in layer.parameters():
+            draw_uniform(parameter, -bound, bound, generator)
 
 
-def make_filter(kind: str, channels: int, max_length: int, order: int) -> LongFilter:
-    """One of `FILTERS`; `order` is of the implicit one."""
+FILTERS = ("implicit", "relu", "explicit")
+
+
+def make_filter(kind: str, channels: int, max_length: int, order: int, bands: int) -> LongFilter:
+    """One of `FILTERS`; `order` and `bands` are of the first two."""
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
-    return ExplicitFilter(channels, max_length) if kind == "explicit" else ImplicitFilter(channels, max_length, order)
+    if kind == "explicit":
+        return ExplicitFilter(channels, max_length)
+    made = ImplicitFilter if kind == "implicit" else ReluFilter
+    return made(channels, max_length, order, bands)
 
 
 def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:

@@ -26,10 +26,8 @@ class H3(Mixer):
     """y = W_o (q^T SSM_diag(SSM_shift(k) v^T)) in heads (Fu et al., "Hungry Hungry Hippos", 2022, Algorithm 1).
 
     A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs: it is
-    computed as that. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
-
-    The published code differs in two ways: every channel of the diagonal model has an A and a B of its own
-    (`n_ssm=None`), where here all channels share them, and its shift has no bias, where here it has one.
+    computed as that, without a bias. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
+    Every channel of the diagonal model has an A and a B of its own, as in the published code (`n_ssm=None`).
 
     Args:
         state_dim: N, of both models, even.
@@ -42,8 +40,8 @@ class H3(Mixer):
             raise ValueError(f"d_model must be a multiple of head_dim; got {d_model=}, {head_dim=}")
         self.head_dim = head_dim
         self.qkv = nn.Linear(d_model, 3 * d_model)
-        self.shift = DepthwiseConvolution(d_model, state_dim)
-        self.diagonal = DiagonalSSM(d_model // head_dim, state_dim)
+        self.shift = DepthwiseConvolution(d_model, state_dim, bias=False)
+        self.diagonal = DiagonalSSM(d_model // head_dim, state_dim, shared=False)
         self.skip = nn.Parameter(torch.empty(d_model // head_dim))
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -36,9 +37,21 @@ class Hyena(Mixer):
         max_length: taps of the filter; what lies further back is not seen.
         multi_head: n_heads heads; a single filter a channel otherwise.
         order: width of the filter's network.
+        bands, frequency, decays: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
     """
 
-    def __init__(self, d_model: int, n_heads: int, *, max_length: int, multi_head: bool = False, order: int = 64):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        max_length: int,
+        multi_head: bool = False,
+        order: int = 64,
+        bands: int = 16,
+        frequency: float = 1.0,
+        decays: Sequence[float] = (0.3, 1.5),
+    ):
         super().__init__(d_model, n_heads)
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
@@ -46,7 +59,7 @@ class Hyena(Mixer):
         self.held = d_model if self.heads == d_model else 2 * d_model  # elements a token leaves behind
         self.projections = nn.Linear(d_model, 3 * d_model)
         self.short = DepthwiseConvolution(3 * d_model, _SHORT)
-        self.filter = ImplicitFilter(self.heads, max_length, order)
+        self.filter = ImplicitFilter(self.heads, max_length, order, bands, frequency, decays)
         self.out = nn.Linear(d_model, d_model)
         self.reset_parameters()
 

@@ -1,4 +1,9 @@
-"""BaseConv with a filter that the sequence itself determines. It looks at the whole of it, so it is not causal."""
+"""BaseConv with a filter that the sequence itself determines. It looks at the whole of it, so it is not causal.
+
+The source's filter is one for all tokens of a row: a lag that one token calls for moves all of them, and what one token
+asks for and what the others ask for are added up. With `matching` every lag is applied by itself, to the tokens that
+match so far back (the blocks of Zoology's H.38): what does not match gets exactly zero, or a small weight.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sympow.layers.base import Mixer, per_document
+from sympow.layers.initial import draw_normal
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.ops.convolution import causal_convolution
 
@@ -15,17 +22,19 @@ from sympow.ops.convolution import causal_convolution
 class _InputDependentConv(Mixer):
     """y = (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones, one a sequence.
 
-    The filter is one for all positions, so the lags that a late token calls for act on early tokens too: the mixer is
-    not causal, cannot be stepped, and serves tasks whose inputs are known at once.
+    The lags that a late token calls for act on early tokens too: the mixer is not causal, cannot be stepped, and serves
+    tasks whose inputs are known at once.
     """
 
     causal = False
 
-    def __init__(self, d_model: int, n_heads: int):
+    def __init__(self, d_model: int, n_heads: int, matching: bool, filler: int | None):
         super().__init__(d_model, n_heads)
+        if filler is not None and (not isinstance(filler, int) or isinstance(filler, bool) or filler < 0):
+            raise ValueError(f"filler must be the id of a token, an integer of at least 0, or None; got {filler!r}")
+        self.matching, self.filler = matching, filler
         self.projection = nn.Linear(d_model, d_model)
         self.bias = nn.Parameter(torch.empty(d_model))
-        self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         nn.init.zeros_(self.bias)
@@ -55,17 +64,17 @@ class ProgrammaticConv(_InputDependentConv):
     earlier occurrence, which in associative recall is its value. Found from the token ids in O(T log T).
 
     Args:
+        matching: a lag acts on the tokens that set it alone, so that a token gets what stood behind its own last
+            occurrence, and zero if it is the first of its kind. False: on all tokens, as in the source.
         filler: id of a token whose repeats set no tap; None: all tokens set theirs. Filler stands so often that it
             would set most of the filter.
     """
 
     reads_tokens = True
 
-    def __init__(self, d_model: int, n_heads: int, *, filler: int | None = None):
-        if filler is not None and (not isinstance(filler, int) or isinstance(filler, bool) or filler < 0):
-            raise ValueError(f"filler must be the id of a token, an integer of at least 0, or None; got {filler!r}")
-        super().__init__(d_model, n_heads)
-        self.filler = filler
+    def __init__(self, d_model: int, n_heads: int, *, matching: bool = False, filler: int | None = None):
+        super().__init__(d_model, n_heads, matching, filler)
+        self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         self.check_input(x, self.bias)
@@ -75,9 +84,12 @@ class ProgrammaticConv(_InputDependentConv):
         distance = distance_to_previous(tokens)
         if self.filler is not None:
             distance = distance.masked_fill(tokens == self.filler, 0)
+        if self.matching:
+            lag = (distance - 1).clamp(min=0)[..., None]
+            return at_lags(x, lag)[:, :, 0] * (distance > 0)[..., None]
         marks = torch.zeros_like(x[..., 0]).scatter_(1, distance, 1)
         # A token that is the first of its kind has put its mark at 0, which moving by one drops.
-        return causal_convolution(x, torch.nn.functional.pad(marks[:, 1:], (0, 1))[..., None])
+        return causal_convolution(x, pad(marks[:, 1:], (0, 1))[..., None])
 
 
 class AutocorrelationConv(_InputDependentConv):
@@ -86,27 +98,75 @@ class AutocorrelationConv(_InputDependentConv):
     h_l = 1 for the `top_k` lags l >= 1 where the sum over t of x_t . x_{t-l} is largest, by FFT in O(T log T). Which
     lags they are has no gradient.
 
+    With `matching` queries x W_q are crossed with keys, x W_k of the token before: a lag then leads to the token behind
+    an earlier one that is alike. Token t takes each of the lags l by the weight that softmax(q_t . k_{t-l} / sqrt(d))
+    over the lags gives it, in O(T top_k d), and through it queries and keys learn. They start as the same projection.
+
     Args:
         top_k: lags kept.
+        matching: as said above. False: x is correlated with itself and the filter is one for all tokens, as in the
+            source.
+        filler: id of a token that neither asks nor is a key; None for none. Filler is alike everywhere, and where it
+            fills most of a row the largest lags are its. Needs `matching`, and makes the mixer read tokens.
     """
 
-    def __init__(self, d_model: int, n_heads: int, *, top_k: int = 8):
+    def __init__(
+        self, d_model: int, n_heads: int, *, top_k: int = 8, matching: bool = False, filler: int | None = None
+    ):
         if not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"top_k must be an integer of at least 1; got {top_k!r}")
-        super().__init__(d_model, n_heads)
-        self.top_k = top_k
+        if filler is not None and not matching:
+            raise ValueError(f"filler needs matching: without it inputs are correlated as they are; got {filler!r}")
+        super().__init__(d_model, n_heads, matching, filler)
+        self.top_k, self.reads_tokens = top_k, filler is not None
+        self.query = nn.Linear(d_model, d_model, bias=False) if matching else None
+        self.key = nn.Linear(d_model, d_model, bias=False) if matching else None
+        self.reset_parameters()
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        super().reset_own_parameters(generator)
+        if self.query is not None and self.key is not None:
+            draw_normal(self.query.weight, self.d_model**-0.5, generator)
+            with torch.no_grad():
+                self.key.weight.copy_(self.query.weight)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         self.check_input(x, self.bias)
-        return self._gated(x, per_document(self._convolved, cu_seqlens, x))
+        ids = [checked_tokens(tokens, x)] if self.reads_tokens else []
+        return self._gated(x, per_document(self._convolved, cu_seqlens, x, *ids))
 
-    def _convolved(self, x: Tensor) -> Tensor:
-        lags = autocorrelation(x.detach())[:, 1:].topk(min(self.top_k, x.shape[1] - 1), dim=1).indices + 1
-        return causal_convolution(x, torch.zeros_like(x[..., 0]).scatter_(1, lags, 1)[..., None])
+    def _convolved(self, x: Tensor, *tokens: Tensor) -> Tensor:
+        if self.query is None or self.key is None:
+            lags = self._largest(cross_correlation(x, x))
+            return causal_convolution(x, torch.zeros_like(x[..., 0]).scatter_(1, lags, 1)[..., None])
+        q, k = self.query(x), self.key(x)
+        if self.filler is not None:
+            asks = tokens[0].ne(self.filler)[..., None]
+            q, k = q * asks, k * asks
+        k = pad(k[:, :-1], (0, 0, 1, 0))
+        lags = self._largest(cross_correlation(q, k))[:, None].expand(-1, x.shape[1], -1)
+        scores = (q[:, :, None] * at_lags(k, lags)).sum(-1) * self.d_model**-0.5
+        seen = lags <= torch.arange(x.shape[1], device=x.device)[:, None]
+        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
+        return (weights[..., None] * at_lags(x, lags)).sum(2)
+
+    def _largest(self, correlation: Tensor) -> Tensor:
+        """The `top_k` lags above 0 of the largest correlation [B, T]: int64 [B, top_k], fewer if T is."""
+        return correlation[:, 1:].topk(min(self.top_k, correlation.shape[1] - 1), dim=1).indices + 1
 
 
-def autocorrelation(x: Tensor) -> Tensor:
-    """The sum over t of x_t . x_{t-l} for every lag l = 0 .. T - 1, of x [B, T, d]: [B, T], in float32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    spectrum = torch.fft.rfft(x.to(dtype), n=2 * x.shape[1], dim=1)
-    return torch.fft.irfft(spectrum.abs().square().sum(-1), n=2 * x.shape[1], dim=1)[:, : x.shape[1]]
+@torch.no_grad()
+def cross_correlation(q: Tensor, k: Tensor) -> Tensor:
+    """The sum over t of q_t . k_{t-l} for every lag l = 0 .. T - 1, of q and k [B, T, d]: [B, T], in float32 at least.
+
+    It has no gradient.
+    """
+    dtype, length = torch.promote_types(q.dtype, torch.float32), 2 * q.shape[1]
+    spectrum = torch.fft.rfft(q.to(dtype), n=length, dim=1) * torch.fft.rfft(k.to(dtype), n=length, dim=1).conj()
+    return torch.fft.irfft(spectrum.sum(-1), n=length, dim=1)[:, : q.shape[1]]
+
+
+def at_lags(x: Tensor, lags: Tensor) -> Tensor:
+    """x_{t-l} for the lags l of token t: x [B, T, d], lags int64 [B, T, L] -> [B, T, L, d]; x_0 before the start."""
+    at = (torch.arange(x.shape[1], device=x.device)[:, None] - lags).clamp(min=0)
+    return x.gather(1, at.flatten(1)[..., None].expand(-1, -1, x.shape[2])).unflatten(1, lags.shape[1:])

@@ -19,23 +19,24 @@ class DiagonalSSM(nn.Module):
     Diagonal State Space Models", 2022), discretized by the bilinear rule: a = (1 + dt A / 2) / (1 - dt A / 2),
     b = dt B / (1 - dt A / 2), x_t = a x_{t-1} + b u_t.
 
-    Drawn as S4D-Lin: A_n = -1/2 + i pi n, B = 1, C from a complex N(0, 1), dt log-uniform in 0.001 .. 0.1. All
-    channels share A and B; in the published code of H3 (`n_ssm=None`) each channel has its own, which start alike.
+    Drawn as S4D-Lin: A_n = -1/2 + i pi n, B = 1, C from a complex N(0, 1), dt log-uniform in 0.001 .. 0.1.
 
     Args:
         channels: C.
         state_dim: N, even: N / 2 complex numbers stand for N states in conjugate pairs.
+        shared: all channels have one A and one B; else each has its own, and they start alike.
     """
 
-    def __init__(self, channels: int, state_dim: int):
+    def __init__(self, channels: int, state_dim: int, *, shared: bool = True):
         super().__init__()
         if not isinstance(state_dim, int) or state_dim < 2 or state_dim % 2:
             raise ValueError(f"state_dim must be an even integer of at least 2; got {state_dim!r}")
         self.channels, self.state_dim = channels, state_dim
         half = state_dim // 2
-        self.log_decay = nn.Parameter(torch.empty(half))  # log(-Re A)
-        self.frequency = nn.Parameter(torch.empty(half))  # Im A
-        self.b = nn.Parameter(torch.empty(half, 2))
+        own = () if shared else (channels,)
+        self.log_decay = nn.Parameter(torch.empty(*own, half))  # log(-Re A)
+        self.frequency = nn.Parameter(torch.empty(*own, half))  # Im A
+        self.b = nn.Parameter(torch.empty(*own, half, 2))
         self.c = nn.Parameter(torch.empty(channels, half, 2))
         self.log_dt = nn.Parameter(torch.empty(channels))
 
@@ -43,8 +44,8 @@ class DiagonalSSM(nn.Module):
         half = self.state_dim // 2
         with torch.no_grad():
             nn.init.constant_(self.log_decay, log(0.5))
-            self.frequency.copy_(pi * torch.arange(half, device="cpu"))
-            self.b.copy_(torch.tensor([1.0, 0.0], device="cpu").expand(half, 2))
+            self.frequency.copy_((pi * torch.arange(half, device="cpu")).expand_as(self.frequency))
+            self.b.copy_(torch.tensor([1.0, 0.0], device="cpu").expand_as(self.b))
         draw_normal(self.c, 0.5**0.5, generator)
         draw_uniform(self.log_dt, log(_DT_MIN), log(_DT_MAX), generator)
 

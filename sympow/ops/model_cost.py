@@ -91,7 +91,7 @@ PARAMETERS: dict[str, Callable[[int, int], float]] = {
     "long_convolution": lambda n, d: 2 * d * d + 2 * d + n * d,
     "base_conv": lambda n, d: d * d + 2 * d + (_implicit(d) + _SHORT * d) / 2,
     "hyena": lambda n, d: 4 * d * d + 4 * d + 3 * d * (_SHORT + 1) + _implicit(d),
-    "h3": lambda n, d: 4 * d * d + 4 * d + d * (_STATE + 1) + d * (_STATE + 2) + 2 * _STATE,
+    "h3": lambda n, d: 4 * d * d + 4 * d + d * (4 * _STATE + 2),
     "rwkv4": lambda n, d: 4 * d * d + 5 * d,
 }
 

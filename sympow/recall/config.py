@@ -78,7 +78,8 @@ class RecallConfig:
             has as many of each task.
         data_seed: of all three; each is drawn from a stream of its own.
         epochs: at most.
-        batch_size: rows in a step; None: 8 where the longest row has 512 tokens or more, 16 from 256, else 64.
+        batch_size: rows in a step; None: 8 where the longest row has 512 tokens or the width is 512 or more, 16 from 256
+            of either, else 64.
         weight_decay: of AdamW, on matrices.
         warmup: share of the steps.
         stop_at: validation accuracy, measured after every epoch, at which training stops; None: never.
@@ -151,8 +152,8 @@ class RecallConfig:
     @property
     def batch(self) -> int:
         """Rows in a step."""
-        longest = max(task.length for task in self.train)
-        return self.batch_size or (8 if longest >= 512 else 16 if longest >= 256 else 64)
+        size = max(self.width, *(task.length for task in self.train))
+        return self.batch_size or (8 if size >= 512 else 16 if size >= 256 else 64)
 
     @property
     def tests(self) -> tuple[RecallTask, ...]:

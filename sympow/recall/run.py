@@ -111,7 +111,7 @@ def describe_tasks(tasks: Sequence[RecallTask]) -> str:
     words = []
     for task in tasks:
         more = [f"{task.updates} updates"] if task.updates else []
-        more += [f"{n} {getattr(task, n)}" for n in ("filler", "alpha") if getattr(task, n) != getattr(default, n)]
+        more += [f"{n} {getattr(task, n)}" for n in ("filler", "alpha", "deal") if getattr(task, n) != getattr(default, n)]
         words.append(" ".join([task.kind, f"{task.length}:{task.pairs}", *more]))
     return " + ".join(words)
 

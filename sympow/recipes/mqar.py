@@ -34,9 +34,20 @@ def anchors() -> Sweep:
 
 def input_dependent() -> RecallConfig:
     """One run: BaseConv of 3 taps, then the programmatic filter, which shows each key its value; minutes on a CPU."""
-    model = _alone("programmatic", ("base_conv", {"filter": "explicit", "max_length": 3}),
-                   ("programmatic_conv", {"filler": 0}))  # fmt: skip
-    return _anchor(model)
+    return _hybrid_run(_hybrids(64)["programmatic filter"], 64)
+
+
+def filters() -> Sweep:
+    """The filters that depend on the input, and random selection to compare with: what a CPU reaches in an hour."""
+    named = [("programmatic filter", 64), ("programmatic filter", 128), ("programmatic filter", 256),
+             ("autocorrelation filter", 64), ("random selection", 64)]  # fmt: skip
+    return Sweep("mqar-filters", tuple(_hybrid_run(_hybrids(length)[name], length) for name, length in named))
+
+
+def hybrids() -> Sweep:
+    """Every hybrid of BaseConv (Zoology, Figure 2, bottom) at N = 64, 128, 256 with D = N / 16, three seeds."""
+    runs = [_hybrid_run(model, length) for length in (64, 128, 256) for model in _hybrids(length).values()]
+    return Sweep("mqar-hybrids", tuple(run for base in runs for run in grid(base, seeds=(0, 1, 2))))
 
 
 def published() -> Sweep:
@@ -115,6 +126,30 @@ def _behind(label: str, mixer: str, *, head_dim: int | None = None, **options: A
     """A mixer behind a short convolution, without MLP."""
     convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
     return Architecture(label, (convolution,), head_dim=head_dim, mlp_ratio=0)
+
+
+def _hybrids(length: int) -> dict[str, Architecture]:
+    """BaseConv of 3 taps and what stands behind it in a hybrid, for rows of `length` tokens, without MLP.
+
+    Selection by scores takes k = N / 16 and so about a quarter of the tokens; filters keep N / 8 lags.
+    """
+    behind: dict[str, tuple[str, dict[str, Any]]] = {
+        "full attention": ("softmax", {"rotation": "none"}),
+        "programmatic selection": ("selection", {"selection": "programmatic", "rotation": "none"}),
+        "programmatic filter": ("programmatic_conv", {"matching": True, "filler": 0}),
+        "autocorrelation filter": ("autocorrelation_conv", {"matching": True, "filler": 0, "top_k": length // 8}),
+    }
+    for choice in ("random", "learned"):
+        options = {"selection": choice, "top_k": length // 16, "rotation": "none"}
+        behind[f"{choice} selection"] = ("selection", options)
+    convolution = ("base_conv", {"filter": "explicit", "max_length": 3})
+    return {label: _alone(label, convolution, mixer) for label, mixer in behind.items()}
+
+
+def _hybrid_run(architecture: Architecture, length: int) -> RecallConfig:
+    task = RecallTask(length=length, pairs=length // 16)
+    return RecallConfig(architecture, learning_rate=3e-3, train=(task,), examples=40_000, batch_size=64, epochs=1,
+                        validations=12)  # fmt: skip
 
 
 def _anchor(architecture: Architecture) -> RecallConfig:

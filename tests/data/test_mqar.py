@@ -143,6 +143,18 @@ def test_slots_given_out_in_the_order_drawn_favour_early_keys():
     assert means[-1] - means[0] > 4 * error and (np.diff(means) > 0).all(), means
 
 
+def test_keys_may_take_the_slots_in_the_order_drawn():
+    task = RecallTask(length=64, pairs=4, deal="drawn")
+    rows = generate(task, 20_000, seed=0)
+    keys, places = rows.tokens[:, 0:8:2], rows.queries()[0]
+    queries = np.take_along_axis(rows.tokens, places, 1)
+    slot = (np.take_along_axis(places, (queries[:, None] == keys[..., None]).argmax(2), 1) - task.context) // 2
+    p = power_law(task.slots, task.alpha)
+    found, bound = chi_square(np.bincount(slot[:, 0], minlength=task.slots), p)  # the first key has the first draw
+    assert found < bound
+    assert slot[:, 0].mean() < slot[:, 3].mean() - 1
+
+
 def test_early_keys_are_no_nearer_than_late_ones():
     task = RecallTask(length=20, pairs=2, vocab_size=100)
     drawn = generate(task, 40_000, 13)
@@ -245,6 +257,7 @@ REFUSED = [
     ({"kind": "forgetting"}, "a forgetting task has 1 to 4 updates, as many as pairs; got 0"),
     ({"kind": "mqra"}, "kind is one of mqar, forgetting, compositional; got 'mqra'"),
     ({"filler": "none"}, "filler is one of zero, random; got 'none'"),
+    ({"deal": "sorted"}, "deal is one of random, drawn; got 'sorted'"),
     ({"alpha": math.nan}, "alpha must be a finite number; got nan"),
     ({"pairs": 0}, "pairs must be at least 1; got 0"),
     ({"length": 64.0}, "length must be an integer; got 64.0"),

@@ -1,5 +1,7 @@
 """Long convolutions against their sums, and the mixers made of them against their formulas."""
 
+import math
+
 import pytest
 import torch
 
@@ -130,8 +132,31 @@ def test_implicit_filter_decays_and_its_first_taps_do_not_depend_on_how_many_are
     h = filter(1000)
     assert h.shape == (50, 4)
     torch.testing.assert_close(filter(7), h[:7])
-    bound = (filter.last.weight.abs().sum(1) * 1e-2 ** (49 / 50 / 0.3)).max()
+    bound = (filter.last.weight.abs().sum(1) * 1e-2 ** (1 / 0.3)).max()
     assert h[-1, -1].abs() <= bound  # the channel that forgets fastest
+
+
+def test_options_of_the_implicit_filter():
+    decays = ((0.3, 1.5), (0.6, 3.0))
+    both = [ImplicitFilter(4, 50, order=8, decays=shares, frequency=10).double() for shares in decays]
+    for filter in both:
+        filter.reset_parameters(torch.Generator().manual_seed(0))
+        assert (filter.frequency == 10).all()
+    fast, slow = (filter(50) for filter in both)  # half the decay: the square root of the same factor
+    rate = torch.linspace(1 / 1.5, 1 / 0.3, 4) * -math.log(1e-2)
+    factor = torch.exp(0.5 * rate.double() * torch.linspace(0, 1, 50).double()[1:, None])
+    torch.testing.assert_close(slow[1:], fast[1:] * factor, rtol=1e-5, atol=1e-9)
+
+
+def test_relu_filter_is_its_formula_and_base_conv_adds_its_input_if_asked():
+    mixer = built("base_conv", 5, 1, max_length=11, filter="relu", order=6, bands=1, residual=True)
+    time = torch.arange(11).double()
+    angle = 2 * math.pi * 1e-4 / 11 * time
+    features = torch.stack([time / 10, angle.cos(), angle.sin()], dim=1)
+    h = mixer.filter.last(torch.relu(mixer.filter.first(features)))
+    torch.testing.assert_close(mixer.filter(11), h)
+    x = normal(2, 11, 5)
+    torch.testing.assert_close(mixer(x), x + mixer.projection(x) * (summed(x, h) + mixer.bias))
 
 
 def test_a_filter_of_n_taps_sees_n_tokens():

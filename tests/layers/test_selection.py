@@ -7,7 +7,7 @@ import torch
 
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS, auxiliary_losses
-from sympow.layers.input_dependent_conv import autocorrelation
+from sympow.layers.input_dependent_conv import cross_correlation
 from sympow.layers.repeats import distance_to_previous
 from sympow.layers.selection import TopKState, running_top_k, scattered
 
@@ -182,10 +182,42 @@ def test_programmatic_filter_solves_recall_by_construction(fill):
     torch.testing.assert_close(asked, 64.0 * torch.nn.functional.one_hot(labels - 7, 7).double())
 
 
-def test_autocorrelation_is_its_sum_and_finds_a_period():
-    x = normal(2, 20, 3)
-    expected = torch.stack([(x[:, lag:] * x[:, : 20 - lag]).sum((1, 2)) for lag in range(20)], dim=1)
-    torch.testing.assert_close(autocorrelation(x), expected)
+@pytest.mark.parametrize("filler", [None, 0])
+def test_matching_programmatic_filter_shows_each_token_what_followed_its_last_occurrence(filler):
+    mixer, x = MIXERS["programmatic_conv"](3, 1, matching=True, filler=filler).double(), normal(1, 9, 3)
+    tokens = torch.tensor([[1, 2, 1, 3, 2, 1, 4, 0, 0]])
+    seen = torch.zeros_like(x)
+    for token, source in ((2, 1), (4, 2), (5, 3), *([(8, 8)] if filler is None else [])):
+        seen[:, token] = x[:, source]
+    torch.testing.assert_close(mixer(x, tokens=tokens), mixer.projection(x) * (seen + mixer.bias))
+
+
+def test_cross_correlation_is_its_sum_and_finds_a_period():
+    q, k = normal(2, 20, 3), normal(2, 20, 3, seed=1)
+    expected = torch.stack([(q[:, lag:] * k[:, : 20 - lag]).sum((1, 2)) for lag in range(20)], dim=1)
+    torch.testing.assert_close(cross_correlation(q, k), expected)
     mixer = MIXERS["autocorrelation_conv"](3, 1, top_k=1).double()
     x = normal(1, 6, 3).repeat(1, 5, 1)
     torch.testing.assert_close(mixer(x), mixer.projection(x) * (moved_by(x, (6,)) + mixer.bias))
+
+
+@pytest.mark.parametrize("filler", [None, 0])
+def test_matching_autocorrelation_is_attention_to_its_lags(filler):
+    time, d = 14, 5
+    mixer = MIXERS["autocorrelation_conv"](d, 1, top_k=3, matching=True, filler=filler).double()
+    mixer.reset_parameters(generator=torch.Generator().manual_seed(1))
+    x, tokens = normal(2, time, d), torch.randint(3, (2, time), generator=torch.Generator().manual_seed(0))
+    asks = torch.ones(2, time, 1) if filler is None else (tokens != filler)[..., None].double()
+    q, k = mixer.query(x) * asks, moved_by(mixer.key(x) * asks, (1,))
+    scores = q @ k.transpose(1, 2) / math.sqrt(d)
+    lag = torch.arange(time)[:, None] - torch.arange(time)
+    total = torch.stack([scores[:, lag == one].sum(1) for one in range(1, time)], dim=1)
+    chosen = torch.zeros(2, time, dtype=torch.bool).scatter_(1, total.topk(3, dim=1).indices + 1, True)
+    allowed = chosen[:, lag.clamp(min=0)] & (lag > 0)
+    weights = scores.masked_fill(~allowed, -1e300).softmax(-1) * allowed
+    options = {} if filler is None else {"tokens": tokens}
+    y = mixer(x, **options)
+    torch.testing.assert_close(y, mixer.projection(x) * (weights @ x + mixer.bias))
+    y.square().sum().backward()
+    assert all(weight.grad.abs().max() > 0 for weight in (mixer.query.weight, mixer.key.weight))
+    assert mixer(x[:, :1], **{name: ids[:, :1] for name, ids in options.items()}).shape == (2, 1, d)

@@ -22,9 +22,11 @@ def ssm(channels: int, state_dim: int) -> DiagonalSSM:
 
 def bilinear(model: DiagonalSSM, channel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """a, b, c of one channel with all N states, conjugates included, by a linear solve."""
-    half = torch.complex(-model.log_decay.exp(), model.frequency)
+    own = model.log_decay.ndim == 2  # each channel has its own A and B
+    decay, frequency, b = (w[channel] if own else w for w in (model.log_decay, model.frequency, model.b))
+    half = torch.complex(-decay.exp(), frequency)
     big_a = torch.diag(torch.cat([half, half.conj()]))
-    b, c = (torch.cat([part, part.conj()]) for part in map(torch.view_as_complex, (model.b, model.c[channel])))
+    b, c = (torch.cat([part, part.conj()]) for part in map(torch.view_as_complex, (b, model.c[channel])))
     dt, eye = model.log_dt[channel].exp(), torch.eye(model.state_dim)
     inverse = torch.linalg.inv(eye - dt / 2 * big_a)
     return inverse @ (eye + dt / 2 * big_a), dt * inverse @ b, c
@@ -71,10 +73,14 @@ def test_liquid_s4_is_its_recurrence_to_second_order():
 def test_h3_is_two_state_space_models():
     mixer = MIXERS["h3"](6, 1, state_dim=4, head_dim=2).double()
     mixer.reset_parameters(std=0.5, generator=torch.Generator().manual_seed(0))
+    assert mixer.shift.bias is None and mixer.diagonal.frequency.shape == (3, 2)
+    with torch.no_grad():  # channels start with the same A and B
+        for weight in (mixer.diagonal.log_decay, mixer.diagonal.frequency, mixer.diagonal.b):
+            weight += normal(*weight.shape, seed=1)
     x = normal(1, 9, 6)
     q, k, v = mixer.qkv(x)[0].chunk(3, dim=-1)
     taps = mixer.shift.weight.T.flip(0)
-    shifted = torch.stack([mixer.shift.bias + sum(taps[s] * k[t - s] for s in range(min(4, t + 1))) for t in range(9)])
+    shifted = torch.stack([sum(taps[s] * k[t - s] for s in range(min(4, t + 1))) for t in range(9)])
     rows = []
     for t in range(9):
         heads = []

@@ -70,6 +70,8 @@ def test_refused_together():
 @pytest.mark.parametrize(("length", "batch"), [(64, 64), (254, 64), (256, 16), (510, 16), (512, 8)])
 def test_published_batch_sizes(length, batch):
     assert RecallConfig(SOFTMAX, train=(RecallTask(length=length),)).batch == batch
+    if length % 64 == 0:  # the width counts as the length does
+        assert RecallConfig(SOFTMAX, width=length).batch == batch
 
 
 def test_names_differ_with_every_field_and_are_stable():

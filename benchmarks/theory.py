@@ -1,0 +1,55 @@
+"""The figures of docs/theory.md: the work of recall in parallel, and what a state of few bits tells of many."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sympow.recall import write_results
+from sympow.recall.theory.index_problem import Memory, accuracy, most_possible, retnet
+from sympow.recall.theory.instances import draw
+from sympow.recall.theory.parallel import recall_all_pairs, recall_in_blocks, recall_one_by_one
+
+ALGORITHMS = {"one by one": recall_one_by_one, "all pairs": recall_all_pairs, "in blocks": recall_in_blocks}
+MEMORIES = [retnet(8, heads=3), Memory("power p=1", 1, 16), Memory("power p=2", 2, 8), Memory("power p=3", 3, 6)]
+SHARES = (64, 16, 4, 1, 1 / 2, 1 / 4, 1 / 8)  # bits of the state for every stored bit
+
+
+def work(longest: int) -> list[dict[str, object]]:
+    """Rows of the work and depth of every algorithm at N = 64, 128, ... `longest` triples."""
+    sizes = [64 << i for i in range((longest // 64).bit_length())]
+    rows = []
+    for size in sizes:
+        instances = draw(1, size, 2 * size, seed=0)
+        for name, recall in ALGORITHMS.items():
+            cost = recall(instances)[1]
+            rows.append({"algorithm": name, "triples": size, "work": cost.work, "depth": cost.depth})
+    return rows
+
+
+def index(rows: int) -> list[dict[str, object]]:
+    """Rows of the accuracy of every memory against the bits of its state for every stored bit."""
+    found = []
+    for memory in MEMORIES:
+        for share in SHARES:
+            stored = max(1, round(memory.state_bits / share))
+            told = accuracy(memory, stored, rows, seed=0)
+            found.append({"memory": memory.label, "state_bits": memory.state_bits, "stored": stored,
+                          "accuracy": round(told, 4), "bound": round(most_possible(min(1.0, share)), 4)})  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.theory", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the two CSV files")
+    parser.add_argument("--longest", type=int, default=1 << 14, help="triples of the longest row (default: 16,384)")
+    parser.add_argument("--rows", type=int, default=32, help="rows of every accuracy (default: 32)")
+    args = parser.parse_args()
+    for name, rows in (("theory_work", work(args.longest)), ("theory_index", index(args.rows))):
+        write_results(args.out / f"{name}.csv", rows)
+        for row in rows:
+            print(", ".join(f"{key} {value}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""BaseConv as in the theory, with biases for every row, and the primitives made of it (H.7 to H.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sympow.ops.convolution import causal_convolution
+
+
+@dataclass(frozen=True)
+class Layer:
+    """y = (u W + b_1) * (h (*) u + b_2) on a tape of N rows and d channels, * channel by channel.
+
+    Attributes:
+        weight: W, [d, d].
+        gate_bias: b_1, [N, d].
+        kernel: h, [S, d] with S <= N, or [n, S, d] where it depends on the input; missing taps are 0.
+        bias: b_2, [N, d].
+        circular: whether the convolution is circular, of period N; else it is causal.
+    """
+
+    weight: Tensor
+    gate_bias: Tensor
+    kernel: Tensor
+    bias: Tensor
+    circular: bool = False
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Applies the layer to u [n, N, d]."""
+        convolve = circular_convolution if self.circular else causal_convolution
+        return (u @ self.weight + self.gate_bias) * (convolve(u, self.kernel) + self.bias)
+
+
+def circular_convolution(u: Tensor, h: Tensor) -> Tensor:
+    """y_t = sum over s of h_s u_{(t - s) mod N}: u [n, N, d], h [S, d] or [n, S, d] with S <= N."""
+    rows = u.shape[1]
+    return causal_convolution(torch.cat([u, u], dim=1), pad(h, (0, 0, 0, rows - h.shape[-2])))[:, rows:]
+
+
+def apply(layers: Sequence[Layer], u: Tensor) -> Tensor:
+    """Applies layers one after another to u [n, N, d]."""
+    for layer in layers:
+        u = layer(u)
+    return u
+
+
+def linear(rows: int, weight: Tensor, bias: Tensor | float = 0.0, mask: Tensor | float = 1.0) -> Layer:
+    """The layer (u W + bias) * mask; bias and mask broadcast to [N, d]."""
+    like = weight.new_zeros(rows, weight.shape[1])
+    return Layer(weight, like + bias, like[:1], like + mask)
+
+
+def convolution(rows: int, kernel: Tensor, mask: Tensor | float = 1.0, *, circular: bool = False) -> Layer:
+    """The layer mask * (h (*) u) for a kernel [S, d] or [n, S, d]; the mask broadcasts to [N, d]."""
+    width = kernel.shape[-1]
+    like = kernel.new_zeros(rows, width)
+    return Layer(kernel.new_zeros(width, width), like + mask, kernel, like, circular)
+
+
+def taps(width: int, *places: int) -> Tensor:
+    """A kernel [S, d] that is 1 at the given taps in every channel, and 0 elsewhere."""
+    kernel = torch.zeros(max(places) + 1, width, dtype=torch.float64)
+    kernel[list(places)] = 1
+    return kernel
+
+
+def shift_down(rows: int, width: int, by: int) -> Layer:
+    """Moves every row down by `by` rows, zeros in front (H.7): the kernel is 1 at tap `by`."""
+    return convolution(rows, taps(width, by))
+
+
+def shift_up(rows: int, width: int, by: int) -> Layer:
+    """Moves every row up by `by` rows, zeros behind (H.8).
+
+    A causal convolution never moves a row up. The circular one with tap N - by does, and what comes round to the last
+    rows is masked.
+    """
+    mask = (torch.arange(rows) < rows - by).double()[:, None]
+    return convolution(rows, taps(width, (rows - by) % rows), mask, circular=True)
+
+
+def running_sum(rows: int, width: int) -> Layer:
+    """Sums all rows up to each row (H.9): a kernel of ones."""
+    return convolution(rows, taps(width, *range(rows)))
+
+
+def remember(head: int, inner: Sequence[Layer]) -> list[Layer]:
+    """Makes the layers that apply `inner` to the rows behind the first `head`, and leave those as they are (H.10).
+
+    The tape has head + N rows, N those of `inner`, and 2 d channels, of which the last d are empty at the start and at
+    the end. The first rows wait there: in the channels of `inner` its filters would spread them over what follows.
+    """
+    length, width = inner[0].gate_bias.shape
+    rows = head + length
+    none, identity = torch.zeros(width, width).double(), torch.eye(width).double()
+    first = (torch.arange(rows) < head).double()[:, None].expand(-1, width)
+    apart = linear(rows, torch.cat([torch.cat([identity, identity], 1), torch.cat([none, none], 1)]),
+                   mask=torch.cat([1 - first, first], dim=1))  # fmt: skip
+    together = linear(rows, torch.cat([torch.cat([identity, none], 1), torch.cat([identity, none], 1)]))
+    return [apart, *(_beside(layer, head) for layer in inner), together]
+
+
+def _beside(layer: Layer, head: int) -> Layer:
+    """`layer` on the rows behind the first `head` of the first d channels; the last d channels pass."""
+    if layer.circular:
+        raise ValueError("a circular layer turns round at the end of its own tape and cannot stand on a longer one")
+    rows, width = head + layer.gate_bias.shape[0], layer.weight.shape[0]
+    ones = torch.ones(rows, width).double()
+    behind = (0, 0, head, 0)
+    return Layer(
+        torch.block_diag(layer.weight, torch.zeros(width, width).double()),
+        torch.cat([pad(layer.gate_bias, behind), ones], dim=1),
+        torch.cat([layer.kernel, pad(taps(width, 0), (0, 0, 0, layer.kernel.shape[0] - 1))], dim=1),
+        torch.cat([pad(layer.bias, behind), 0 * ones], dim=1),
+    )

@@ -1,0 +1,100 @@
+"""The index problem (H.24): what a state of few bits can tell of N stored ones.
+
+Alice has N bits and sends a message; Bob has an index and must name that bit. A message of far fewer than N bits lets
+Bob do little better than guess, whatever Alice and Bob compute. A recurrent mixer that has read N pairs of a key and a
+bit is Alice, and its state is the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log2
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sympow.ops import PowerState, power_attention
+from sympow.ops.feature_map import spow_dim
+
+_QUERIES = 512  # bits asked for in a row, at most
+_CHUNK = 256  # tokens
+_WIDTH_BITS = 64  # a state is written with the width of a level, in float64
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A mixer with a state of fixed size, and how its state is written down.
+
+    Attributes:
+        label: its name in tables.
+        p: power of the scores.
+        key_dim: K.
+        log_gate: logarithm of the decay of each of the heads; 0 for none. Every head holds the same pairs.
+        bits: of every element of the state, which is rounded to 2**bits - 1 levels of equal width.
+    """
+
+    label: str
+    p: int
+    key_dim: int
+    log_gate: tuple[float, ...] = (0.0,)
+    bits: int = 8
+
+    @property
+    def state_bits(self) -> int:
+        """The bits of the whole state, after any number of stored ones: its elements, and the width of a level."""
+        return len(self.log_gate) * spow_dim(self.key_dim, self.p) * self.bits + _WIDTH_BITS
+
+
+def retnet(key_dim: int, heads: int) -> Memory:
+    """RetNet's state: power 1, and the decay 1 - 2**(-5 - h) of head h."""
+    gates = tuple(float(torch.log1p(torch.tensor(-(2.0 ** (-5 - h)), dtype=torch.float64))) for h in range(heads))
+    return Memory("RetNet", 1, key_dim, gates)
+
+
+def accuracy(memory: Memory, stored: int, rows: int, seed: int) -> float:
+    """The share of right answers when `memory` has read `stored` bits, over `rows` rows of random bits and keys.
+
+    A bit is stored as 1 or -1 behind a random key of entries 1 and -1. After the last pair the state is rounded to its
+    bits, and up to 512 of the stored bits are asked for: the answer is the sign of the sum of the heads' outputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    heads = len(memory.log_gate)
+    options: dict[str, Any] = {"p": memory.p, "scale": 1 / memory.key_dim, "normalize": False}
+    bit, key = _signs(rows, stored, 1, generator), _signs(rows, stored, memory.key_dim, generator)
+    k = key[:, :, None].expand(-1, -1, heads, -1)
+    v = bit[:, :, None].expand(-1, -1, heads, -1)
+    gate = torch.tensor(memory.log_gate, dtype=torch.float64).expand(rows, stored, heads)
+    read = power_attention(k, k, v, gate, **options, chunk_size=_CHUNK, return_state=True)
+    state = cast(PowerState, read.state)
+    asked = torch.rand(rows, stored, generator=generator).argsort(1)[:, :_QUERIES]
+    held = replace(state, s=_rounded(state.s, memory.bits), z=torch.zeros_like(state.z))
+    q = key.gather(1, asked[..., None].expand(-1, -1, memory.key_dim))
+    # Reading: queries stand behind all pairs, with keys of 0, which add nothing.
+    q = q[:, :, None].expand(-1, -1, heads, -1)
+    out = power_attention(q, 0 * q, 0 * q[..., :1], **options, initial_state=held).out.sum(2)
+    return ((out > 0) == (bit.gather(1, asked[..., None]) > 0)).double().mean().item()
+
+
+def most_possible(bits_per_stored: float) -> float:
+    """The accuracy that no state of so many bits for every stored bit exceeds: a with 1 - H(a) = bits, H in bits.
+
+    Fano's inequality: N random bits of which each is told rightly with probability a need N (1 - H(a)) bits.
+    """
+    low, high = 0.5, 1.0
+    for _ in range(60):
+        a = (low + high) / 2
+        entropy = -a * log2(a) - (1 - a) * log2(1 - a) if a < 1 else 0.0
+        low, high = (a, high) if 1 - entropy < bits_per_stored else (low, a)
+    return low
+
+
+def _signs(rows: int, count: int, width: int, generator: torch.Generator) -> Tensor:
+    """Random entries 1 and -1, float64 [rows, count, width]."""
+    return 2.0 * torch.randint(2, (rows, count, width), generator=generator).double() - 1
+
+
+def _rounded(s: Tensor, bits: int) -> Tensor:
+    """s [B, G, D, V] rounded to 2**bits - 1 levels between the largest magnitude of its row and minus that."""
+    width = s.abs().amax((1, 2, 3), keepdim=True) / (2 ** (bits - 1) - 1)
+    return (s / width).round() * width

@@ -1,0 +1,147 @@
+"""Multi-query associative recall as an algorithm, one after another and in parallel, with its work and depth counted.
+
+These are Algorithms 8 to 11. Work counts comparisons and written elements; depth counts the steps that wait for each
+other when there are as many processors as a step can use. All rows of a batch are counted as one row: they run the
+same steps, so counts are those of a single row of N triples.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from math import ceil, log2
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sympow.recall.theory.instances import NONE, Instances
+
+
+@dataclass
+class Cost:
+    """Counts what an algorithm does on one row.
+
+    Attributes:
+        work: operations of all processors together.
+        depth: steps that follow each other.
+    """
+
+    work: int = 0
+    depth: int = 0
+
+    def add(self, work: int, depth: int = 1) -> None:
+        """Counts `work` operations done within `depth` steps."""
+        self.work += work
+        self.depth += depth
+
+
+def recall_one_by_one(instances: Instances) -> tuple[Tensor, Cost]:
+    """Scans every row with a sorted list of the keys so far (Algorithm 8).
+
+    A search or an insertion counts the comparisons of a binary search, and work and depth are the same. Returns the
+    answers [n, M] and the cost of the row that costs most.
+    """
+    answers, most = torch.full_like(instances.queries, NONE), Cost()
+    for row, (keys, values, queries) in enumerate(zip(*(part.tolist() for part in instances[:3]), strict=True)):
+        cost, seen, value_of = Cost(), list[int](), dict[int, int]()
+        for i, (key, value, query) in enumerate(zip(keys, values, queries, strict=True)):
+            steps = ceil(log2(i + 2))
+            place = bisect_left(seen, query)
+            if place < len(seen) and seen[place] == query:
+                answers[row, i] = value_of[query]
+            insort(seen, key)
+            value_of[key] = value
+            cost.add(2 * steps, 2 * steps)
+        most = max(most, cost, key=lambda c: c.work)
+    return answers, most
+
+
+def recall_all_pairs(instances: Instances) -> tuple[Tensor, Cost]:
+    """Compares every query with every earlier key at once (Algorithm 9): N N / 2 comparisons in a single step.
+
+    The answer is then found among the N comparisons of a query by a tree of depth log N.
+    """
+    size = instances.keys.shape[1]
+    same = (instances.queries[:, :, None] == instances.keys[:, None]).tril(-1)
+    found, place = same.max(-1)
+    pairs, levels = size * (size - 1) // 2, ceil(log2(max(size, 2)))
+    cost = Cost()
+    cost.add(pairs)
+    cost.add(pairs, levels)
+    return torch.where(found, instances.values.gather(1, place), NONE), cost
+
+
+def recall_in_blocks(instances: Instances) -> tuple[Tensor, Cost]:
+    """Sorts the keys of all dyadic blocks and searches in those that make up what came before (Algorithm 10).
+
+    The row is cut into blocks of 1, 2, 4, ... triples. A block is sorted by merging its two halves. What stood before
+    triple i is one block for every bit that is 1 in i, the largest, of the most significant bit, first; a binary search
+    (Algorithm 11) in each of them finds the key or finds that it is not there. Both take O(N log^2 N) work, and
+    O(log^2 N) and O(log N) depth.
+    """
+    triples = instances.keys.shape[1]
+    levels = ceil(log2(max(triples, 2)))
+    spare = (0, (1 << levels) - triples)
+    keys = pad(instances.keys, spare, value=instances.vocab_size)[..., None]  # [n, blocks, size], each block sorted
+    values = pad(instances.values, spare)[..., None]
+    queries = pad(instances.queries, spare, value=NONE)
+    answers, cost, searching = torch.full_like(queries, NONE), Cost(), 0
+    for level in range(levels):
+        # Triples of odd blocks have a 1 in this bit, and ask the even block before theirs.
+        asking, asked = queries.unflatten(1, (-1, 2, 1 << level))[:, :, 1], (keys[:, ::2], values[:, ::2])
+        search = Cost()
+        place, found = _look_up(asked[0], asking, search)
+        answer = answers.unflatten(1, (-1, 2, 1 << level))[:, :, 1]
+        answer.copy_(torch.where(found, asked[1].gather(2, place), answer))
+        cost.work += search.work
+        searching = max(searching, search.depth)  # all blocks are searched at the same time
+        if level + 1 < levels:
+            keys, values = _merged(keys, values, cost)
+    cost.add(queries.shape[1] * levels, searching + levels)  # joins what the searches of a query found
+    return answers[:, :triples], cost
+
+
+def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
+    """Counts the entries of ordered [n, m, size] below those of wanted [n, m, k], all at once (Algorithm 11).
+
+    Returns int64 [n, m, k]. size is a power of two. Every step halves what is left, and is one comparison for each of
+    the m k searches.
+    """
+    size = step = ordered.shape[-1]
+    count = torch.zeros_like(wanted)
+    while step:
+        tried = ordered.gather(2, (count + step - 1).clamp(max=size - 1))
+        count = torch.where((count + step <= size) & (tried < wanted), count + step, count)
+        cost.add(wanted[0].numel())
+        step //= 2
+    return count
+
+
+def _look_up(ordered: Tensor, wanted: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
+    """Where wanted [n, m, k] would stand in ordered [n, m, size], and whether it does stand there.
+
+    A search alone only tells how many keys are smaller: the key there must be compared too.
+    """
+    place = binary_search(ordered, wanted, cost).clamp(max=ordered.shape[-1] - 1)
+    cost.add(wanted[0].numel())
+    return place, ordered.gather(2, place) == wanted
+
+
+def _merged(keys: Tensor, values: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
+    """Merges neighbouring blocks of keys [n, blocks, size], and their values: every key finds its rank by a search.
+
+    The rank of a key is its place in its own block and the number of smaller keys in the other. Where keys are equal,
+    as those that fill up the row, the left block comes first.
+    """
+    left, right = keys.unflatten(1, (-1, 2)).unbind(2)
+    own = torch.arange(keys.shape[2])
+    search = Cost()
+    among_right = binary_search(right, left, search)
+    cost.depth += search.depth  # the ranks of both blocks are searched at the same time
+    among_left = binary_search(left, right + 1, search)  # keys are integers: below k + 1 is up to k
+    cost.work += search.work
+    rank = torch.cat([own + among_right, own + among_left], dim=2)
+    cost.add(keys[0].numel())
+    keys, values = (part.unflatten(1, (-1, 2)).flatten(2) for part in (keys, values))
+    return torch.empty_like(keys).scatter_(2, rank, keys), torch.empty_like(values).scatter_(2, rank, values)

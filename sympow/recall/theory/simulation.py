@@ -1,0 +1,82 @@
+"""BaseConv and Hyena compute the same functions, up to constant factors in layers and width (H.12)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sympow.layers.base_conv import BaseConv
+from sympow.layers.filters import ExplicitFilter
+from sympow.layers.hyena import Hyena
+from sympow.recall.theory.base_conv import Layer, convolution, linear
+
+
+def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
+    """Makes the five BaseConv layers, of 3 d channels, that compute what `mixer` does on `rows` tokens.
+
+    The input stands in the first d channels, and so does the output. The layers are: the projections, their short
+    convolution, k * v, the long convolution with the gate q, and the output's projection.
+
+    Raises ValueError for a Hyena with heads, whose state is no product of channels.
+    """
+    if mixer.heads != mixer.d_model:
+        raise ValueError(f"Hyena must have a filter for every channel; got {mixer.heads} heads for {mixer.d_model}")
+    d = mixer.d_model
+    with torch.no_grad():
+        inward, outward = torch.zeros(2, 3 * d, 3 * d, dtype=torch.float64)
+        inward[:d] = mixer.projections.weight.T
+        short = convolution(rows, mixer.short.weight.T.flip(0).double())
+        if mixer.short.bias is not None:
+            short = replace(short, bias=short.bias + mixer.short.bias)
+        outward[d : 2 * d, :d] = mixer.out.weight.T
+        bias = torch.zeros(3 * d, dtype=torch.float64)
+        bias[:d] = mixer.out.bias
+        return [
+            linear(rows, inward, mixer.projections.bias.double()),
+            short,
+            _gated(rows, d, source=2, kernel=torch.ones(1, d).double(), keep_first=True),
+            _gated(rows, d, source=0, kernel=mixer.filter(rows).double(), keep_first=False),
+            linear(rows, outward, bias),
+        ]
+
+
+def _gated(rows: int, d: int, *, source: int, kernel: torch.Tensor, keep_first: bool) -> Layer:
+    """The second d channels are convolved with `kernel` and gated by block `source`; the first d pass or vanish."""
+    weight = torch.zeros(3 * d, 3 * d, dtype=torch.float64)
+    weight[source * d : (source + 1) * d, d : 2 * d] = torch.eye(d)
+    gate = torch.zeros(rows, 3 * d, dtype=torch.float64)
+    gate[:, :d] = float(keep_first)
+    taps = torch.zeros(kernel.shape[0], 3 * d, dtype=torch.float64)
+    taps[0, :d], taps[:, d : 2 * d] = 1, kernel
+    return Layer(weight, gate, taps, torch.zeros(rows, 3 * d, dtype=torch.float64))
+
+
+def base_conv_as_hyena(mixer: BaseConv) -> Hyena:
+    """Makes the Hyena layer, of 2 d channels, that computes what `mixer` does.
+
+    Input and output stand in the first d channels. Its q is x W + b_1 in both halves; k is 1, and v is x in the first
+    half and 1 in the second. The filter is that of `mixer` in the first half and only passes in the second, so that the
+    two halves come to q * (h (*) x) and q, and the output adds the first to b_2 times the second.
+    """
+    d, length = mixer.d_model, mixer.filter.max_length
+    hyena = Hyena(2 * d, 1, max_length=length).double()
+    explicit = ExplicitFilter(2 * d, length).double()
+    hyena.filter = explicit  # type: ignore[assignment]
+    with torch.no_grad():
+        for parameter in hyena.parameters():
+            parameter.zero_()
+        hyena.short.weight[:, -1] = 1
+        query, _, value = hyena.projections.weight.split(2 * d)
+        query_bias, key_bias, value_bias = hyena.projections.bias.split(2 * d)
+        for half in (slice(0, d), slice(d, 2 * d)):
+            query[half, :d] = mixer.projection.weight
+            query_bias[half] = mixer.projection.bias
+        key_bias.fill_(1)
+        value[:d, :d] = torch.eye(d)
+        value_bias[d:] = 1
+        taps = mixer.filter(length)
+        explicit.weight[: len(taps), :d] = taps.double()
+        explicit.weight[0, d:] = 1
+        hyena.out.weight[:d] = torch.cat([torch.eye(d).double(), torch.diag(mixer.bias.double())], dim=1)
+    return hyena
