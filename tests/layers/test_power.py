@@ -15,8 +15,8 @@ def input_like(layer: PowerAttention, time: int = 20, dtype: torch.dtype = torch
     return torch.randn(1, time, layer.d_model, generator=generator, dtype=torch.float64).to(dtype)
 
 
-# Nothing around the attention: no convolution in front, no norms, no gate on the heads' outputs.
-PLAIN = {"short_convolution": 0, "qk_norm": False, "head_norm": False, "output_gate": False}
+# Nothing around the attention: no convolution in front, no norm of the heads' outputs, no gate on them.
+PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False}
 
 
 def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,8 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         taps, past = layer.convolution.weight, F.pad(x, (0, 0, layer.convolution.width - 1, 0))
         x = layer.convolution.bias + sum(taps[:, s] * past[:, s : s + x.shape[1]] for s in range(taps.shape[1]))
     heads, groups, key_dim = layer.n_heads, layer.n_kv_heads, layer.head_dim
-    q, k, v = layer.projected(x[0]).split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
+    qkv = layer.qkv(x[0]) if layer.qkv_start is None else layer.qkv(x[0]) + layer.qkv_start
+    q, k, v = qkv.split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
     if layer.q_norm is not None:
         q, k = (
             F.rms_norm(y.unflatten(-1, (-1, key_dim)), (key_dim,), norm.weight, 1e-6).flatten(1)
@@ -69,7 +70,7 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         {"normalize": False},
         {"eps": 1e-6},
         PLAIN,
-        {"qk_norm": False},
+        {"qk_norm": True},
         {"short_convolution": 2, "output_gate": False},
         {"short_convolution": 0, "head_norm": False},
         {"rotary_fraction": 1.0},
@@ -107,10 +108,10 @@ def test_gate_starts_with_memories_from_short_to_long(options, expected):
 @pytest.mark.parametrize(
     ("options", "score"),
     [
-        ({"qk_norm": False}, 1.0),
-        ({"qk_norm": False, "initial_score": 0.25, "n_kv_heads": 1, "value_dim": 3}, 0.25),
-        ({"qk_norm": False, "p": 4, "rotation": "none", "head_dim": 5}, 1.0),
-        ({}, 8**0.5),  # normed, all queries and keys have the length K^0.5
+        ({}, 1.0),
+        ({"initial_score": 0.25, "n_kv_heads": 1, "value_dim": 3}, 0.25),
+        ({"p": 4, "rotation": "none", "head_dim": 5}, 1.0),
+        ({"qk_norm": True}, 8**0.5),  # normed, all queries and keys have the length K^0.5
         ({"initial_score": 0}, 0.0),
         ({"p": 3}, 0.0),
     ],
@@ -251,7 +252,7 @@ def test_gates_survive_a_host_that_draws_linear_weights_anew(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"rotation": "none"}, {"qk_norm": False}, {"n_kv_heads": 1, "value_dim": 3}])
+@pytest.mark.parametrize("options", [{}, {"rotation": "none"}, {"qk_norm": True}, {"n_kv_heads": 1, "value_dim": 3}])
 def test_the_start_survives_a_host_that_draws_linear_weights_anew(options):
     """With the weights put back after the host was there, the layer gives what it gave."""
     layer = PowerAttention(64, 2, **options)
@@ -266,7 +267,7 @@ def test_the_start_survives_a_host_that_draws_linear_weights_anew(options):
 @torch.no_grad()
 def test_attention_starts_as_an_average_of_the_past_under_a_host():
     torch.manual_seed(0)
-    layer = PowerAttention(64, 2, gate=False, rotation="none", qk_norm=False).apply(host)
+    layer = PowerAttention(64, 2, gate=False, rotation="none").apply(host)
     q, k, *_ = layer._inputs(F.layer_norm(input_like(layer, dtype=torch.float32), (64,)), 0)
     scores = torch.einsum("bthk,bshk->hts", q, k) * layer.head_dim**-0.5
     assert scores.mean().item() == pytest.approx(1.0, abs=0.05) and scores.min() > 0
