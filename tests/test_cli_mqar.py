@@ -62,7 +62,7 @@ def test_a_sweep_and_its_figures(recipe, tmp_path, capsys):
     capsys.readouterr()
     images = tmp_path / "images"
     assert main(["mqar-figures", str(tmp_path / "out" / "results.csv"), "--out", str(images)]) == 0
-    names = [f"{images}/{name}.png" for name in ("accuracy_width", "frontier", "learning_rates")]
+    names = [f"{images}/{name}.png" for name in ("accuracy_width", "frontier", "learning_rates", "learning_curves")]
     assert capsys.readouterr().out.splitlines() == names
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -134,6 +134,17 @@ class RecallTask:
         side = math.isqrt(self.pairs)
         return (side, side, self.pairs) if self.kind == "compositional" else (self.pairs, self.pairs + self.updates)
 
+    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples:
+        """Draws rows, as `generate` does."""
+        return generate(self, examples, seed)
+
+    def __str__(self) -> str:
+        """Gives the task in short, "mqar 64:4": kind, length and pairs, and whatever is not the default."""
+        more = [f"{self.updates} updates"] if self.updates else []
+        rare = {"filler": RecallTask.filler, "alpha": RecallTask.alpha, "deal": RecallTask.deal}  # the defaults
+        more += [f"{name} {getattr(self, name)}" for name, default in rare.items() if getattr(self, name) != default]
+        return " ".join([self.kind, f"{self.length}:{self.pairs}", *more])
+
     def _check_vocabulary(self) -> None:
         names = ("first keys", "second keys", "values") if self.kind == "compositional" else ("keys", "values")
         for name, low, high, drawn in zip(names, self.bounds, self.bounds[1:], self.drawn, strict=False):
@@ -179,7 +190,13 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
     return RecallExamples(tokens, targets)
 
 
-def mixture(tasks: Sequence[RecallTask], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:
+class Task(Protocol):
+    """What draws rows: a `RecallTask`, or a task of one's own."""
+
+    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples: ...
+
+
+def mixture(tasks: Sequence[Task], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:
     """`examples` rows, shared out evenly among the tasks: lengths and numbers of pairs mixed in training or test.
 
     A task's rows depend on its place among the tasks too, so equal tasks give different rows.
@@ -188,7 +205,7 @@ def mixture(tasks: Sequence[RecallTask], examples: int, seed: int | Sequence[int
         raise ValueError(f"a mixture needs tasks and an example for each; got {len(tasks)} tasks, {examples} examples")
     key = [seed] if isinstance(seed, int) else list(seed)
     counts = [examples // len(tasks) + (i < examples % len(tasks)) for i in range(len(tasks))]
-    return [generate(task, count, [*key, i]) for i, (task, count) in enumerate(zip(tasks, counts, strict=True))]
+    return [task.draw(count, [*key, i]) for i, (task, count) in enumerate(zip(tasks, counts, strict=True))]
 
 
 def solve(task: RecallTask, tokens: np.ndarray) -> np.ndarray:

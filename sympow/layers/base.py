@@ -48,8 +48,8 @@ class HeadOptions(TypedDict, total=False):
 class Mixer(nn.Module, ABC):
     """A causal map from a sequence to a sequence, [B, T, d] -> [B, T, d], that can also run token by token.
 
-    Its weights are parameters, never buffers: models are made on the meta device and then filled by
-    `reset_parameters`.
+    What it learns are parameters. A constant that is saved with them is a buffer. Both are filled by
+    `reset_parameters`, because models are made on the meta device.
 
     Args:
         d_model: d, the width of the input and of the output.
@@ -335,9 +335,13 @@ class AttentionMixer(Mixer):
         weight = None if self.head_norm is None else self.head_norm.weight
         return self.out(gated_norm(y, weight, gate, eps=1e-6))
 
+    def projected(self, x: Tensor) -> Tensor:
+        """Projects x [B, T, d] to queries, keys and values of all heads: [B, T, H K + G K + G V]."""
+        return self.qkv(x)
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
-        q, k, v = self.qkv(x).split(self._split, dim=-1)
+        q, k, v = self.projected(x).split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
@@ -349,7 +353,7 @@ class AttentionMixer(Mixer):
         """`heads`, with q and k rotated as `rotate` does."""
         if self.rotation == "none":
             return self.heads(x)
-        turned = (self.qkv(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
+        turned = (self.projected(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
         if self.q_norm is None or self.k_norm is None:
             return rotate_heads(*turned)
         return rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions
@@ -56,10 +56,11 @@ class PowerAttention(AttentionMixer):
             "fixed"; "fixed": by 1; "none".
         position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
             learning rate: with r below 1 positions move that much more slowly.
-        initial_score: the score (M1) that the biases of queries and keys give every pair at first (before `qk_norm`);
-            even p only, and with `bias`. So attention starts as an average of the past, as softmax attention
-            does. From 0 its first weights are squares of noise, and which sign all scores take together is
-            decided by roundings: docs/decisions/0006-start-of-training.md.
+        initial_score: the score (M1) that queries and keys give every pair at first (before `qk_norm`); even p only,
+            and with `bias`. So attention starts as an average of the past, as softmax attention does. From 0 its first
+            weights are squares of noise, and which sign all scores take together is decided by roundings:
+            docs/decisions/0006-start-of-training.md. A constant beside the biases of queries and keys gives it
+            (`qkv_start`), so that a host which sets the biases of linear layers to 0 leaves it alone. The biases learn.
         normalize: divide by the sum of the weights and `eps` (M5), even p only; None: True for even p. Without it,
             keep `head_norm`, as sums of weights grow with the context.
         eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
@@ -105,14 +106,17 @@ class PowerAttention(AttentionMixer):
         self.gate_bias, self.initial_score, self.eps = tuple(gate_bias), initial_score, eps
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.beta = Float32Linear(d_model, self.n_kv_heads, bias=False) if rotation == "data" else None
+        starts = p % 2 == 0 and initial_score > 0 and self.qkv.bias is not None
+        self.qkv_start: Tensor | None
+        self.register_buffer("qkv_start", torch.empty(sum(self._split)) if starts else None)
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
         with torch.no_grad():
-            if self.p % 2 == 0 and self.qkv.bias is not None:
+            if self.qkv_start is not None and not self.qkv_start.is_meta:
                 # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
                 # as roundings of one that is most of all scores would be the same for all tokens.
-                qk = self.qkv.bias[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
+                qk = self.qkv_start.zero_()[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
             if self.gate is not None and self.gate.bias is not None:
@@ -120,6 +124,21 @@ class PowerAttention(AttentionMixer):
             if self.beta is not None:
                 # The gradient of W is that of beta times x, so zeros learn; tanh is steepest there.
                 self.beta.weight.zero_()
+
+    def projected(self, x: Tensor) -> Tensor:
+        if self.qkv_start is None:
+            return self.qkv(x)
+        if _is_product(self.qkv):
+            return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start)  # not one pass more over all tokens
+        y = self.qkv(x)
+        return y + self.qkv_start.to(y.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        bias, start = state_dict.get(f"{prefix}qkv.bias"), f"{prefix}qkv_start"
+        if self.qkv_start is not None and bias is not None and start not in state_dict:
+            # Older weights, whose biases hold the start.
+            state_dict[start] = torch.zeros(self.qkv_start.shape, dtype=bias.dtype, device=bias.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
@@ -170,6 +189,11 @@ class PowerAttention(AttentionMixer):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
+
+
+def _is_product(linear: nn.Module) -> bool:
+    """Tells whether calling `linear` is a product and its bias alone: no adapter in its place, and no hook on it."""
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 def initial_memory(

@@ -65,16 +65,31 @@ def mixer_class(name: str) -> type[Mixer]:
     every = MIXERS | FLA_MIXERS
     if name in every:
         return every[name]
-    module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+    if not is_import_path(name):
         raise ValueError(f"a mixer is one of {', '.join(every)}, or package.module:Class; got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ImportError(f"the module of the mixer {name!r} cannot be imported: {error}") from error
+    found = imported(name, "mixer")
     if not (isinstance(found, type) and issubclass(found, Mixer)):
+        module, _, attribute = name.partition(":")
         raise ValueError(f"{attribute} in {module} is no subclass of sympow.layers.Mixer; got {found!r}")
     return found
+
+
+def is_import_path(name: object) -> bool:
+    """Tells whether `name` is written as "package.module:attribute"."""
+    module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def imported(path: str, what: str) -> Any:
+    """Returns what an import path names, None where its module has nothing of that name.
+
+    Raises ImportError where the module cannot be imported, which calls it the module of the `what`.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ImportError(f"the module of the {what} {path!r} cannot be imported: {error}") from error
 
 
 def check_mixer(name: str, options: Mapping[str, Any]) -> None:

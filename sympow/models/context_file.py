@@ -217,9 +217,9 @@ def fingerprint(model: LanguageModel) -> tuple[str, str]:
     """Hashes the config of a model, and its weights with names, dtypes and shapes: two hexadecimal strings."""
     config = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
     weights = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        weights.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
-        flat = parameter.detach().contiguous().reshape(-1).cpu()
+    for name, tensor in sorted(model.state_dict().items()):
+        weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().contiguous().reshape(-1).cpu()
         weights.update(flat.view(torch.uint8).numpy().data)
     return config.hexdigest(), weights.hexdigest()
 

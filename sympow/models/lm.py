@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
             self.head = untied
         self.cross_entropy = CrossEntropy()
         # Not to_empty: an empty_like of a meta tensor imports sympy.
-        empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.named_parameters()}
+        empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.state_dict().items()}
         self.load_state_dict(empty, assign=True)
         self.reset_parameters(seed)
 

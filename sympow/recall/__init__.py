@@ -1,13 +1,15 @@
-"""Associative recall: models trained on `sympow.data.mqar`, in runs and sweeps, and figures of what they reach."""
+"""Associative recall: models trained on it in runs and sweeps, and figures of what they reach."""
 
 from sympow.recall.config import Architecture, RecallConfig, Sweep, grid
 from sympow.recall.figures import draw_figures
+from sympow.recall.own_task import OwnTask
 from sympow.recall.results import chosen, read_results, summary, write_results
 from sympow.recall.run import run
 from sympow.recall.sweep import run_sweep
 
 __all__ = [
     "Architecture",
+    "OwnTask",
     "RecallConfig",
     "Sweep",
     "chosen",

@@ -18,8 +18,11 @@ from sympow.data.mqar import RecallTask
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
+from sympow.recall.own_task import OwnTask, check_integer
 from sympow.training.config import PRECISIONS, unknown
 from sympow.training.overrides import override
+
+AnyTask = RecallTask | OwnTask
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class RecallConfig:
         learning_rate: the highest one: it rises linearly over the first `warmup` of all steps and falls to 0 by a half
             cosine.
         seed: of the weights and of the order of examples.
-        train: what is trained on: one task, or a mixture in equal parts.
+        train: what is trained on: one task, a `RecallTask` or an `OwnTask`, or a mixture in equal parts.
         test: what is tested on, each by itself; empty: the tasks of `train`. Validation is on the tasks of `train`.
         examples, validation_examples, test_examples: rows, of all tasks of the part together but for the test, which
             has as many of each task.
@@ -93,8 +96,8 @@ class RecallConfig:
     width: int = 64
     learning_rate: float = 1e-3
     seed: int = 0
-    train: tuple[RecallTask, ...] = (RecallTask(),)
-    test: tuple[RecallTask, ...] = ()
+    train: tuple[AnyTask, ...] = (RecallTask(),)
+    test: tuple[AnyTask, ...] = ()
     examples: int = 100_000
     validation_examples: int = 3000
     test_examples: int = 3000
@@ -112,9 +115,9 @@ class RecallConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in (("width", 1), ("seed", 0), ("data_seed", 0), ("examples", 1), ("validation_examples", 1),
                             ("test_examples", 1), ("epochs", 1), ("validations", 1)):  # fmt: skip
-            _check_integer(name, getattr(self, name), least)
+            check_integer(name, getattr(self, name), least)
         if self.batch_size is not None:
-            _check_integer("batch_size", self.batch_size, 1)
+            check_integer("batch_size", self.batch_size, 1)
         if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < math.inf):
             raise ValueError(f"learning_rate must be above 0; got {self.learning_rate!r}")
         if self.weight_decay < 0:
@@ -156,7 +159,7 @@ class RecallConfig:
         return self.batch_size or (8 if size >= 512 else 16 if size >= 256 else 64)
 
     @property
-    def tests(self) -> tuple[RecallTask, ...]:
+    def tests(self) -> tuple[AnyTask, ...]:
         """The tasks tested on."""
         return self.test or self.train
 
@@ -166,7 +169,8 @@ class RecallConfig:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
         task = self.train[-1]
-        return f"{label}-n{task.length}-d{task.pairs}-w{self.width}-lr{self.learning_rate:.2g}-s{self.seed}-{digest}"
+        pairs = "" if task.pairs is None else f"-d{task.pairs}"
+        return f"{label}-n{task.length}{pairs}-w{self.width}-lr{self.learning_rate:.2g}-s{self.seed}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def grid(
     *,
     architectures: Sequence[Architecture] = (),
     widths: Sequence[int] = (),
-    tasks: Sequence[RecallTask] = (),
+    tasks: Sequence[AnyTask] = (),
     learning_rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> tuple[RecallConfig, ...]:
@@ -221,10 +225,3 @@ def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str
     if parameter is not None and parameter.default is parameter.empty:
         options.setdefault("max_length", length)
     return options
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer; got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
     accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
     seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
-    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state.
+    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state. learning_curves:
+    validation accuracy against epochs, a curve a seed.
 
     Every figure of an accuracy has the line of guessing, 1/D, which naming any value of the row reaches. A figure
     against a column is drawn where some model has several values of it.
@@ -37,6 +39,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
         "frontier": _frontier(best),
         "learning_rates": _learning_rates(rows),
         "capacity": _capacity(best),
+        "learning_curves": _learning_curves(best),
     }
     written = []
     for name, figure in figures.items():
@@ -104,6 +107,29 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
         axis.set_title(_title(("length", "pairs", "width"), key))
+    return _finish(figure, axes, "validation accuracy")
+
+
+def _learning_curves(rows: Sequence[Row]) -> Any:
+    """Validation accuracy against epochs, a panel for every task trained on and width, a curve a seed.
+
+    Of a run that was tested on several tasks one row is drawn: their validations are the same.
+    """
+    once = {row["run"]: row for row in rows if row.get("validation_accuracies")}
+    rows = _with_models(list(once.values()))
+    if not rows:
+        return None
+    panels = dict(sorted(group(rows, "train", "width").items()))
+    figure, axes = _panels(len(panels))
+    for axis, ((task, width), same) in zip(axes, panels.items(), strict=True):
+        for style, of_model in _by_model(rows, same):
+            for row in of_model:
+                accuracies = json.loads(row["validation_accuracies"])
+                epochs = [(number + 1) / row["validations"] for number in range(len(accuracies))]
+                axis.plot(epochs, accuracies, **style)
+        _guessing(axis, same)
+        axis.set_xlabel("epochs")
+        axis.set_title(f"{task}, d {width:,}")
     return _finish(figure, axes, "validation accuracy")
 
 

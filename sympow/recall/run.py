@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.data.mqar import RecallTask, mixture
+from sympow.data.mqar import mixture
 from sympow.layers import auxiliary_losses
 from sympow.models import RecallModel
 from sympow.progress import Progress
-from sympow.recall.config import RecallConfig
+from sympow.recall.config import AnyTask, RecallConfig
 from sympow.training.config import TrainingConfig
 from sympow.training.loop import autocast, resolve_device
 from sympow.training.optimizer import learning_rate, parameter_groups
@@ -105,18 +105,12 @@ def run(
     return rows
 
 
-def describe_tasks(tasks: Sequence[RecallTask]) -> str:
-    """Tasks in short, "mqar 64:4 + mqar 128:8": kind, length and pairs, and whatever is not the default."""
-    default = RecallTask()
-    words = []
-    for task in tasks:
-        more = [f"{task.updates} updates"] if task.updates else []
-        more += [f"{n} {getattr(task, n)}" for n in ("filler", "alpha", "deal") if getattr(task, n) != getattr(default, n)]
-        words.append(" ".join([task.kind, f"{task.length}:{task.pairs}", *more]))
-    return " + ".join(words)
+def describe_tasks(tasks: Sequence[AnyTask]) -> str:
+    """Tasks in short, "mqar 64:4 + mqar 128:8"."""
+    return " + ".join(map(str, tasks))
 
 
-def _described(config: RecallConfig, task: RecallTask, model: RecallModel) -> dict[str, Any]:
+def _described(config: RecallConfig, task: AnyTask, model: RecallModel) -> dict[str, Any]:
     """What the run was, and the size of the model and of its state after the task's rows."""
     shape, architecture = config.model, config.architecture
     causal = all(block.mixer.causal for block in model.blocks)  # the others have no state
@@ -166,7 +160,7 @@ class _Part(NamedTuple):
 
 
 @lru_cache(maxsize=9)  # so that the runs of a sweep share what three tasks need
-def _load(tasks: tuple[RecallTask, ...], examples: int, seed: tuple[int, ...], device: str) -> list[_Part]:
+def _load(tasks: tuple[AnyTask, ...], examples: int, seed: tuple[int, ...], device: str) -> list[_Part]:
     parts = []
     for drawn in mixture(tasks, examples, seed):
         places, labels = drawn.queries()

@@ -196,20 +196,18 @@ def restore_model(model: nn.Module, state: dict[str, torch.Tensor], path: str | 
     """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`."""
     own = model.state_dict()
     state = _with_names_of_today(state, own)
-    for name, tensor in own.items():
-        if name not in state:
-            raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
-        if not isinstance(state[name], torch.Tensor):
-            raise CheckpointError(f"{path} does not fit the model: {name!r} is no tensor")
-        if state[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path} does not fit the model: {name!r} has shape {list(state[name].shape)}, "
-                f"the model needs {list(tensor.shape)}"
-            )
-    for name in state:
+    for name, tensor in state.items():
         if name not in own:
             raise CheckpointError(f"{path} does not fit the model: the model has no weight {name!r}")
-    model.load_state_dict(state)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path} does not fit the model: {name!r} is no tensor")
+        if own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path} does not fit the model: {name!r} has shape {list(tensor.shape)}, "
+                f"the model needs {list(own[name].shape)}"
+            )
+    for name in model.load_state_dict(state, strict=False).missing_keys:
+        raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
 
 
 def _with_names_of_today(state: dict[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -85,8 +85,9 @@ def _read(text: str, kind: Any, path: str) -> Any:
             if text == str(choice):
                 return choice
         raise ValueError(f"{path} is one of {', '.join(map(str, arguments))}, got {text!r}")
-    if origin is tuple and is_dataclass(arguments[0]):
-        names = ", ".join(f"{path}.0.{field.name}" for field in fields(arguments[0]))
+    groups = get_args(arguments[0]) or arguments if origin is tuple else ()  # one type, or any of several
+    if groups and is_dataclass(groups[0]):
+        names = ", ".join(f"{path}.0.{field.name}" for field in fields(groups[0]))
         raise ValueError(f"{path} is a list of groups of fields; set one of {names}")
     if origin is tuple:
         parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]

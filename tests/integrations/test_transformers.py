@@ -234,6 +234,31 @@ def test_weights_that_a_folder_lacks_are_drawn_and_the_others_kept(tmp_path):
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in loaded.items())
 
 
+@torch.no_grad()
+def test_older_folders_hold_the_start_of_scores_in_their_biases(tmp_path):
+    model = from_native(small_model("power"))
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith("qkv_start")]:
+        bias = name.replace("qkv_start", "qkv.bias")
+        state[bias] = state[bias] + state.pop(name)
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(20)[None] % VOCAB
+    assert len(state) < len(model.state_dict()) and torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@torch.no_grad()
+def test_the_start_of_scores_survives_a_host_that_draws_linear_weights_anew():
+    def host(module):
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            torch.nn.init.zeros_(module.bias)
+
+    model = from_native(LanguageModel(small_config("power"), seed=0))
+    tokens = torch.arange(20)[None] % VOCAB
+    before = model(tokens).logits
+    assert torch.equal(model.apply(host)(tokens).logits, before)
+
+
 def test_config_goes_round(tmp_path):
     config = SympowConfig(model=small_config("hybrid"), eos_token_id=3)
     config.save_pretrained(tmp_path)

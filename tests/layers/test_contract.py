@@ -281,7 +281,7 @@ def test_weights_save_and_load(case, tmp_path):
     torch.save(mixer.state_dict(), tmp_path / "weights.pt")
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert torch.equal(run(mixer, x), run(other, x))
-    assert set(mixer.state_dict()) == {name for name, _ in mixer.named_parameters()}
+    assert set(mixer.state_dict()) == dict([*mixer.named_parameters(), *mixer.named_buffers()]).keys()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,7 +25,13 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         taps, past = layer.convolution.weight, F.pad(x, (0, 0, layer.convolution.width - 1, 0))
         x = layer.convolution.bias + sum(taps[:, s] * past[:, s : s + x.shape[1]] for s in range(taps.shape[1]))
     heads, groups, key_dim = layer.n_heads, layer.n_kv_heads, layer.head_dim
-    q, k, v = layer.qkv(x[0]).split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
+    qkv = layer.qkv(x[0]) if layer.qkv_start is None else layer.qkv(x[0]) + layer.qkv_start
+    q, k, v = qkv.split([heads * key_dim, groups * key_dim, groups * layer.value_dim], dim=-1)
+    if layer.q_norm is not None:
+        q, k = (
+            F.rms_norm(y.unflatten(-1, (-1, key_dim)), (key_dim,), norm.weight, 1e-6).flatten(1)
+            for y, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
     turning = layer.rotary_dim or key_dim
     theta = 10_000.0 ** (-torch.arange(turning // 2, dtype=torch.float64) * 2 / turning)
     theta = F.pad(theta, (0, (key_dim - turning) // 2))
@@ -64,6 +70,7 @@ def dense(layer: PowerAttention, x: torch.Tensor) -> torch.Tensor:
         {"normalize": False},
         {"eps": 1e-6},
         PLAIN,
+        {"qk_norm": True},
         {"short_convolution": 2, "output_gate": False},
         {"short_convolution": 0, "head_norm": False},
         {"rotary_fraction": 1.0},
@@ -104,6 +111,7 @@ def test_gate_starts_with_memories_from_short_to_long(options, expected):
         ({}, 1.0),
         ({"initial_score": 0.25, "n_kv_heads": 1, "value_dim": 3}, 0.25),
         ({"p": 4, "rotation": "none", "head_dim": 5}, 1.0),
+        ({"qk_norm": True}, 8**0.5),  # normed, all queries and keys have the length K^0.5
         ({"initial_score": 0}, 0.0),
         ({"p": 3}, 0.0),
     ],
@@ -226,18 +234,77 @@ def test_decoding_by_kernel_keeps_a_tail(kind):
     assert outs[-1].requires_grad and memory(state).s.requires_grad
 
 
+def host(module: torch.nn.Module) -> None:
+    """Draws linear weights anew, as the models of Hugging Face and Zoology do by `apply`: N(0, 0.02), biases 0."""
+    if isinstance(module, torch.nn.Linear):
+        torch.nn.init.normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            torch.nn.init.zeros_(module.bias)
+
+
 @pytest.mark.parametrize("kind", [PowerAttention, SoftmaxAttention])
 def test_gates_survive_a_host_that_draws_linear_weights_anew(kind):
-    """As the models of Hugging Face and Zoology do by `apply`: weights N(0, 0.02), biases 0."""
     layer = kind(16, 4, gate=True)
     gate = {name: parameter.clone() for name, parameter in layer.gate.named_parameters()}
-
-    def host(module):
-        if isinstance(module, torch.nn.Linear):
-            torch.nn.init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                torch.nn.init.zeros_(module.bias)
-
     layer.apply(host)
     assert all(torch.equal(parameter, gate[name]) for name, parameter in layer.gate.named_parameters())
     assert layer.gate.bias.tolist() == pytest.approx([1.0, 10 / 3, 17 / 3, 8.0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"rotation": "none"}, {"qk_norm": True}, {"n_kv_heads": 1, "value_dim": 3}])
+def test_the_start_survives_a_host_that_draws_linear_weights_anew(options):
+    """With the weights put back after the host was there, the layer gives what it gave."""
+    layer = PowerAttention(64, 2, **options)
+    x = input_like(layer, dtype=torch.float32)
+    drawn, before = {name: p.clone() for name, p in layer.named_parameters() if p.ndim == 2}, layer(x)
+    layer.apply(host)
+    for name, weight in drawn.items():
+        layer.get_parameter(name).copy_(weight)
+    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_attention_starts_as_an_average_of_the_past_under_a_host():
+    torch.manual_seed(0)
+    layer = PowerAttention(64, 2, gate=False, rotation="none").apply(host)
+    q, k, *_ = layer._inputs(F.layer_norm(input_like(layer, dtype=torch.float32), (64,)), 0)
+    scores = torch.einsum("bthk,bshk->hts", q, k) * layer.head_dim**-0.5
+    assert scores.mean().item() == pytest.approx(1.0, abs=0.05) and scores.min() > 0
+
+
+@torch.no_grad()
+def test_older_weights_hold_the_start_in_their_biases():
+    layer, other = PowerAttention(16, 2), PowerAttention(16, 2)
+    for parameter in layer.parameters():
+        parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    older = layer.state_dict()
+    older["qkv.bias"] = older["qkv.bias"] + older.pop("qkv_start")
+    other.load_state_dict(older)
+    x = input_like(layer, dtype=torch.float32)
+    assert torch.equal(other(x), layer(x)) and not other.qkv_start.any() and layer.qkv_start.any()
+
+
+@torch.no_grad()
+def test_an_adapter_or_a_hook_on_the_projection_is_heard():
+    layer = PowerAttention(16, 2)
+    x, seen = input_like(layer, dtype=torch.float32), []
+    expected = layer(x)
+    hook = layer.qkv.register_forward_hook(lambda module, given, out: seen.append(out))
+    torch.testing.assert_close(layer(x), expected)
+    hook.remove()
+    layer.qkv = Doubled(layer.qkv)
+    assert len(seen) == 1 and not torch.allclose(layer(x), expected, rtol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.projected(x).dtype == torch.bfloat16
+
+
+class Doubled(torch.nn.Module):
+    """Stands for an adapter: gives twice what the layer gives that it wraps."""
+
+    def __init__(self, wrapped: torch.nn.Linear):
+        super().__init__()
+        self.wrapped, self.weight = wrapped, wrapped.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.wrapped(x)

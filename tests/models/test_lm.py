@@ -198,8 +198,8 @@ def test_initialisation_is_that_of_gpt2():
             (block.mlp_out, residual),
         ):
             assert linear.weight.std().item() == pytest.approx(std, rel=0.05)
-            scores = 24 if linear is block.mixer.qkv else 0  # channels of every query and key: PowerAttention's start
-            assert linear.bias.count_nonzero() == scores
+            assert not linear.bias.any()
+        assert block.mixer.qkv_start.count_nonzero() == 24  # channels of every query and key
         assert block.mixer.gate.bias.tolist() == pytest.approx([1, 4.5, 8])
     assert built.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for norm in (built.embedding_norm, built.final_norm, built.blocks[3].mlp_norm):

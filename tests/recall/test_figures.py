@@ -35,6 +35,17 @@ def lines(axis):
     return {label: tuple(map(list, curve.get_data())) for label, curve in curves.items()}
 
 
+def test_learning_curves_are_a_curve_a_seed(made_up, drawn):
+    curve = {"validation_accuracies": "[0.1, 0.5, 0.9]", "validations": 2}
+    rows = [row | curve for row in made_up if row["heads"] == 1]
+    assert "learning_curves" not in drawn(made_up)
+    panels = drawn(rows + [row | {"test": "mqar 8:1"} for row in rows])["learning_curves"]
+    assert [axis.get_title() for axis in panels[:2]] == ["mqar 128:8, d 64", "mqar 128:8, d 128"] and len(panels) == 12
+    x, y = lines(panels[0])["attention"]
+    assert (x, y) == ([0.5, 1.0, 1.5], [0.1, 0.5, 0.9])
+    assert len(panels[0].lines) == 3 * 3 + 1  # models, seeds, and guessing
+
+
 def test_images_are_written(made_up, tmp_path):
     few = [row | {"length": 512} for row in made_up if row["width"] < 256 and row["pairs"] < 16 and row["seed"] < 2]
     files = draw_figures(few, tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.modeling import SympowForCausalLM, native_name
+from sympow.integrations.transformers.modeling import SympowForCausalLM, native_name, weights
 from sympow.models import LanguageModel
 from sympow.training import Checkpoint, load_model, save_checkpoint
 from sympow.training.config import RunConfig
@@ -84,10 +84,10 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     if "tokenizer" in run:
         text = (source / _TOKENIZER).read_text(encoding="utf-8")
         (target / _TOKENIZER).write_text(_BYTES if run["tokenizer"] == "bytes" else text, encoding="utf-8")
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(
-        Checkpoint(config.to_dict(), weights, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1
+        Checkpoint(config.to_dict(), state, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1
     )
     return target
 
@@ -96,9 +96,9 @@ def from_native(model: LanguageModel) -> SympowForCausalLM:
     """Makes a `SympowForCausalLM` of a native model, in evaluation mode, with a copy of its weights."""
     config = SympowConfig(model=model.config.to_dict())
     made = SympowForCausalLM(config).to(model.embedding.weight.device, model.embedding.weight.dtype)
-    state = dict(model.named_parameters())
-    for name, parameter in made.named_parameters():  # a tied head is not named
-        parameter.data = state[native_name(name)].detach().clone()
+    state = weights(model)
+    for name, tensor in weights(made).items():
+        tensor.data = state[native_name(name)].detach().clone()
     made.tie_weights()
     return made.eval()
 
@@ -107,9 +107,9 @@ def to_native(model: SympowForCausalLM) -> LanguageModel:
     """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
     config = model.config.model_config
     native = LanguageModel(config, seed=0)
-    weights = {native_name(name): parameter for name, parameter in model.named_parameters()}
-    for name, parameter in native.named_parameters():
-        parameter.data = weights[name].detach().clone()
+    state = {native_name(name): tensor for name, tensor in weights(model).items()}
+    for name, tensor in weights(native).items():
+        tensor.data = state[name].detach().clone()
     return native.eval()
 
 

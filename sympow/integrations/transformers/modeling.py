@@ -257,12 +257,14 @@ class SympowModel(SympowPreTrainedModel):
 
     @torch.no_grad()
     def _draw(self) -> None:
-        native = dict(
-            LanguageModel(replace(self.config.model_config, tie_embeddings=True)).named_parameters()
-        )
-        for name, parameter in self.named_parameters():
-            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
-                parameter.copy_(native[native_name(name)])
+        native = weights(LanguageModel(replace(self.config.model_config, tie_embeddings=True)))
+        own = weights(self)
+        for name, tensor in own.items():
+            if not tensor.is_meta and not _is_loaded(tensor):
+                tensor.copy_(native[native_name(name)])
+            bias = own.get(name.removesuffix("qkv_start") + "qkv.bias") if name.endswith("qkv_start") else None
+            if bias is not None and _is_loaded(bias) and not _is_loaded(tensor):
+                tensor.zero_()  # older weights, whose biases hold the start
 
 
 class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
@@ -359,6 +361,15 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             return
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Lists the parameters of a model by name, a tied head not again, and the constants saved with them."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    return getattr(tensor, "_is_hf_initialized", False)
 
 
 def native_name(name: str) -> str:

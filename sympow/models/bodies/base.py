@@ -20,7 +20,7 @@ from sympow.models.config import ModelConfig
 class Block(nn.Module, ABC):
     """A block of a language model, around a mixer: [B, T, d] -> [B, T, d].
 
-    Weights are parameters, never buffers, as of a mixer.
+    Weights are parameters, and constants that are saved with them are buffers, as of a mixer.
 
     Attributes:
         mixer: the block's mixer.
