@@ -79,11 +79,14 @@ class Measured:
                 f"{_SAID[name]:<20}{tokens:>12,}{tokens / whole:>8.1%}" + "".join(f"{cell:>{width}}" for cell in cells)
             )
         for label, shares in self.gaps().items():
+            whole_gap = shares["all"]
+            clear = whole_gap.nats_low > 0 or whole_gap.nats_high < 0
             lines += ["", f"{label} less {next(iter(self.losses))}, nats a token, with 95% intervals:"]
-            for name in SLICES:
-                lines.append(f"{_SAID[name]:<20}{_gap(shares[name], name)}")
-            if shares["all"].nats_low > 0:
-                published = published_share(shares["hits"].nats, shares["all"].nats)
+            lines += [f"{_SAID[name]:<20}{_gap(shares[name], clear and name != 'all')}" for name in SLICES]
+            published = published_share(shares["hits"].nats, whole_gap.nats)
+            if not clear:
+                lines.append("no clear gap: shares in it would say nothing")
+            elif not math.isnan(published):
                 lines.append(f"share of AR hits by the rule of the source: {published:.0%}")
         return "\n".join(lines)
 
@@ -190,9 +193,7 @@ def _loss(loss: float) -> str:
     return "-" if math.isnan(loss) else f"{loss:.4f} ({math.exp(loss):,.2f})"
 
 
-def _gap(share: Share, name: str) -> str:
+def _gap(share: Share, with_share: bool) -> str:
     said = f"{share.nats:>+9.4f} [{share.nats_low:+.4f}, {share.nats_high:+.4f}]"
-    clear = share.nats_low > 0 or share.nats_high < 0
-    if name == "all":
-        return said if clear else f"{said}   no clear gap"
-    return f"{said}{share.share:>7.0%} [{share.share_low:.0%}, {share.share_high:.0%}] of the gap"
+    of_gap = f"{share.share:>7.0%} [{share.share_low:.0%}, {share.share_high:.0%}] of the gap"
+    return said + of_gap if with_share else said

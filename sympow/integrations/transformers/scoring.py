@@ -54,4 +54,4 @@ class ScoredCausalLM(nn.Module):
 def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
     """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
-    return ScoredCausalLM(model.to(device).eval())
+    return ScoredCausalLM(model.to(device)).eval()
