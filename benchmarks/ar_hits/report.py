@@ -62,8 +62,9 @@ def losses_table(tables: Tables) -> str:
         runs = [row for row in tables["run"] if row["recipe"] == recipe]
         cells = [LABELS[recipe], f"{runs[0]['parameters'] / 1e6:.1f}M", str(len(runs))]
         for parts in (PARTS, ("hits",), ("frequent", "new"), ("frequent",), ("new",)):
-            found = interval([_loss(tables, recipe, row["seed"], parts) for row in runs])
-            cells.append(MISSING if found is None else f"{found.text()} ({math.exp(found.mean):,.1f})")
+            losses = [_loss(tables, recipe, row["seed"], parts) for row in runs]
+            found = interval([loss for loss in losses if loss is not None])
+            cells.append("no tokens" if found is None else f"{found.text()} ({math.exp(found.mean):,.1f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else MISSING
 
@@ -198,9 +199,11 @@ def _recipes(tables: Tables) -> list[str]:
     return [recipe for recipe in LABELS if recipe in there]
 
 
-def _loss(tables: Tables, recipe: str, seed: int, parts: Sequence[str]) -> float:
+def _loss(tables: Tables, recipe: str, seed: int, parts: Sequence[str]) -> float | None:
+    """Mean loss of the tokens of some parts; None where there are none."""
     rows = [row for row in tables["slices"] if (row["recipe"], row["seed"]) == (recipe, seed) and row["part"] in parts]
-    return sum(row["nats"] for row in rows) / sum(row["tokens"] for row in rows)
+    tokens = sum(row["tokens"] for row in rows)
+    return sum(row["nats"] for row in rows) / tokens if tokens else None
 
 
 def _arrays(tables: Tables, recipe: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
