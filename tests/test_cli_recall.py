@@ -84,9 +84,13 @@ def test_ar_hits(folder, tmp_path, capsys):
         assert sum(int(part["tokens"]) for part in parts) == int(whole["tokens"]) == 8 * 64
         mean = sum(int(part["tokens"]) * float(part["loss"]) for part in parts) / int(whole["tokens"])
         assert mean == pytest.approx(float(whole["loss"]), abs=2e-6)
-        for kinds in (["count, repeated", "count, new"], ["distance, hits"]):
+        for kinds, expected in (
+            (["count, repeated", "count, new"], whole),
+            (["distance, hits"], own["hits"]),
+            (["document, all"], whole),
+            (["document, hits"], own["hits"]),
+        ):
             cells = [row for row in rows if row["run"] == run and row["part"] in kinds]
-            expected = whole if len(kinds) == 2 else own["hits"]
             assert sum(int(cell["tokens"]) for cell in cells) == int(expected["tokens"])
     gap = {row["part"]: row["gap_nats"] for row in rows if row["run"] == "softmax" and row["gap_nats"]}
     losses = {row["run"]: float(row["loss"]) for row in rows if row["part"] == "all"}

@@ -91,7 +91,7 @@ class Measured:
         return "\n".join(lines)
 
     def write_csv(self, path: str) -> None:
-        """Writes slices, cells by count and by distance of every run, and gaps, as one tidy table."""
+        """Writes slices, cells by count, distance and document of every run, and gaps, as one tidy table."""
         gaps = self.gaps()
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -100,6 +100,7 @@ class Measured:
                 parts = {name: [losses.slice(name)] for name in SLICES}
                 parts |= {"count, repeated": losses.by_count(True), "count, new": losses.by_count(False)}
                 parts |= {"distance, hits": losses.by_distance()}
+                parts |= {f"document, {name}": losses.document_cells(name) for name in ("all", "hits")}
                 for part, cells in parts.items():
                     for cell in cells:
                         if cell.tokens:

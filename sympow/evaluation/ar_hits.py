@@ -26,7 +26,7 @@ PARTS = ("hits", "frequent", "new")
 
 
 class Cell(NamedTuple):
-    """Tokens whose count or distance is start..end-1: how many, their mean loss in nats (NaN for none)."""
+    """Tokens whose count, distance or document is start..end-1: how many, their mean loss in nats (NaN for none)."""
 
     start: int
     end: int
@@ -70,6 +70,11 @@ class HitLosses:
         """Returns the tokens and the summed losses of a slice, one of SLICES, in every document: [N] each."""
         where = self._where(name)
         return self.tokens[:, where].sum(axis=1), self.losses[:, where].sum(axis=1)
+
+    def document_cells(self, name: str) -> list[Cell]:
+        """Returns a slice in every document, as cells from its index to the next."""
+        parts = zip(self.documents.tolist(), *self.by_document(name), strict=True)
+        return [_cell(document, document + 1, tokens, losses) for document, tokens, losses in parts]
 
     def slice(self, name: str) -> Cell:
         """Returns a slice, one of SLICES, as a cell of all counts."""
