@@ -3,9 +3,11 @@
 import csv
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
+import zarr
 
-from sympow.cli import main
+from sympow.cli import main, recalling
 
 RECIPE = """
 from sympow.data import DataConfig
@@ -109,6 +111,17 @@ def test_one_run_on_other_text(folder, tmp_path, capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "a row of 20 tokens" in out and "less" not in out
+
+
+def test_text_is_needed_before_anything_is_measured(folder, tmp_path, capsys, monkeypatch):
+    zarr.create_array(str(tmp_path / "tokens.zarr"), data=np.ones((3, 99), np.uint8), zarr_format=2)
+    recipe = RECIPE.replace('kind="text"', 'kind="zarr"').replace('"bytes"', '"none", vocab_size=256')
+    (tmp_path / "tiny.py").write_text(recipe.format(corpus=str(tmp_path / "tokens.zarr")))
+    assert main(["train", f"{tmp_path}/tiny.py:power", "--out", f"{tmp_path}/run", "--quiet"]) == 0
+    monkeypatch.setattr(recalling, "count_bigrams", None)
+    capsys.readouterr()
+    assert main(["ar-hits", f"{tmp_path}/run", "--show", "9", "--quiet"]) == 2
+    assert "examples need the text of tokens" in capsys.readouterr().err
 
 
 def test_recall_probe(folder, capsys):

@@ -65,6 +65,7 @@ def ar_hits(options: argparse.Namespace) -> None:
         rows=options.rows,
         frequent=options.frequent,
         count_tokens=options.count_tokens,
+        with_text=bool(options.html or options.show),
         quiet=options.quiet,
     )
     print(measured.text())

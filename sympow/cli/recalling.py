@@ -53,12 +53,11 @@ class Measured:
 
     def examples(self, count: int) -> list[Example]:
         """Returns evenly spaced rows with what every model makes of them; ValueError without a tokenizer."""
-        if self.tokenizer is None:
-            raise ValueError("examples need the text of tokens: the runs were trained on tokens without a tokenizer")
+        tokenizer = _checked_tokenizer(self.tokenizer)
         models = {label: each.model for label, each in self.models.items()}
         spaced = range(0, len(self.rows), max(1, len(self.rows) // count))[:count]
         context, frequent = self._first.context, self._first.frequent
-        text = _text_of(self.tokenizer)
+        text = _text_of(tokenizer)
         return [example(models, self.held_out, self.counts, self.rows[i], context, frequent, text) for i in spaced]
 
     def text(self) -> str:
@@ -123,6 +122,7 @@ def measure(
     rows: int = 64,
     frequent: int = FREQUENT,
     count_tokens: int | None = None,
+    with_text: bool = False,
     quiet: bool = False,
 ) -> Measured:
     """Counts the bigrams of the training documents and measures the losses of models on held-out rows.
@@ -133,6 +133,7 @@ def measure(
         context: predictions in a row; None: the least that one of the models was trained on.
         rows, frequent: as of `hit_losses`.
         count_tokens: as `tokens` of `count_bigrams`.
+        with_text: whether examples will be asked for; then there must be a tokenizer.
         quiet: no progress.
 
     Raises as `open_corpus`, `count_bigrams` and `hit_losses` do; ValueError for a corpus of more tokens than a model.
@@ -141,6 +142,8 @@ def measure(
     first = next(iter(models.values()))
     with Progress(OPENING, quiet=quiet):
         splits = open_corpus(_data_config(first, data), tokenizer=first.tokenizer)
+    if with_text:
+        _checked_tokenizer(splits.tokenizer)  # here, not after an evaluation of hours
     vocab_size = splits.train.vocab_size
     for label, each in models.items():
         if vocab_size > each.vocab_size:
@@ -183,6 +186,12 @@ def _data_config(first: Scored, assignments: Sequence[str]) -> DataConfig:
     if first.tokenizer is None and config.tokenizer == "bpe":
         raise ValueError("the first model has no tokenizer.json: --data tokenizer=... names one")
     return config
+
+
+def _checked_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError("examples need the text of tokens: the data have no tokenizer, --data tokenizer=... names one")
+    return tokenizer
 
 
 def _text_of(tokenizer: Tokenizer) -> Callable[[int], str]:
