@@ -265,7 +265,8 @@ def test_bad_words_on_the_command_line(folder, fails):
 
 
 def test_unknown_recipes(folder, fails):
-    assert fails("train", "dmo") == "unknown recipe 'dmo'; did you mean 'demo'? known: demo, longcrawl64, mqar, scaling"
+    known = "demo, hybrids, longcrawl64, mqar, scaling"
+    assert fails("train", "dmo") == f"unknown recipe 'dmo'; did you mean 'demo'? known: {known}"
     assert fails("train", "demo:sotfmax").startswith("unknown recipe in demo 'sotfmax'; did you mean 'softmax'?")
     assert fails("train", "/nowhere/x.py:f") == "no recipe file at /nowhere/x.py"
     assert fails("train", "no.such.module:f") == "No module named 'no'"

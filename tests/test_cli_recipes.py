@@ -15,11 +15,14 @@ from sympow.training import override
 # Not gated_delta_net, which needs a package and a GPU.
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
                  and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
+HYBRIDS = ("attention", "power", "hyena", "base_conv", "base_conv_full", "base_conv_random", "base_conv_programmatic",
+           "base_conv_learned")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
     *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
     *(f"scaling:{name}" for name in SCALING),
+    *(f"hybrids:{name}" for name in HYBRIDS),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "widths": 360, "pairs": 1080, "heads": 32,
           "lengths": 12, "relatives": 144, "input_dependent": 1}  # fmt: skip
@@ -92,3 +95,11 @@ def test_comparisons_differ_in_the_mixer_alone(place):
     assert power.model.mixers != softmax.model.mixers
     model = dataclasses.replace(power.model, mixers=softmax.model.mixers)
     assert dataclasses.replace(power, name=softmax.name, model=model) == softmax
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_differ_in_the_mixers_alone(name):
+    power, other = load_recipe("hybrids:power"), load_recipe(f"hybrids:{name}")
+    model = dataclasses.replace(power.model, mixers=other.model.mixers)
+    assert dataclasses.replace(power, name=other.name, model=model) == other
+    assert model.n_layers % len(other.model.mixers) == 0

@@ -67,6 +67,35 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--csv", metavar="FILE", type=_path, help="write the losses to a file")
     evaluate.add_argument("--plot", metavar="FILE", type=_path, help="draw the curves of all runs into one image")
 
+    hits = command("ar-hits", "loss where a token could be recalled from its context", AR_HITS)
+    hits.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    hits.add_argument("--data", metavar="key=value", action="append", default=[],
+                      help="another corpus than the first run's own, such as kind=text; may be repeated")  # fmt: skip
+    hits.add_argument(
+        "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: the shortest trained)"
+    )
+    hits.add_argument("--rows", metavar="N", type=_positive, default=64, help="rows to average over (default: 64)")
+    hits.add_argument("--frequent", metavar="N", type=int, default=1250,
+                      help="a bigram that training holds more often is no AR hit (default: 1250)")  # fmt: skip
+    hits.add_argument("--count-tokens", metavar="N", type=_positive,
+                      help="count bigrams in about so many tokens of training (default: all)")  # fmt: skip
+    hits.add_argument("--csv", metavar="FILE", type=_path, help="write losses and gaps to a file")
+    hits.add_argument("--plot", metavar="FILE", type=_path, help="draw losses by count and distance into one image")
+    hits.add_argument("--html", metavar="FILE", type=_path, help="write rows of text in colour as a page")
+    hits.add_argument("--examples", metavar="N", type=_positive, default=4, help="rows of the page (default: 4)")
+    hits.add_argument("--show", metavar="N", type=_positive, help="print the last N tokens of a row in colour")
+    hits.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    hits.add_argument("--quiet", action="store_true", help="no progress, only the results")
+
+    probe = command("recall-probe", "ask a trained model for values behind keys", RECALL_PROBE)
+    probe.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
+                       help="of a passage (default: 16 32 64 128 256, as far as the vocabulary goes)")  # fmt: skip
+    probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
+                       help="values to ask for, for every P (default: 2048)")  # fmt: skip
+    probe.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    probe.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+
     generate = command("generate", "continue a text", GENERATE)
     generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     generate.add_argument("--context", metavar="FILE", type=_path, help="what `sympow read` has read, in front")
@@ -158,6 +187,16 @@ run after the current step; the same command continues it."""
 EVALUATE = """Mean loss at each position of the context, over rows from the held-out documents, in bins that grow
 exponentially: how much a model gains from context, also beyond what it was trained on."""
 
+SCORED = "a run's folder, a checkpoint, or a folder of Hugging Face transformers"
+
+AR_HITS = """Mean loss and perplexity on held-out text, split by whether the bigram that ends in a token stood earlier
+in its row, and by how often training holds that bigram. An AR hit is a repeat that is rare in training: only recall
+from the context predicts it. Of several runs, how much of the gap to the first each part explains, with bootstrap
+intervals."""
+
+RECALL_PROBE = """Asks for values behind keys in passages of random tokens of the model's own vocabulary: pairs of a key
+and a value, then every key once more among filler. Prints loss and accuracy on the values asked for and on filler."""
+
 GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
 output, the state's size and the speed to standard error. With --context the prompt follows what `sympow read`
 has read."""
@@ -238,7 +277,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
     top = parser()
     options, more = top.parse_known_args(arguments)
-    lists = {"train": "overrides", "evaluate": "runs", "mqar": "overrides", "mqar-figures": "results"}
+    lists = {"train": "overrides", "evaluate": "runs", "ar-hits": "runs", "recall-probe": "runs", "mqar": "overrides",
+             "mqar-figures": "results"}  # fmt: skip
     if more and (options.command not in lists or any(word.startswith("-") for word in more)):
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:

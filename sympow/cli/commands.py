@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from sympow.cli.reading import read_text
-from sympow.cli.runs import OPENING, Run, load_run, train_run
+from sympow.cli.recalling import measure, probe_runs
+from sympow.cli.runs import OPENING, Run, check_tokenizers, labels_of, load_run, train_run
+from sympow.cli.scored import load_scored
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
-from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
+from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
+from sympow.evaluation.ar_hits_text import to_html, to_terminal
 from sympow.models import BODIES, Context, load_context, preset, stream
 from sympow.models.generation import StreamOptions
 from sympow.ops.cost import ModelShape, format_bytes
@@ -48,6 +51,40 @@ def evaluate(options: argparse.Namespace) -> None:
         write_csv(options.csv, curves)
     if options.plot:
         plot_context_losses(curves, options.plot)
+
+
+def ar_hits(options: argparse.Namespace) -> None:
+    """`sympow ar-hits`."""
+    for file in filter(None, (options.csv, options.plot, options.html)):
+        _check_writable(file)
+    models = load_scored(options.runs, resolve_device(options.device))
+    measured = measure(
+        models,
+        options.data,
+        context=options.context,
+        rows=options.rows,
+        frequent=options.frequent,
+        count_tokens=options.count_tokens,
+        with_text=bool(options.html or options.show),
+        quiet=options.quiet,
+    )
+    print(measured.text())
+    if options.csv:
+        measured.write_csv(options.csv)
+    if options.plot:
+        plot_ar_hits(measured.losses, options.plot)
+    if options.html:
+        page = to_html(measured.examples(options.examples), "AR hits")
+        Path(options.html).write_text(page, encoding="utf-8")
+    if options.show:
+        (row,) = measured.examples(1)
+        print(*(f"\n{to_terminal(row, run, options.show)}" for run in measured.losses), sep="", end="")
+
+
+def recall_probe(options: argparse.Namespace) -> None:
+    """`sympow recall-probe`."""
+    models = load_scored(options.runs, resolve_device(options.device))
+    print(probe_runs(models, options.pairs, options.queries, options.seed))
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -214,21 +251,10 @@ def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) 
 
 
 def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
-    """Runs by label: the last part of the path if that tells them apart, else the whole."""
-    last = [Path(path).resolve().name for path in paths]
-    labels = last if len(set(last)) == len(last) else paths
-    if len(set(labels)) < len(paths):
-        raise ValueError(f"a run is given twice: {', '.join(paths)}")
-    runs = {label: load_run(path, device) for label, path in zip(labels, paths, strict=True)}
-    (first, run), *others = runs.items()
-    for label, other in others:
-        if _tokenizer_id(other) != _tokenizer_id(run):
-            raise ValueError(f"{first} and {label} have different tokenizers: losses per token do not compare")
+    """Runs by label."""
+    runs = {label: load_run(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
+    check_tokenizers({label: run.tokenizer for label, run in runs.items()})
     return runs
-
-
-def _tokenizer_id(run: Run) -> str | None:
-    return run.tokenizer.fingerprint if run.tokenizer else None
 
 
 def _evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +86,24 @@ def load_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
         file = loaded.run_dir / TOKENIZER
         raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
     return Run(loaded.model, tokenizer, loaded.config)
+
+
+def labels_of(paths: Sequence[str]) -> list[str]:
+    """What to call runs: the last part of each path if that tells them apart, else the whole; ValueError for a run that
+    is given twice."""
+    last = [Path(path).resolve().name for path in paths]
+    labels = last if len(set(last)) == len(last) else list(paths)
+    if len(set(labels)) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(paths)}")
+    return labels
+
+
+def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
+    """Raises ValueError unless the tokenizers of runs, by their labels, are one and the same."""
+    (first, tokenizer), *others = tokenizers.items()
+    for label, other in others:
+        if (other and other.fingerprint) != (tokenizer and tokenizer.fingerprint):
+            raise ValueError(f"{first} and {label} have different tokenizers: losses per token do not compare")
 
 
 def saved_tokenizer(run_dir: Path) -> Tokenizer | None:

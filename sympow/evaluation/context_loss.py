@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -158,26 +158,52 @@ def context_losses(
     Raises ValueError where no document is long enough; ImportError without tqdm if a bar is to be shown.
     """
     chosen = choose_rows(corpus, context, rows, seed)
-    device = next(model.parameters()).device
     edges = bin_edges(context)
     widths = np.diff(edges)
-    sums = torch.zeros(context, dtype=torch.float64)
+    sums = np.zeros(context)
     row_losses = []
+    for scored in score_rows(model, corpus, chosen, context, progress=progress):
+        sums += scored.losses.sum(axis=0)
+        row_losses.append(np.add.reduceat(scored.losses, edges[:-1], axis=1) / widths)
+    return ContextLosses(sums / len(chosen), np.concatenate(row_losses))
+
+
+class ScoredRows(NamedTuple):
+    """Some of the rows that were chosen, and a model's losses on them.
+
+    rows: int64 [B, 2], as of `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    losses: np.ndarray
+
+
+def score_rows(
+    model: Any, corpus: Documents, chosen: np.ndarray, context: int, *, progress: str | None = None
+) -> Iterator[ScoredRows]:
+    """Yields the losses of a model on rows, a batch of BATCH_TOKENS tokens at a time, in the order of the rows.
+
+    Args:
+        model, corpus, context, progress: as of `context_losses`.
+        chosen: what `choose_rows` gives.
+    """
+    device = next(model.parameters()).device
     training = model.training
+    size = max(1, BATCH_TOKENS // context)
     model.eval()
     try:
-        bar = Progress(progress or "", "row", total=len(chosen), quiet=progress is None)
-        with torch.no_grad(), bar:
-            for batch in _batches(chosen, max(1, BATCH_TOKENS // context)):
-                text = np.stack([corpus[int(i)][start : start + context + 1] for i, start in batch])
-                tokens = torch.from_numpy(text.astype(np.int64)).to(device)
-                losses = model.token_losses(tokens[:, :-1], tokens[:, 1:]).double().cpu()
-                sums += losses.sum(dim=0)
-                row_losses.append(np.add.reduceat(losses.numpy(), edges[:-1], axis=1) / widths)
+        with Progress(progress or "", "row", total=len(chosen), quiet=progress is None) as bar:
+            for start in range(0, len(chosen), size):
+                batch = chosen[start : start + size]
+                text = np.stack([corpus[int(i)][first : first + context + 1] for i, first in batch]).astype(np.int64)
+                tokens = torch.from_numpy(text).to(device)
+                with torch.no_grad():
+                    losses = model.token_losses(tokens[:, :-1], tokens[:, 1:]).double().cpu().numpy()
+                yield ScoredRows(batch, text, losses)
                 bar.advance(len(batch))
     finally:
         model.train(training)
-    return ContextLosses((sums / len(chosen)).numpy(), np.concatenate(row_losses))
 
 
 def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
@@ -192,8 +218,3 @@ def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
         for run, losses, train_context in curves:
             for start, end, loss, stderr, tokens in losses.bins:
                 writer.writerow([run, start, end, f"{loss:.6f}", f"{stderr:.6f}", tokens, train_context])
-
-
-def _batches(rows: np.ndarray, size: int) -> Iterator[Sequence[np.ndarray]]:
-    for start in range(0, len(rows), size):
-        yield list(rows[start : start + size])

@@ -1,0 +1,135 @@
+"""AR hits of language models that differ in their mixers: `python -m benchmarks.ar_hits COMMAND`.
+
+`exact` compares the counting with brute force and times it. `run` trains the recipes of sympow/recipes/hybrids.py that
+are not finished and measures them in the same process, as many at a time as there are workers. `report` writes
+docs/results/ar-hits.md and its figures from the tables of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ar_hits import exact, report
+from benchmarks.ar_hits.work import RECIPES, Job, Trainer
+from benchmarks.context_scaling.launch import Estimates, do_jobs
+from benchmarks.tables import RESULTS, ROOT
+from sympow.recall import write_results
+from sympow.recall.results import read_rows
+from sympow.recipes.scaling import VOCAB_SIZE
+from sympow.training.loop import resolve_device
+
+COMMITTED = RESULTS / "ar_hits"
+PAGE = ROOT / "docs" / "results" / "ar-hits.md"
+TABLES = ("run", "slices", "curves")
+CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
+GUESS = 30.0  # seconds of a run on an H200, with three beside it
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        return options.command(options)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ar_hits", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+
+    compare = commands.add_parser("exact", help="compare with brute force, and time it")
+    compare.set_defaults(command=_exact)
+    compare.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
+    compare.add_argument("--tokens", type=int, default=1_000_000, help="to compare (default: 1000000)")
+    compare.add_argument("--timed-tokens", type=int, default=10_000_000, help="to time (default: 10000000)")
+    compare.add_argument("--frequent", type=int, default=50, help="of the comparison (default: 50)")
+    compare.add_argument("--out", type=Path, default=COMMITTED, help="folder of exact.csv and timed.csv")
+
+    run = commands.add_parser("run", help="train and measure what is missing")
+    run.set_defaults(command=_run)
+    run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
+    run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
+    run.add_argument("--recipes", default=",".join(RECIPES), help="(default: all)")
+    run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
+    run.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    run.add_argument("--toy", action="store_true", help="runs of a second, to try the program out")
+
+    page = commands.add_parser("report", help="write the page and its figures")
+    page.set_defaults(command=_report)
+    page.add_argument("--results", type=Path, default=COMMITTED, help="(default: the committed)")
+    page.add_argument("--page", type=Path, default=PAGE, help="file of the text; figures go to a folder beside it")
+    return parser
+
+
+def _exact(options: argparse.Namespace) -> int:
+    train = exact.read_documents(options.corpus / "train.zarr", VOCAB_SIZE, options.timed_tokens)
+    held_out = exact.read_documents(options.corpus / "heldout.zarr", VOCAB_SIZE, options.tokens + 65_536)
+    row = exact.compare(train, held_out, VOCAB_SIZE, options.tokens, CONTEXT, options.frequent)
+    timed = exact.clock(train, train, VOCAB_SIZE, CONTEXT)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, each in (("exact", row), ("timed", timed)):
+        write_results(options.out / f"{name}.csv", [each])
+        print(name, *(f"{key}={value}" for key, value in each.items()))
+    wrong = [name for name in ("wrong_counts", "largest_difference_tokens") if row[name]]
+    return int(bool(wrong) or row["slices_less_whole_nats"] > 1e-6)
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipes = options.recipes.split(",")
+    unknown = [name for name in recipes if name not in RECIPES]
+    if unknown:
+        raise ValueError(f"a recipe is one of {', '.join(RECIPES)}; got {unknown[0]!r}")
+    tables = {name: read_table(options.out, name) for name in TABLES}
+    finished = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
+    left = [job for seed in range(options.seeds) for name in recipes if (job := Job(name, seed)) not in finished]
+    print(f"{len(left)} of {options.seeds * len(recipes)} runs to do", flush=True)
+    if not left:
+        return 0
+    device = resolve_device(options.device).type
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
+    estimates = Estimates[Job](lambda job: GUESS, lambda job: job.recipe, 1)
+    trainer = Trainer(options.corpus, device, options.toy)
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    jobs = do_jobs(left, trainer, workers=options.workers, minutes=options.minutes, estimates=estimates)
+    for job, result, wait in jobs:
+        said = result.get("error")
+        if said is None:
+            tables["run"].append(result["run"])
+            tables["slices"] += result["slices"]
+            tables["curves"] += result["curves"]
+            for name in reversed(TABLES):  # that of runs last, so that none lacks its losses
+                write_results(options.out / f"{name}.csv", tables[name])
+            row = result["run"]
+            said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
+        print(f"[{time.time() - began:.0f} s] {job.recipe}, seed {job.seed}: {said}; about {wait / 60:.1f} min left",
+              flush=True)  # fmt: skip
+    done = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
+    print("".join(f"not finished: {job.recipe}, seed {job.seed}\n" for job in left if job not in done), end="")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    tables = {name: read_table(options.results, name) for name in (*TABLES, "exact", "timed")}
+    for file in report.write(tables, options.page):
+        print(file)
+    return 0
+
+
+def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Reads a table of a folder; no rows where it is not there."""
+    file = folder / f"{name}.csv"
+    return read_rows(file, texts=("commit", "corpus")) if file.is_file() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

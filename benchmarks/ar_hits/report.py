@@ -1,0 +1,239 @@
+"""The page of AR hits: tables between marks, and figures, from the tables of `python -m benchmarks.ar_hits`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.context_scaling.figures import finish, panels
+from benchmarks.context_scaling.paired import interval
+from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
+from sympow.evaluation.plot import COLOURS, MARKERS
+from sympow.recall.results import group
+
+Row = dict[str, Any]
+Tables = dict[str, list[Row]]
+
+BASE = "attention"
+LABELS = {
+    "attention": "softmax attention",
+    "power": "power, p = 2",
+    "hyena": "Hyena",
+    "base_conv": "BaseConv",
+    "base_conv_random": "BaseConv, random selection",
+    "base_conv_programmatic": "BaseConv, programmatic selection",
+    "base_conv_learned": "BaseConv, learned selection",
+    "base_conv_full": "BaseConv, two softmax layers",
+}
+LEAST = 100  # tokens of a point of a curve
+MISSING = "Not measured yet."
+
+
+def write(tables: Tables, page: Path) -> list[Path]:
+    """Writes what stands between the marks of the page anew, and draws the figures; returns their files."""
+    makers = {"losses": losses_table, "gaps": gaps_table, "exact": exact_table, "about": about, "examples": slices_of}
+
+    def written(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{makers[match[1]](tables)}\n<!-- end -->"
+
+    text = page.read_text(encoding="utf-8")
+    page.write_text(re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")
+    files = []
+    for name, make in (("curves", curves), ("shares", shares_figure)):
+        if tables["run"]:
+            folder = page.with_suffix("")
+            folder.mkdir(parents=True, exist_ok=True)
+            files.append(folder / f"{name}.png")
+            make(tables).savefig(files[-1])
+    return files
+
+
+def losses_table(tables: Tables) -> str:
+    """A row a recipe: mean loss of every slice over the seeds, with perplexity."""
+    lines = ["| model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row |"]
+    lines.append("|---|" + "---:|" * 7)
+    for recipe in _recipes(tables):
+        runs = [row for row in tables["run"] if row["recipe"] == recipe]
+        cells = [LABELS[recipe], f"{runs[0]['parameters'] / 1e6:.1f}M", str(len(runs))]
+        for parts in (PARTS, ("hits",), ("frequent", "new"), ("frequent",), ("new",)):
+            losses = [_loss(tables, recipe, row["seed"], parts) for row in runs]
+            found = interval([loss for loss in losses if loss is not None])
+            cells.append("no tokens" if found is None else f"{found.text()} ({math.exp(found.mean):,.1f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+def gaps_table(tables: Tables) -> str:
+    """A row a recipe: its gap to attention, what AR hits add to it, and their share."""
+    lines = ["| model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source |"]
+    lines.append("|---|" + "---:|" * 4)
+    for recipe in _recipes(tables):
+        found = shares(tables, recipe)
+        if recipe == BASE or found is None:
+            continue
+        whole, hits = found["all"], found["hits"]
+        clear = whole.nats_low > 0 or whole.nats_high < 0
+        share = f"{hits.share:.0%} [{hits.share_low:.0%}, {hits.share_high:.0%}]" if clear else "no clear gap"
+        published = published_share(hits.nats, whole.nats)
+        cells = [LABELS[recipe], _nats(whole), _nats(hits), share, "" if math.isnan(published) else f"{published:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else MISSING
+
+
+def slices_of(tables: Tables) -> str:
+    """How many tokens each slice has, and the power law of distances."""
+    if not tables["run"]:
+        return MISSING
+    first = tables["run"][0]
+    rows = [row for row in tables["slices"] if (row["recipe"], row["seed"]) == (first["recipe"], first["seed"])]
+    counts = {part: sum(row["tokens"] for row in rows if row["part"] == part) for part in PARTS}
+    whole = sum(counts.values())
+    names = {"hits": "AR hits", "frequent": "repeated but frequent", "new": "new in their row"}
+    said = ", ".join(f"{names[part]} {counts[part] / whole:.1%}" for part in PARTS)
+    law = f"AR hits fall with the distance to the power {-first['distance_exponent']:.2f}"
+    return f"Of {whole:,} held-out tokens in {len(rows) // len(PARTS)} documents: {said}. {law}."
+
+
+def exact_table(tables: Tables) -> str:
+    """The comparison with brute force, and the time of counting."""
+    if not (tables["exact"] and tables["timed"]):
+        return MISSING
+    row, timed = tables["exact"][0], tables["timed"][0]
+    return "\n".join(
+        [
+            "| | tokens | bigrams counted in | cells | largest difference | seconds |",
+            "|---|---:|---:|---:|---|---:|",
+            f"| against brute force | {row['tokens']:,} | {row['counted_tokens']:,} | {row['cells']} | "
+            f"{row['wrong_counts']} counts, {row['largest_difference_tokens']} tokens, "
+            f"{row['largest_difference_nats']:.1e} nats of a cell's sum; slices less whole "
+            f"{row['slices_less_whole_nats']:.1e} nats a token | {row['seconds']}, brute force "
+            f"{row['brute_force_seconds']} |",
+            f"| timed | {timed['tokens']:,} | {timed['counted_tokens']:,} | | | {timed['seconds']} |",
+            "",
+            f"{timed['processor']}, shared with other programs; commit {timed['commit']}.",
+        ]
+    )
+
+
+def about(tables: Tables) -> str:
+    """What the runs have in common."""
+    if not tables["run"]:
+        return MISSING
+    row = tables["run"][0]
+    commits = ", ".join(dict.fromkeys(each["commit"] for each in tables["run"]))
+    return (
+        f"{len(tables['run'])} runs of {row['tokens']:,} tokens, {row['steps']} steps, rows of {row['context'] + 1:,} "
+        f"tokens; bigrams counted in {row['counted_tokens']:,} tokens of training ({row['corpus']}); "
+        f"{row['processor']}; torch {row['torch']}, commit {commits}."
+    )
+
+
+def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
+    """Returns what slices add to the gap of a recipe to attention, over the seeds that both have; None for none."""
+    ours, base = (_arrays(tables, name) for name in (recipe, BASE))
+    seeds = [seed for seed in ours if seed in base]
+    if not seeds:
+        return None
+    tokens = np.stack([ours[seed][0] for seed in seeds])
+    differences = np.stack([ours[seed][1] - base[seed][1] for seed in seeds])
+    both = [np.concatenate([values.sum(-1, keepdims=True), values], axis=-1) for values in (tokens, differences)]
+    return dict(zip(("all", *PARTS), bootstrap_shares(*both), strict=True))
+
+
+def curves(tables: Tables) -> Any:
+    """Draws loss against the count in training, of repeats and of what is new, and against the distance of AR hits."""
+    figure, axes = panels(4, (4, 3.8))
+    titles = ("repeated in the row", "new in the row", "AR hits: loss", "AR hits: how many")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title, fontsize=10)
+    for n, recipe in enumerate(_recipes(tables)):
+        style = _style(n, recipe)
+        for axis, part in zip(axes, ("repeated", "new", "distance"), strict=False):
+            axis.plot(*_curve(tables, recipe, part, "loss"), **style)
+    axes[3].plot(*_curve(tables, _recipes(tables)[0], "distance", "rate"), "o", color="black", markersize=4)
+    bounds = [axis.get_ylim() for axis in axes[:2]]
+    for axis in axes[:2]:
+        axis.set_xscale("symlog", linthresh=1)
+        axis.set_xlabel("times that the bigram occurs in training")
+        axis.axvline(tables["run"][0]["frequent"], color="0.35", linestyle=":", linewidth=1)
+        axis.set_xlim(left=-0.2)
+        axis.set_ylim(min(low for low, _ in bounds), max(high for _, high in bounds))
+    for axis in axes[2:]:
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("tokens since the bigram ended last")
+    axes[3].set_yscale("log")
+    axes[3].set_ylabel("AR hits a token and distance")
+    for axis in axes[:3]:
+        axis.set_ylabel("held-out loss (nats a token)")
+    return finish(figure, axes)
+
+
+def shares_figure(tables: Tables) -> Any:
+    """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
+    figure, axes = panels(1, (8, 4.2))
+    (axis,) = axes
+    recipes = [recipe for recipe in _recipes(tables) if recipe != BASE and shares(tables, recipe)]
+    for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
+        found = [shares(tables, recipe)[part] for recipe in recipes]  # type: ignore[index]
+        places = [place + (n - 1) * 0.26 for place in range(len(recipes))]
+        values = [each.nats for each in found]
+        low = [each.nats - each.nats_low for each in found]
+        high = [each.nats_high - each.nats for each in found]
+        colour = (COLOURS[1], COLOURS[0], "0.6")[n]
+        axis.barh(places, values, 0.24, xerr=[low, high], color=colour, label=name, capsize=2)
+    axis.set_yticks(range(len(recipes)), [LABELS[recipe] for recipe in recipes])
+    axis.invert_yaxis()
+    axis.axvline(0, color="0.35", linewidth=1)
+    axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
+    return finish(figure, axes)
+
+
+def _recipes(tables: Tables) -> list[str]:
+    there = {row["recipe"] for row in tables["run"]}
+    return [recipe for recipe in LABELS if recipe in there]
+
+
+def _loss(tables: Tables, recipe: str, seed: int, parts: Sequence[str]) -> float | None:
+    """Mean loss of the tokens of some parts; None where there are none."""
+    rows = [row for row in tables["slices"] if (row["recipe"], row["seed"]) == (recipe, seed) and row["part"] in parts]
+    tokens = sum(row["tokens"] for row in rows)
+    return sum(row["nats"] for row in rows) / tokens if tokens else None
+
+
+def _arrays(tables: Tables, recipe: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Tokens and summed losses [documents, parts] of every seed."""
+    rows = [row for row in tables["slices"] if row["recipe"] == recipe]
+    found = {}
+    for (seed,), same in group(rows, "seed").items():
+        ordered = sorted(same, key=lambda row: (row["document"], PARTS.index(row["part"])))
+        found[seed] = tuple(
+            np.array([row[name] for row in ordered], float).reshape(-1, len(PARTS)) for name in ("tokens", "nats")
+        )
+    return found  # type: ignore[return-value]
+
+
+def _curve(tables: Tables, recipe: str, part: str, column: str) -> tuple[list[float], list[float]]:
+    """Geometric middles of the cells, and the mean of a column over the seeds."""
+    rows = [
+        row for row in tables["curves"] if (row["recipe"], row["part"]) == (recipe, part) and row["tokens"] >= LEAST
+    ]
+    cells = sorted(group(rows, "start", "end").items())
+    middles = [math.sqrt(start * (end - 1)) for (start, end), _ in cells]
+    return middles, [mean(row[column] for row in same) for _, same in cells]
+
+
+def _style(n: int, recipe: str) -> dict[str, Any]:
+    again = n // len(COLOURS)  # a second round: other markers, dashed
+    marker, line = MARKERS[(n + 3 * again) % len(MARKERS)], ("-", "--")[again]
+    style = {"label": LABELS[recipe], "color": COLOURS[n % len(COLOURS)], "marker": marker, "linestyle": line}
+    return style | {"markersize": 4}
+
+
+def _nats(share: Share) -> str:
+    return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"

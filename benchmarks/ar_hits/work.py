@@ -1,0 +1,133 @@
+"""Trains the recipes of sympow/recipes/hybrids.py and measures their AR hits in the same process."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.context_scaling.data import Documents, read_documents
+from benchmarks.context_scaling.grid import SCALES
+from benchmarks.context_scaling.work import choose_gpu, fast_attention
+from benchmarks.measure import commit, processor
+from sympow.data import Batches
+from sympow.evaluation import BigramCounts, HitLosses, count_bigrams, hit_losses
+from sympow.evaluation.ar_hits import FREQUENT, PARTS
+from sympow.models import LanguageModel
+from sympow.recipes import load_recipe
+from sympow.training import RunConfig, override, read_metrics, train
+from sympow.training.loop import autocast
+
+RECIPES = ("attention", "power", "hyena", "base_conv", "base_conv_random", "base_conv_programmatic",
+           "base_conv_learned", "base_conv_full")  # fmt: skip
+# Changes that make every run one of a second, to try the program out.
+TOY = ("model.d_model=32", "model.n_layers=3", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
+       "training.batch_size=2")  # fmt: skip
+
+
+class Job(NamedTuple):
+    """A recipe and the seed of its weights and of the order of its data."""
+
+    recipe: str
+    seed: int
+
+    def config(self, toy: bool, corpus: Path, device: str) -> RunConfig:
+        """Returns the recipe on a corpus."""
+        config = load_recipe(f"hybrids:{self.recipe}")
+        paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
+        config = override(config, [*(TOY if toy else ()), *paths])
+        steps = config.training.steps
+        return replace(
+            config,
+            training=replace(
+                config.training, seed=self.seed, device=device, log_every=max(1, steps // 8), evaluate_every=steps
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How jobs are done: of which corpus, on which device, at full size or as a toy."""
+
+    corpus: Path
+    device: str
+    toy: bool = False
+
+    def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
+        """Returns what does a job; reads the documents and counts their bigrams once."""
+        choose_gpu(self.device, worker)
+        documents = read_documents(SCALES["full"], self.corpus)
+        counts = count_bigrams(documents.train, documents.train.vocab_size)
+        about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
+                 "commit": commit(),
+                 "corpus": f"{len(documents.train)} rows, {documents.train.fingerprint[:12]}"}  # fmt: skip
+        return lambda job: self._record(job, documents, counts, about)
+
+    def _record(self, job: Job, documents: Documents, counts: BigramCounts, about: dict[str, Any]) -> dict[str, Any]:
+        """Returns the record of a job: "run", a row, and "slices" and "curves", lists of rows."""
+        began = time.perf_counter()
+        config = job.config(self.toy, self.corpus, self.device)
+        settings = config.training
+        batches = Batches(documents.train, settings.context, settings.rows_per_pass, settings.seed, pack=False)
+        found: dict[str, Any] = {}
+
+        def observe(model: LanguageModel, step: int) -> None:
+            # Windows of `context` tokens, which fill the documents.
+            context = settings.context - 1
+            rows = 16 if self.toy else int(documents.held_out.lengths.sum())
+            with autocast(settings.precision, next(model.parameters()).device):
+                found["losses"] = hit_losses(model, documents.held_out, counts, context, rows)
+            found["parameters"] = model.num_parameters()
+
+        with tempfile.TemporaryDirectory() as folder, fast_attention(self.device):
+            train(config, batches, folder, observe=observe, quiet=True)
+            metrics = read_metrics(folder)
+        losses: HitLosses = found["losses"]
+        key = {"recipe": job.recipe, "seed": job.seed}
+        run = {
+            **key,
+            "tokens": metrics[-1]["tokens"],
+            "steps": settings.steps,
+            "context": losses.context,
+            "frequent": FREQUENT,
+            "parameters": found["parameters"],
+            "held_out_loss": round(losses.slice("all").loss, 5),
+            "distance_exponent": round(losses.distance_law()[1], 4),
+            # In the company of other runs; the first steps compile kernels.
+            "tokens_per_second": round(median(row["tokens_per_second"] for row in metrics[1:] or metrics)),
+            "seconds": round(time.perf_counter() - began, 1),
+            **about,
+        }
+        return {"run": run, "slices": slice_rows(key, losses), "curves": curve_rows(key, losses)}
+
+
+def slice_rows(key: dict[str, Any], losses: HitLosses) -> list[dict[str, Any]]:
+    """Returns the tokens and the summed loss of every part in every document."""
+    parts = {part: losses.by_document(part) for part in PARTS}
+    return [
+        {**key, "document": int(document), "part": part, "tokens": int(tokens[n]), "nats": round(float(nats[n]), 3)}
+        for n, document in enumerate(losses.documents)
+        for part, (tokens, nats) in parts.items()
+    ]
+
+
+def curve_rows(key: dict[str, Any], losses: HitLosses) -> list[dict[str, Any]]:
+    """Returns the losses by count and by distance, and how many AR hits there are a token and distance."""
+    curves = {"repeated": losses.by_count(True), "new": losses.by_count(False), "distance": losses.by_distance()}
+    rates = dict(zip([cell.start for cell in losses.by_distance()], losses.distance_rates(), strict=True))
+    rows = []
+    for part, cells in curves.items():
+        for cell in cells:
+            if cell.tokens:
+                row = {**key, "part": part, "start": cell.start, "end": cell.end, "tokens": cell.tokens}
+                row |= {"loss": round(cell.loss, 5), "rate": None}
+                if part == "distance":
+                    row["rate"] = float(f"{rates[cell.start]:.4g}")
+                rows.append(row)
+    return rows

@@ -1,0 +1,82 @@
+"""Losses by the count and the distance of bigrams, of several runs in one image."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sympow.evaluation.ar_hits import Cell, HitLosses
+from sympow.evaluation.plot import COLOURS, MARKERS
+
+LEAST = 30  # tokens of a point that is drawn; the mean of fewer says little
+
+
+def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]) -> None:
+    """Draws what `hit_losses` measured of runs on the same rows into an image, by the suffix of `path`.
+
+    Three panels: loss against how often the bigram occurs in training, of repeats (solid) and of what is new in its row
+    (dashed); loss of AR hits against how far back the bigram ended; and how many AR hits there are at each distance,
+    with the fitted power law. Points of fewer than LEAST tokens are left out.
+
+    Raises ValueError without runs, ImportError without matplotlib.
+    """
+    if not measured:
+        raise ValueError("a plot needs at least one run")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing curves needs matplotlib: pip install 'sympow[eval]'") from error
+    figure = Figure(figsize=(13, 4.6), dpi=130, layout="constrained")
+    counts, distances, rates = figure.subplots(1, 3)
+    for n, (run, losses) in enumerate(measured.items()):
+        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 4}
+        _line(counts, losses.by_count(repeated=True), **style, label=run)
+        _line(counts, losses.by_count(repeated=False), **style, linestyle="--")
+        _line(distances, losses.by_distance(), **style)
+    draw_rates(rates, next(iter(measured.values())))
+    first = next(iter(measured.values()))
+    counts.axvline(first.frequent, color="0.35", linestyle=":", linewidth=1)
+    counts.set_title("Repeated in the row (solid), new in it (dashed)", fontsize=10)
+    counts.set_xlabel("times that the bigram occurs in training")
+    counts.set_xscale("symlog", linthresh=1)
+    counts.set_xlim(left=-0.2)
+    distances.set_title(f"AR hits: repeated, at most {first.frequent:,} times in training", fontsize=10)
+    distances.set_xlabel("tokens since the bigram ended last")
+    distances.set_xscale("log", base=2)
+    for axis in (counts, distances):
+        axis.set_ylabel("held-out loss (nats a token)")
+    for axis in (counts, distances, rates):
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+    figure.legend(*counts.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.savefig(path)
+
+
+def draw_rates(axis: Any, losses: HitLosses) -> None:
+    """Draws how many AR hits there are at each distance, and the power law that fits, into a panel."""
+    found = [
+        (cell.middle, rate)
+        for cell, rate in zip(losses.by_distance(), losses.distance_rates(), strict=True)
+        if cell.tokens >= LEAST
+    ]
+    axis.set_title("AR hits by distance", fontsize=10)
+    axis.set_xlabel("tokens since the bigram ended last")
+    axis.set_ylabel("AR hits a token and distance")
+    if not found:
+        return
+    axis.plot(*zip(*found, strict=True), color="black", marker="o", markersize=4, linestyle="none")
+    factor, exponent = losses.distance_law()
+    if math.isfinite(exponent):
+        law = [(x, factor * x**-exponent) for x, _ in found]
+        axis.plot(*zip(*law, strict=True), color="0.35", linewidth=1, label=f"distance to the power {-exponent:.2f}")
+        axis.legend(fontsize=9)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+
+
+def _line(axis: Any, cells: Sequence[Cell], **style: Any) -> None:
+    points = [(cell.middle, cell.loss) for cell in cells if cell.tokens >= LEAST]
+    if points:
+        axis.plot(*zip(*points, strict=True), **style)

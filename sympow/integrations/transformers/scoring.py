@@ -1,0 +1,57 @@
+"""Causal language models of transformers, as the evaluations of sympow read models."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+_ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
+
+
+class ScoredCausalLM(nn.Module):
+    """Any causal language model of transformers with the methods that evaluations call on `LanguageModel`.
+
+    Args:
+        model: what `AutoModelForCausalLM.from_pretrained` gives.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: every token is below it."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a row that the model's configuration allows; None where it says nothing."""
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Computes logits [B, T, V] of the token after each of tokens [B, T]; ValueError for rows that are too long."""
+        if self.longest is not None and tokens.shape[1] > self.longest:
+            raise ValueError(f"the model reads rows of {self.longest:,} tokens at most; got {tokens.shape[1]:,}")
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Computes -log p(target) in nats of targets [B, T], float32 or float64 [B, T]."""
+        rows = max(1, _ELEMENTS // (tokens.shape[1] * self.vocab_size))
+        losses = []
+        for some, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
+            logits = self(some)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted))
+        return torch.cat(losses)
+
+
+def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
+    """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+    return ScoredCausalLM(model.to(device)).eval()

@@ -1,0 +1,109 @@
+"""Associative recall asked of a trained language model, in its own tokens, without training for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from sympow.data.mqar import RecallTask, generate
+
+PAIRS = (16, 32, 64, 128, 256)
+LENGTH = 8  # tokens of a passage for each of its pairs
+_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a passage
+
+
+class Score(NamedTuple):
+    """Over `tokens` targets: mean loss in nats, and the share whose likeliest prediction is right."""
+
+    loss: float
+    accuracy: float
+    tokens: int
+
+
+class Probed(NamedTuple):
+    """What a model makes of passages of `pairs` pairs and `length` tokens: of what is asked for, and of filler."""
+
+    pairs: int
+    length: int
+    asked: Score
+    filler: Score
+
+
+class Passages(NamedTuple):
+    """Tokens int64 [n, N]; whether the next one is asked for, or is filler: bool [n, N - 1] each."""
+
+    tokens: np.ndarray
+    asked: np.ndarray
+    filler: np.ndarray
+
+
+def passages(pairs: int, vocab_size: int, rows: int, seed: int = 0) -> Passages:
+    """Draws passages of key-value pairs: random tokens of a vocabulary, which no model can have learned.
+
+    A passage begins with its pairs, key and value by key and value. Behind them every key comes once more, followed by
+    its value, at distances of the power law of `RecallTask`; between them stands filler, random tokens that are neither
+    keys nor values of the passage. What is asked for is the value at a key's second occurrence.
+
+    Args:
+        pairs: of a passage, all keys and all values different; it has LENGTH times as many tokens.
+        vocab_size: tokens are drawn below it.
+        rows: passages.
+        seed: of the draw.
+
+    Raises ValueError where the vocabulary is too small for so many pairs.
+    """
+    task = RecallTask(length=LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler="random")
+    drawn = generate(task, rows, seed)
+    places, values = drawn.queries()
+    tokens = drawn.tokens.copy()
+    np.put_along_axis(tokens, places + 1, values, axis=1)
+    asked, filler = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+    np.put_along_axis(asked, places, True, axis=1)
+    filler[:, task.context :] = True
+    np.put_along_axis(filler, np.concatenate([places, places + 1], axis=1), False, axis=1)
+    own = np.random.default_rng([seed, vocab_size]).permutation(vocab_size)  # no token is always a key
+    return Passages(own[tokens], asked[:, :-1], filler[:, 1:])
+
+
+def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed: int = 0) -> Probed:
+    """Asks a language model for values in passages of key-value pairs.
+
+    Args:
+        model: a module whose `forward` maps tokens [B, T] to logits [B, T, V], as `LanguageModel`. It is put in
+            evaluation mode meanwhile.
+        vocab_size: of its tokens.
+        pairs, seed: as of `passages`.
+        queries: how many values to ask for, at least one passage's.
+    """
+    tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)
+    device = next(model.parameters()).device
+    size = max(1, _ELEMENTS // (tokens.shape[1] * vocab_size))
+    found = []
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(0, len(tokens), size):
+                batch = torch.from_numpy(tokens[start : start + size]).to(device)
+                logits, targets = model(batch[:, :-1]).float(), batch[:, 1:]
+                losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+                found.append(torch.stack([losses.double(), (logits.argmax(-1) == targets).double()]).cpu().numpy())
+    finally:
+        model.train(training)
+    loss, right = np.concatenate(found, axis=1)
+    asked_score, filler_score = (
+        Score(float(loss[where].mean()), float(right[where].mean()), int(where.sum())) for where in (asked, filler)
+    )
+    return Probed(pairs, tokens.shape[1], asked_score, filler_score)
+
+
+def fitting(pairs: int, vocab_size: int) -> bool:
+    """Tells whether a vocabulary holds the keys, the values and some filler of passages of so many pairs."""
+    try:
+        RecallTask(length=LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler="random")
+    except ValueError:
+        return False
+    return True

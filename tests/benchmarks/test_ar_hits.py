@@ -1,0 +1,113 @@
+"""The program of AR hits: runs are trained, measured and kept once; the page follows from the tables."""
+
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import zarr
+
+from benchmarks.ar_hits import __main__ as program
+from benchmarks.ar_hits import report, work
+from sympow.evaluation.ar_hits import PARTS
+from sympow.recall.results import read_rows
+
+DOCUMENT = 256
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of a quarter that comes four times."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for name, documents in (("train", 6), ("heldout", 5)):
+        tokens = np.tile(rng.integers(0, 99, (documents, DOCUMENT // 4), dtype=np.uint16), 4)
+        zarr.create_array(str(folder / f"{name}.zarr"), data=tokens, chunks=(1, DOCUMENT), zarr_format=2)
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Runs of an instant, one after another in this process."""
+
+    def do(jobs, trainer, **settings):
+        done = trainer.prepare(0)
+        for job in jobs:
+            yield job, done(job), 0.0
+
+    more = ("model.vocab_size=256", "data.vocab_size=256", "training.context=128", "training.precision=float32")
+    monkeypatch.setattr(work, "TOY", (*work.TOY, *more))
+    monkeypatch.setattr(program, "do_jobs", do)
+    monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
+
+
+def call(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["ar_hits", *map(str, words)])
+    return program.main()
+
+
+def run(monkeypatch, corpus, out, *words):
+    where = ("--corpus", corpus, "--out", out, "--toy", "--device", "cpu")
+    return call(monkeypatch, "run", *where, *words)
+
+
+def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, tmp_path, capsys):
+    out = tmp_path / "results"
+    recipes = "attention,base_conv_learned"
+    assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "1") == 0
+    assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "2") == 0
+    assert "2 of 4 runs to do" in capsys.readouterr().out
+    tables = {name: read_rows(out / f"{name}.csv") for name in program.TABLES}
+    assert [(row["recipe"], row["seed"]) for row in tables["run"]] == [
+        (recipe, seed) for seed in range(2) for recipe in recipes.split(",")
+    ]
+    for row in tables["run"]:
+        own = [each for each in tables["slices"] if (each["recipe"], each["seed"]) == (row["recipe"], row["seed"])]
+        tokens, nats = (sum(each[name] for each in own) for name in ("tokens", "nats"))
+        assert tokens == 5 * 2 * 127 and nats / tokens == pytest.approx(row["held_out_loss"], abs=1e-4)
+        assert {each["document"] for each in own} == set(range(5)) and len(own) == 5 * len(PARTS)
+    page = tmp_path / "page.md"
+    shutil.copy(program.PAGE, page)
+    assert call(monkeypatch, "report", "--results", out, "--page", page) == 0
+    text = page.read_text()
+    assert "| softmax attention | " in text and re.search(r"\| BaseConv, learned selection \| [+-]\d\.\d+ \[", text)
+    assert f"4 runs of {tables['run'][0]['tokens']} tokens" in text
+    for name in ("curves", "shares"):
+        assert (tmp_path / "page" / f"{name}.png").stat().st_size > 10_000
+
+
+def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
+    page = tmp_path / "page.md"
+    shutil.copy(program.PAGE, page)
+    assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
+    assert page.read_text().count(report.MISSING) == 5
+
+
+def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
+    words = ("--corpus", corpus, "--tokens", "300", "--timed-tokens", "500", "--out", tmp_path)
+    monkeypatch.setattr(program, "CONTEXT", 100)
+    assert call(monkeypatch, "exact", *words) == 0
+    (row,) = read_rows(tmp_path / "exact.csv")
+    assert row["tokens"] == 300 and row["hits"] > 0 and row["largest_difference_tokens"] == 0
+
+
+def test_unknown_recipes_are_refused(monkeypatch, corpus, tmp_path, capsys):
+    assert run(monkeypatch, corpus, tmp_path, "--recipes", "attention,hyaena") == 2
+    assert capsys.readouterr().err.startswith("error: a recipe is one of attention, power")
+
+
+def test_the_committed_comparison_is_exact():
+    (row,) = read_rows(program.COMMITTED / "exact.csv", texts=("commit",))
+    assert row["tokens"] >= 1_000_000 and (row["wrong_counts"], row["largest_difference_tokens"]) == (0, 0)
+    assert row["slices_less_whole_nats"] <= 1e-6
+    (timed,) = read_rows(program.COMMITTED / "timed.csv", texts=("commit",))
+    assert timed["tokens"] >= 10_000_000 and timed["seconds"] < 60
+
+
+def test_the_page_follows_from_the_committed_tables(tmp_path):
+    page = tmp_path / "page.md"
+    shutil.copy(program.PAGE, page)
+    tables = {name: program.read_table(program.COMMITTED, name) for name in (*program.TABLES, "exact", "timed")}
+    report.write(tables, page)
+    assert page.read_text() == program.PAGE.read_text()

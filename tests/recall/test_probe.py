@@ -1,0 +1,77 @@
+"""The recall probe: passages as they are described, and scores of models whose answers are known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sympow.recall.probe import LENGTH, fitting, passages, probe
+
+VOCAB = 101
+
+
+class Recalls(torch.nn.Module):
+    """Gives logit 5 to what followed the earlier occurrence of a token, and 0 to all else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens):
+        logits = torch.zeros(*tokens.shape, VOCAB)
+        for row, text in enumerate(tokens.tolist()):
+            for i, token in enumerate(text):
+                if token in text[:i]:
+                    logits[row, i, text[text.index(token) + 1]] = 5.0
+        return logits
+
+
+@pytest.mark.parametrize("pairs", [1, 4, 16])
+def test_passages(pairs):
+    tokens, asked, filler = passages(pairs, VOCAB, 7, seed=3)
+    assert tokens.shape == (7, LENGTH * pairs) and asked.shape == filler.shape == (7, LENGTH * pairs - 1)
+    assert tokens.min() >= 0 and tokens.max() < VOCAB
+    assert (asked.sum(1) == pairs).all() and not (asked & filler).any()
+    assert (filler.sum(1) == (LENGTH - 4) * pairs).all()
+    for text, queries, fill in zip(tokens, asked, filler, strict=True):
+        values = dict(zip(text[: 2 * pairs : 2].tolist(), text[1 : 2 * pairs : 2].tolist(), strict=True))
+        assert len(values) == pairs == len(set(values.values()))
+        assert {text[i]: text[i + 1] for i in np.flatnonzero(queries)} == values
+        used = {*values, *values.values()}
+        assert not used & {int(text[i + 1]) for i in np.flatnonzero(fill)}
+
+
+def test_passages_depend_on_the_seed_alone():
+    assert (passages(4, VOCAB, 3, seed=1).tokens == passages(4, VOCAB, 3, seed=1).tokens).all()
+    assert (passages(4, VOCAB, 3, seed=1).tokens != passages(4, VOCAB, 3, seed=2).tokens).any()
+
+
+def test_keys_and_values_are_tokens_from_all_over_the_vocabulary():
+    """As tasks have it, keys would be the lower half of the vocabulary and values the upper."""
+    tokens = passages(16, VOCAB, 200).tokens
+    keys, values = np.unique(tokens[:, :32:2]), np.unique(tokens[:, 1:32:2])
+    assert len(keys) + len(values) == VOCAB - 1 and not set(keys) & set(values)
+    assert min(keys.mean(), values.mean()) > VOCAB / 3
+
+
+def test_a_model_that_recalls_answers_everything():
+    model = Recalls().train()
+    found = probe(model, VOCAB, 8, queries=64)
+    assert (found.pairs, found.length, found.asked.tokens) == (8, 8 * LENGTH, 64)
+    assert found.asked.accuracy == 1
+    assert found.asked.loss == pytest.approx(math.log(math.exp(5) + VOCAB - 1) - 5, abs=1e-5)
+    assert found.filler.accuracy < 0.2 and found.filler.loss >= math.log(VOCAB) - 1e-5
+    assert model.training and torch.is_grad_enabled()
+
+
+def test_slices_of_passages_add_up(monkeypatch):
+    whole = probe(Recalls(), VOCAB, 4, queries=40)
+    monkeypatch.setattr("sympow.recall.probe._ELEMENTS", 1)
+    assert probe(Recalls(), VOCAB, 4, queries=40) == whole
+
+
+def test_too_many_pairs_for_the_vocabulary():
+    assert fitting(16, VOCAB) and not fitting(256, VOCAB)
+    with pytest.raises(ValueError, match="vocab_size is too small"):
+        probe(Recalls(), VOCAB, 256)
