@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sympow.cli import serving
 from sympow.cli.reading import read_text
 from sympow.cli.runs import OPENING, Run, load_run, train_run
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
@@ -89,6 +90,11 @@ def read(options: argparse.Namespace) -> int | None:
     what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
     print(f"{options.out}: {what}{', read before' if done.already else ''}")
     return None
+
+
+def serve(options: argparse.Namespace) -> None:
+    """`sympow serve`."""
+    serving.run(options)
 
 
 def export(options: argparse.Namespace) -> None:
