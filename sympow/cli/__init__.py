@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", metavar="N", type=int, default=8000, help="0 takes a free one (default: 8000)")
     serve.add_argument("--name", help="of the model, for clients (default: that of the folder)")
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
-                       help="a key a line (default: $SYMPOW_API_KEYS, by commas; without any the server is open)")  # fmt: skip
+                       help="one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
     for name, count, what in (("slots", 16, "requests answered at a time"),
                               ("prefill-chunk", 256, "tokens of a prompt read between two tokens of others"),
                               ("max-prompt-tokens", 1_000_000, "of a prompt"),

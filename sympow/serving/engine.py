@@ -82,7 +82,6 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._reading: list[Sequence] = []  # in the order of their arrival
         self._decoding: list[Sequence] = []  # by row of the slots
-        self._logits: Tensor | None = None  # of the last step, by row
         self._turns = 0
         self._changed = threading.Condition()
         self._closing_at: float | None = None
@@ -244,16 +243,17 @@ class Engine:
         if not self._decoding:
             return
         last = torch.tensor([each.drawn[-1] for each in self._decoding], device=self._device)
-        self._logits = self._slots.step(last)
-        self._push(self._decoding, self._logits)
-        for row in reversed(range(len(self._decoding))):
-            if self._decoding[row].finish:
-                if self._decoding[row].finish != "error":
-                    self._keep_answer(row)
-                self._decoding[row].end()
-                self._release(row)
+        logits = self._slots.step(last)
+        self._push(self._decoding, logits)
+        ended = [row for row, sequence in enumerate(self._decoding) if sequence.finish]
+        for row in ended:
+            self._keep_answer(row, logits[row : row + 1])
+            self._decoding[row].end()
+        for row in reversed(ended):
+            self._release(row)
 
     def _push(self, sequences: list[Sequence], logits: Tensor) -> None:
+        logits = logits[:, : self._tokenizer.vocab_size]  # a model may have more tokens, which stand for nothing
         finite = logits.isfinite().all(-1).tolist()
         rows = [row for row, good in enumerate(finite) if good]
         if len(rows) < len(finite):  # of a row that is not finite nothing can be drawn; the others go on
@@ -263,20 +263,18 @@ class Engine:
         for row, token in enumerate(draw(logits, [each.draws for each in sequences])):
             sequences[row].push(token, logits[row], self._ends)
 
-    def _keep_answer(self, row: int) -> None:
+    def _keep_answer(self, row: int, logits: Tensor) -> None:
         """Keeps the state after an answer, as the next turn of a conversation begins with it."""
         sequence = self._decoding[row]
-        if self._logits is not None and self.prefixes.keeps(sequence.length):
-            state, logits = self._slots.take(row), self._logits[row : row + 1].clone()
-            self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits)
+        if sequence.finish != "error" and self.prefixes.keeps(sequence.length):
+            state = self._slots.take(row)
+            self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits.clone())
 
     def _release(self, row: int) -> None:
         self._slots.release(row)
         last = self._decoding.pop()
         if row < len(self._decoding):
             self._decoding[row] = last
-            if self._logits is not None:
-                self._logits[row] = self._logits[len(self._decoding)]
 
     def _end_all(self, finish: str) -> None:
         with self._changed:

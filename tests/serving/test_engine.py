@@ -1,12 +1,13 @@
 """Continuous batching: every answer as if the request were alone, and requests that end early."""
 
+import random
 import time
 
 import pytest
 import torch
 
 from sympow.data import ByteTokenizer
-from sympow.models import LanguageModel, generate
+from sympow.models import LanguageModel, ModelConfig, generate
 from sympow.serving import Engine, EngineClosedError, PrefixCache, QueueFullError, Sampling
 from tests.serving.conftest import Client, ask, tokens
 
@@ -69,6 +70,16 @@ def test_an_end_token_ends_the_answer(model):
     assert last.usage.new_tokens == len(drawn) + 1
 
 
+def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn():
+    """A vocabulary is often filled up to a round number."""
+    model = LanguageModel(ModelConfig(300, 32, 1, 2), seed=0)
+    engine = Engine(model, TOKENIZER)
+    engine.start()
+    results = ask(engine, *(Client(tokens(5, i), 40, sampling=Sampling(2.0, seed=i)) for i in range(8)))
+    engine.close()
+    assert all(last.finish == "length" and max(drawn) < 256 for drawn, _, last in results)
+
+
 def test_a_cancelled_request_frees_its_slot(engine):
     long = [Client(tokens(5, i), 100_000) for i in range(4)]
     engine.submit([client.request for client in long])
@@ -81,6 +92,21 @@ def test_a_cancelled_request_frees_its_slot(engine):
         client.request.cancel()
     assert [client.result()[2].finish for client in long] == ["cancelled"] * 4
     assert ask(engine, Client(tokens(4)))[0][2].finish == "length"
+
+
+def test_requests_that_come_and_go_at_random_do_not_disturb_the_others(engine, model):
+    rng, stay, leave = random.Random(0), [], []
+    for i in range(40):
+        client = Client(tokens(1 + i % 37, i), 20 if i % 2 else 100_000, logprobs=0)
+        (stay if i % 2 else leave).append(client)
+        engine.submit([client.request])
+        time.sleep(rng.random() / 50)
+        if rng.random() < 0.7:
+            rng.choice(leave).request.cancel()
+    for client in leave:
+        client.request.cancel()
+    assert all(client.result()[0] == alone(model, client.request.tokens, 20) for client in stay)
+    assert all(client.result()[2].finish == "cancelled" for client in leave)
 
 
 def test_a_deadline_ends_a_request(engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from sympow.serving.engine import Engine
 from sympow.serving.requests import Output
@@ -26,10 +26,12 @@ class Metrics:
         self._queued = times("sympow_queue_seconds", "Time before a slot was free.")
         self._first = times("sympow_first_token_seconds", "Time to the first token.")
         self._whole = times("sympow_request_seconds", "Time to the last token.")
+        ProcessCollector(registry=registry)
         loads = {
             "waiting": ("Requests that wait for a slot.", lambda: engine.load.waiting),
             "reading": ("Requests whose prompt is read.", lambda: engine.load.reading),
             "decoding": ("Requests that draw tokens.", lambda: engine.load.decoding),
+            "slots_bytes": ("Bytes of the states of all slots.", lambda: engine.nbytes),
             "prefix_cache_bytes": ("Bytes of states of prefixes.", lambda: engine.prefixes.nbytes),
             "prefix_cache_entries": ("States of prefixes.", lambda: len(engine.prefixes)),
         }

@@ -37,7 +37,7 @@ class Generation(_Body):
     model: Annotated[str, Field(max_length=1024)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     seed: _Seed | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
