@@ -145,7 +145,7 @@ class Server:
             writer.close()
         return int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.1 ") else 0, answer
 
-    async def stream(self, prompt: list[int], new: int, *, leave_after: int | None = None) -> Streamed:
+    async def stream(self, prompt: str, new: int, *, leave_after: int | None = None) -> Streamed:
         """A greedy completion, event by event; the client vanishes after `leave_after` events."""
         asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
         body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
@@ -182,10 +182,10 @@ class Streamed(NamedTuple):
     seconds: float
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    """Random letters."""
+def prompt_of(length: int, seed: int) -> str:
+    """Random letters, a token each."""
     rng = random.Random(seed)
-    return [rng.randrange(97, 123) for _ in range(length)]
+    return "".join(chr(rng.randrange(97, 123)) for _ in range(length))
 
 
 async def throughput(server: Server, run: Path, device: str, streams: list[int], new: int) -> list[dict]:
@@ -210,7 +210,7 @@ def _generated(run: Path, device: str, batch: int, new: int) -> float:
     from sympow.cli.runs import load_run
 
     model = load_run(run, device).model
-    prompt = torch.tensor([prompt_of(SHORT, i) for i in range(batch)])
+    prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
     return max(generate(model, prompt, new, temperature=0).tokens_per_second for _ in range(3))
 
 
@@ -394,7 +394,7 @@ def main() -> None:
         run = Path(name) / "run"
         untrained_run(run, preset(chosen.preset, chosen.vocab_size))
         rows = asyncio.run(measure(run, chosen, Path(name)))
-    about = {"model": chosen.preset, "device": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
+    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
     write(chosen.json, [row | about for row in rows])
 
 

@@ -254,14 +254,11 @@ class Engine:
 
     def _push(self, sequences: list[Sequence], logits: Tensor) -> None:
         logits = logits[:, : self._tokenizer.vocab_size]  # a model may have more tokens, which stand for nothing
-        finite = logits.isfinite().all(-1).tolist()
-        rows = [row for row, good in enumerate(finite) if good]
-        if len(rows) < len(finite):  # of a row that is not finite nothing can be drawn; the others go on
-            for row in set(range(len(finite))).difference(rows):
-                sequences[row].finish = "error"
-            sequences, logits = [sequences[row] for row in rows], logits[rows]
         for row, token in enumerate(draw(logits, [each.draws for each in sequences])):
-            sequences[row].push(token, logits[row], self._ends)
+            if token is None:
+                sequences[row].finish = "error"
+            else:
+                sequences[row].push(token, logits[row], self._ends)
 
     def _keep_answer(self, row: int, logits: Tensor) -> None:
         """Keeps the state after an answer, as the next turn of a conversation begins with it."""

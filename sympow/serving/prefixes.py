@@ -90,12 +90,13 @@ class PrefixCache:
 
     def __init__(self, model: LanguageModel, memory_bytes: int, folder: Path | None = None, disk_bytes: int = 0):
         self._model, self._limit = model, memory_bytes
-        self._salt = "".join(fingerprint(model)).encode()
+        known = fingerprint(model)
+        self._salt = "".join(known).encode()
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
-        self._disk = None if folder is None else _Disk(model, folder, disk_bytes)
+        self._disk = None if folder is None else _Disk(model, known, folder, disk_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -185,9 +186,9 @@ class PrefixCache:
 class _Disk:
     """Context files in a folder, written by a thread of their own: `KEY-TOKENS.ctx`, the least recently used last."""
 
-    def __init__(self, model: LanguageModel, folder: Path, limit: int):
+    def __init__(self, model: LanguageModel, known: tuple[str, str], folder: Path, limit: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self._model, self._folder, self._limit = model, folder, limit
+        self._model, self._known, self._folder, self._limit = model, known, folder, limit
         self._waiting: Queue[tuple[str, Prefix] | None] = Queue(_WAITING)
         self._writer = threading.Thread(target=self._write, name="prefix files", daemon=True)
         self._writer.start()
@@ -207,7 +208,7 @@ class _Disk:
             if path.name not in names:
                 continue
             try:
-                context = load_context(path, self._model)
+                context = load_context(path, self._model, known=self._known)
                 path.touch()
             except (OSError, ContextError):  # removed or damaged: as if it were not there
                 continue
@@ -228,7 +229,7 @@ class _Disk:
             path = self._path(key, len(prefix.tokens))
             try:
                 if not path.exists():
-                    save_context(path, self._model, prefix.context())
+                    save_context(path, self._model, prefix.context(), known=self._known)
                     self._drop_oldest()
             except (OSError, ContextError):  # a full disk costs hits, and nothing else
                 continue

@@ -24,24 +24,23 @@ class Draws:
         self.generator = torch.Generator(device=device).manual_seed(options.seed)
 
 
-def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int]:
-    """Draws a token from each row of logits [B, vocab]."""
-    tokens = logits.argmax(-1).tolist() if any(each.options.temperature == 0 for each in draws) else [0] * len(draws)
-    drawn = {
-        row: sample(
-            logits[row : row + 1],
-            temperature=each.options.temperature,
-            top_k=each.options.top_k,
-            top_p=each.options.top_p,
-            generator=each.generator,
-        )
-        for row, each in enumerate(draws)
-        if each.options.temperature > 0
-    }
-    if drawn:
-        for row, token in zip(drawn, torch.cat(list(drawn.values())).tolist(), strict=True):
-            tokens[row] = token
-    return tokens
+def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
+    """Draws a token from each row of logits [B, vocab]; None from a row that is not finite.
+
+    A GPU is waited for once.
+    """
+    tokens = logits.argmax(-1)
+    for row, each in enumerate(draws):
+        if each.options.temperature > 0:
+            tokens[row] = sample(
+                logits[row : row + 1].nan_to_num(),  # which a GPU would stop at, for all rows
+                temperature=each.options.temperature,
+                top_k=each.options.top_k,
+                top_p=each.options.top_p,
+                generator=each.generator,
+            )[0]
+    drawn = torch.where(logits.isfinite().all(-1), tokens, -1).tolist()
+    return [None if token < 0 else token for token in drawn]
 
 
 def logprob_of(logits: Tensor, token: int, top: int) -> TokenLogprob:

@@ -14,6 +14,10 @@ from sympow.serving.requests import Output, Request, TokenLogprob, Usage
 from sympow.serving.sampling import Draws, logprob_of
 from sympow.serving.text import AnswerText
 
+# Between two pieces of a stream. Sending one costs about as much time as drawing a token on a GPU, of which the reader
+# sees nothing where hundreds come a second.
+PIECE_SECONDS = 0.03
+
 
 class Sequence:
     """A request with its state.
@@ -40,6 +44,7 @@ class Sequence:
         self._text, self._count, self._logprobs = "", 0, list[TokenLogprob]()
         self._admitted: float | None = None
         self._first: float | None = None
+        self._next_piece = 0.0  # when the next one may be delivered
 
     @property
     def left(self) -> int:
@@ -75,7 +80,7 @@ class Sequence:
                 self.finish = "stop"
             elif len(self.drawn) >= self.request.max_new_tokens:
                 self.finish = "length"
-        if self.finish is None and self.request.stream:
+        if self.finish is None and self.request.stream and time.monotonic() >= self._next_piece:
             self._deliver()
 
     def end(self, finish: str | None = None) -> None:
@@ -87,6 +92,7 @@ class Sequence:
     def _deliver(self, usage: Usage | None = None) -> None:
         output = Output(self._text, self._count, tuple(self._logprobs), self.finish, usage)
         self._text, self._count, self._logprobs = "", 0, []
+        self._next_piece = time.monotonic() + PIECE_SECONDS
         self.request.deliver(output)
 
     def _usage(self) -> Usage:

@@ -45,7 +45,7 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
         http="h11",
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level="error",
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=max(1, round(grace)),
         server_header=False,
