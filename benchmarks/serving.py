@@ -7,7 +7,7 @@ compared with that to the same prompt alone.
 - throughput: tokens a second by streams at a time, and of `generate` with that batch in this process.
 - first token: time to it, with an idle server and behind a prompt of 100,000 tokens that is being read.
 - prefix: time to the first token of a prompt that is new, and of the same again; and after a restart, from the disk.
-- memory: the most that the server's process holds while it answers a prompt of so many tokens.
+- memory: what the process holds at most while it answers a prompt of so many tokens, beyond what it held before.
 - hostile: requests that must be refused, beside a stream that must not notice.
 - vanishing: clients that leave at any moment, beside others whose answers must be whole; then an orderly end.
 """
@@ -46,7 +46,7 @@ GARBAGE = [
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: a\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
     b"GET / HTTP/1.1\r\n" + b"X-Header: " + b"a" * 100_000 + b"\r\n\r\n",
-    b"GET /v1/models HTTP/9.9\r\nHost: a\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n\r\n",
 ]
 
@@ -256,10 +256,10 @@ async def prefix(server: Server, restarted: Callable[[], Server], length: int) -
 
 
 async def memory(server: Server, lengths: list[int]) -> list[dict]:
-    """Rows by length of the prompt; the server's process has answered one before."""
-    await server.stream(prompt_of(5000, 1), 2)
+    """Rows by length of the prompt; the process has answered one as long before, for which its allocator grew."""
     rows = []
     for length in lengths:
+        await server.stream(prompt_of(length, 1), 2)
         before = server.memory()
         server.forget_peak()
         answer = await server.stream(prompt_of(length, 2), 2)
@@ -269,13 +269,13 @@ async def memory(server: Server, lengths: list[int]) -> list[dict]:
     return [row | {"bytes_of_all_slots": int(slot)} for row in rows]
 
 
-async def hostile(server: Server, count: int) -> list[dict]:
-    """One row."""
-    alone = await server.stream(prompt_of(SHORT, 1), 400)
+async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
+    """One row; `new` tokens are drawn beside the hostile requests."""
+    alone = await server.stream(prompt_of(SHORT, 1), new)
     for each in hostile_requests(50, NAME, seed=1):
         await server.send(each.method, each.path, each.body)
     before = server.memory()
-    beside = asyncio.ensure_future(server.stream(prompt_of(SHORT, 1), 400))
+    beside = asyncio.ensure_future(server.stream(prompt_of(SHORT, 1), new))
     statuses: dict[int, int] = {}
     for each in hostile_requests(count, NAME):
         status, _ = await server.send(each.method, each.path, each.body)
@@ -284,7 +284,7 @@ async def hostile(server: Server, count: int) -> list[dict]:
     for i in range(80):
         status, _ = await server.send_bytes(GARBAGE[i % len(GARBAGE)])
         garbage[status] = garbage.get(status, 0) + 1
-    after = await server.stream(prompt_of(SHORT, 1), 400)
+    after = await server.stream(prompt_of(SHORT, 1), new)
     undisturbed = (await beside).text == alone.text == after.text
     return [
         {
@@ -369,7 +369,7 @@ async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
         told(await throughput(server, run, chosen.device, chosen.streams, chosen.new_tokens))
         told(await first_token(server, chosen.long))
         told(await memory(server, chosen.lengths))
-        told(await hostile(server, 1000))
+        told(await hostile(server, chosen.hostile))
     with Server(run, chosen.device, *cached) as server:
         told(await prefix(server, lambda: Server(run, chosen.device, *cached), chosen.prefix))
     with Server(run, chosen.device, *started) as server:
@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=100_000, help="prompt to be behind (default: 100,000)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 10_000, 100_000], help="prompts for memory")
     parser.add_argument("--prefix", type=int, default=10_000, help="prompt that is cached (default: 10,000)")
+    parser.add_argument("--hostile", type=int, default=1000, help="requests that must be refused (default: 1,000)")
     parser.add_argument("--load-seconds", type=float, default=60, help="clients that vanish (default: 60)")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -394,8 +395,8 @@ def main() -> None:
         run = Path(name) / "run"
         untrained_run(run, preset(chosen.preset, chosen.vocab_size))
         rows = asyncio.run(measure(run, chosen, Path(name)))
-    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
-    write(chosen.json, [row | about for row in rows])
+    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
+    write(chosen.json, [row | about | {"commit": commit()} for row in rows])
 
 
 if __name__ == "__main__":

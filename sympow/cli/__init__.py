@@ -103,10 +103,11 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
                        help="one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
     for name, count, what in (("slots", 16, "requests answered at a time"),
-                              ("prefill-chunk", 256, "tokens of a prompt read between two tokens of others"),
                               ("max-prompt-tokens", 1_000_000, "of a prompt"),
                               ("max-new-tokens", 4096, "of an answer")):  # fmt: skip
         serve.add_argument(f"--{name}", metavar="N", type=_positive, default=count, help=f"{what} (default: {count:,})")
+    serve.add_argument("--prefill-chunk", metavar="N", type=_positive,
+                       help="tokens of a prompt read at a time (default: 256; on a GPU 1,024)")  # fmt: skip
     serve.add_argument("--queue", metavar="N", type=int, default=256, help="requests that may wait (default: 256)")
     for name, number, what in (("timeout", 600.0, "seconds for an answer"), ("grace", 30.0, "seconds to end in"),
                                ("cache-memory", 1.0, "GiB of states of prompts in memory"),

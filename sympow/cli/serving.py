@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     from sympow.serving import Engine, PrefixCache
     from sympow.serving.http import ChatTemplate, Limits, Service, run_server  # which need the extra
 
-    served = load_served(options.folder, resolve_device(options.device))
+    device = resolve_device(options.device)
+    served = load_served(options.folder, device)
     limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
     keys = api_keys(options.api_keys)
     cache = None if options.cache_dir is None else Path(options.cache_dir)
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         served.tokenizer,
         slots=options.slots,
         queue=options.queue,
-        chunk=options.prefill_chunk,
+        chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
         prefixes=PrefixCache(served.model, memory, cache, disk),
         ends=end_tokens(served.folder, served.tokenizer),
     )

@@ -133,6 +133,8 @@ class PrefixCache:
 
     def parting(self, keys: PrefixKeys) -> int:
         """Where the tokens part from those that came before, in whole blocks; they count as seen from now on."""
+        if not self._limit:
+            return 0
         with self._lock:
             own = keys.blocks[1:]
             known = next((i for i, block in enumerate(own) if block not in self._seen), len(own))

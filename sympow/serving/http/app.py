@@ -38,7 +38,7 @@ def make_app(service: Service) -> Starlette:
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _http_error},
+        exception_handlers={HTTPException: _no_such_place, Exception: _fault},
     )
 
 
@@ -80,9 +80,8 @@ class _Routes:
         service, body = self._service, await self._body(request, ChatCompletion)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
-        template = service.chat_template()
-        text = template.render([message.plain() for message in body.messages])
-        prompt = await asyncio.to_thread(service.tokens_of, text)
+        template, messages = service.chat_template(), [message.plain() for message in body.messages]
+        prompt = await asyncio.to_thread(lambda: service.tokens_of(template.render(messages)))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         inbox = Inbox()
@@ -233,8 +232,13 @@ def _cancel(requests: Sequence[Request]) -> None:
         request.cancel()
 
 
-async def _http_error(request: HttpRequest, error: Exception) -> Response:
-    """Unknown paths and methods, in the form of all other refusals."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
+async def _no_such_place(request: HttpRequest, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
     what = f"{request.method} {request.url.path[:200]}"
     return ApiError(status, f"this server has no {what}: see /v1/models", code="not_found").response()
+
+
+async def _fault(request: HttpRequest, error: Exception) -> Response:
+    """A fault of the server, which is logged by Starlette."""
+    return ApiError(500, "the server failed on this request", code="fault").response()
