@@ -11,7 +11,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Hostile(NamedTuple):
-    """A request that has to be answered with a status from 400 to 499."""
+    """Describes a request that a server has to answer with a status from 400 to 499."""
 
     method: str
     path: str
@@ -19,7 +19,7 @@ class Hostile(NamedTuple):
 
 
 def hostile_requests(count: int, model: str, seed: int = 0) -> Iterator[Hostile]:
-    """Draws requests to a server of `model`, the same ones for the same seed."""
+    """Yields requests to a server of `model`. The same seed gives the same requests."""
     rng = random.Random(seed)
     kinds: list[Callable[[random.Random, str], Hostile]] = [_wrong_field, _wrong_field, _no_json, _cut, _elsewhere]
     for _ in range(count):
@@ -27,7 +27,7 @@ def hostile_requests(count: int, model: str, seed: int = 0) -> Iterator[Hostile]
 
 
 def valid(path: str, model: str) -> dict[str, Any]:
-    """A request that is not hostile."""
+    """Returns the body of a valid request."""
     asked = {"prompt": "def main("} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
     return {"model": model, "max_tokens": 4, "temperature": 0} | asked
 

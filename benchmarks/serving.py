@@ -72,7 +72,7 @@ def untrained_run(folder: Path, config: ModelConfig) -> None:
 
 
 class Server:
-    """`sympow serve` as a process, while entered."""
+    """Runs `sympow serve` as a process while it is entered."""
 
     def __init__(self, run: Path, device: str, *options: str):
         words = [sys.executable, "-m", "sympow", "serve", str(run), "--port", "0", "--device", device, "--name", NAME]
@@ -101,27 +101,27 @@ class Server:
                 print(line, end="", file=sys.stderr, flush=True)
 
     def stop(self) -> int:
-        """Ends it in order: its exit code."""
+        """Ends the process with SIGTERM and returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=120)
 
     def memory(self, field: str = "VmRSS") -> int:
-        """Bytes that the process holds, or held at most (VmHWM)."""
+        """Returns the bytes that the process holds (VmRSS), or held at its peak (VmHWM)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(rf"{field}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
 
     def forget_peak(self) -> None:
-        """From now on VmHWM is that of what follows."""
+        """Resets VmHWM."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     async def gauge(self, name: str) -> float:
-        """A number of /metrics."""
+        """Returns a number of /metrics."""
         text = (await self.send("GET", "/metrics"))[1].decode()
         return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
     async def idle(self) -> bool:
-        """Whether all requests have ended, within 30 seconds."""
+        """Waits up to 30 seconds, and returns whether all requests have ended."""
         for _ in range(300):
             if sum([await self.gauge(f"sympow_{name}") for name in ("waiting", "reading", "decoding")]) == 0:
                 return True
@@ -129,12 +129,12 @@ class Server:
         return False
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """A request: the status and the body of its answer."""
+        """Sends a request, and returns the status and the body of the answer."""
         head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         return await self.send_bytes(head.encode() + body)
 
     async def send_bytes(self, content: bytes) -> tuple[int, bytes]:
-        """Anything at all: the status and the body of the answer; 0 where the connection was closed without one."""
+        """Sends any bytes, and returns the status and the body of the answer; status 0 if there was no answer."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             writer.write(content)
@@ -146,7 +146,7 @@ class Server:
         return int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.1 ") else 0, answer
 
     async def stream(self, prompt: str, new: int, *, leave_after: int | None = None) -> Streamed:
-        """A greedy completion, event by event; the client vanishes after `leave_after` events."""
+        """Streams a greedy completion. The client closes the connection after `leave_after` events."""
         asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
         body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -174,7 +174,7 @@ class Server:
 
 
 class Streamed(NamedTuple):
-    """An answer: its text and usage (None if it is not whole), and the seconds to its first event and to its end."""
+    """Holds an answer: its text, its usage (None if it is not whole), the seconds to the first event and to the end."""
 
     text: str
     usage: dict[str, Any] | None
@@ -183,13 +183,13 @@ class Streamed(NamedTuple):
 
 
 def prompt_of(length: int, seed: int) -> str:
-    """Random letters, a token each."""
+    """Returns random letters. Each letter is a token."""
     rng = random.Random(seed)
     return "".join(chr(rng.randrange(97, 123)) for _ in range(length))
 
 
 async def throughput(server: Server, run: Path, device: str, streams: list[int], new: int) -> list[dict]:
-    """Rows by streams at a time; the best of three rounds each, as others may use the machine."""
+    """Returns a row for each number of streams. Each rate is the best of three rounds."""
     most = max(streams)
     prompts = [prompt_of(SHORT + i, i) for i in range(most)]
     alone = [await server.stream(prompt, new) for prompt in prompts]
@@ -215,7 +215,7 @@ def _generated(run: Path, device: str, batch: int, new: int) -> float:
 
 
 async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]:
-    """Rows of an idle server, and behind a long prompt."""
+    """Returns a row for an idle server and a row for a server that reads a long prompt."""
     rows = []
     for behind in (0, long):
         other = asyncio.ensure_future(server.stream(prompt_of(behind, 999), 1)) if behind else None
@@ -237,7 +237,7 @@ async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]
 
 
 async def prefix(server: Server, restarted: Callable[[], Server], length: int) -> list[dict]:
-    """Rows of a new prompt, the same again, and the same after a restart."""
+    """Returns rows for a new prompt, for the same prompt again, and for the same prompt after a restart."""
     rows = []
     prompt = prompt_of(length, 7)
 
@@ -256,7 +256,7 @@ async def prefix(server: Server, restarted: Callable[[], Server], length: int) -
 
 
 async def memory(server: Server, lengths: list[int]) -> list[dict]:
-    """Rows by length of the prompt; the process has answered one as long before, for which its allocator grew."""
+    """Returns a row for each length. A prompt of the same length is answered first, so that the allocator has grown."""
     rows = []
     for length in lengths:
         await server.stream(prompt_of(length, 1), 2)
@@ -270,7 +270,7 @@ async def memory(server: Server, lengths: list[int]) -> list[dict]:
 
 
 async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
-    """One row; `new` tokens are drawn beside the hostile requests."""
+    """Returns one row. The server draws `new` tokens for a valid request beside the hostile requests."""
     alone = await server.stream(prompt_of(SHORT, 1), new)
     for each in hostile_requests(50, NAME, seed=1):
         await server.send(each.method, each.path, each.body)
@@ -301,7 +301,7 @@ async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
 
 
 async def vanishing(server: Server, seconds: float, clients: int) -> list[dict]:
-    """One row; the server is stopped at the end, while answers are under way."""
+    """Returns one row. The server is stopped at the end while it still answers requests."""
     prompts, new = [prompt_of(40 + 30 * i, i) for i in range(8)], 60
     whole = [(await server.stream(prompt, new)).text for prompt in prompts]
     kept = left = wrong = 0
@@ -353,7 +353,7 @@ async def vanishing(server: Server, seconds: float, clients: int) -> list[dict]:
 
 
 async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
-    """All rows."""
+    """Returns all rows."""
     most = max(chosen.streams)
     started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
     uncached = (*started, "--cache-memory", "0")

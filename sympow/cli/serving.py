@@ -22,7 +22,7 @@ _GIB = 1 << 30
 
 
 class Served(NamedTuple):
-    """A model to serve, and the folder that its tokenizer comes from."""
+    """Holds a model to serve, and the folder of its tokenizer."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -81,7 +81,7 @@ def load_served(path: str, device: torch.device) -> Served:
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end an answer: those of `generation_config.json`, or the tokenizer's eos_token."""
+    """Returns the tokens that end an answer: those of `generation_config.json`, or the tokenizer's eos_token."""
     from sympow.serving.http.chat import token_text, tokenizer_config
 
     file = folder / "generation_config.json"
@@ -94,7 +94,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def api_keys(file: str | None) -> tuple[str, ...]:
-    """The keys in a file, one a line, or in the variable SYMPOW_API_KEYS, separated by commas; none for an open server.
+    """Returns the keys in a file (one a line), or those in the variable SYMPOW_API_KEYS (separated by commas).
 
     Raises ValueError for a file without keys.
     """

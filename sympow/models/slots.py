@@ -1,8 +1,8 @@
-"""Many sequences of different lengths, stepped as one batch: what continuous batching stands on.
+"""Steps many sequences of different lengths as one batch, for continuous batching.
 
-A slot holds the state of one sequence. With constant states all slots are equally large, so that whether another
-sequence fits is a question of counting. Slots in use are the first rows of one batch, without gaps, and a step takes
-views of these rows: what a layer updates in place, such as the state of power attention, is not copied.
+A slot holds the state of one sequence. Constant states make all slots equally large, so a new sequence fits if a slot
+is free. Slots in use are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
+layer updates in place, such as the state of power attention, are not copied.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from sympow.models.lm import LanguageModel, ModelState
 
 
 class Slots:
-    """States of up to `capacity` sequences of one model; rows 0 to `count - 1` are in use.
+    """Holds the states of up to `capacity` sequences of one model. Rows 0 to `count - 1` are in use.
 
-    States whose rows may differ in length (`MixerState.counters`) lie in one batch. Of others, such as key/value
-    caches, every sequence keeps its own, and their mixers are stepped row by row: exact, but slower.
+    States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
+    key/value caches, every sequence keeps its own state, and the mixer is stepped row by row. The results are the same,
+    but this is slower.
 
     Args:
         model: the model.
@@ -45,7 +46,7 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, also of those that are not in use."""
+        """Returns the bytes of all slots, including unused ones."""
         return sum(tensor.nbytes for tensor in self._held.tensors())
 
     def put(self, state: ModelState, tokens: int) -> int:
@@ -71,7 +72,7 @@ class Slots:
         return _taken(self._held, row, self._lengths[row], self._position)
 
     def release(self, row: int) -> None:
-        """Frees a row. The last row in use moves into its place: what was row `count` is from now on `row`."""
+        """Frees a row. The last row in use moves to the freed row."""
         self._check(row)
         last = self.count - 1
         for held, _ in _leaves(self._held, self._held):
@@ -85,9 +86,9 @@ class Slots:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Reads one token more in every row in use: int64 [count] to logits [count, vocab_size].
+        """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size].
 
-        A step of kernels that take slots by index belongs here: the rest of this class is bookkeeping.
+        Kernels that take slots by index would replace this function; the rest of the class stays.
         """
         logits, after = self._model.step(tokens[:, None], self._view)
         for held, stepped in _leaves(self._view, after):
@@ -113,7 +114,7 @@ class Slots:
 
 
 def _slotted(state: Any, position: Tensor) -> Any:
-    """A batch before its first token, with `position` in place of counters, and `Rows` of mixers that need them."""
+    """Returns the state of a batch with `position` in place of counters, and with `Rows` for mixers that need them."""
     if isinstance(state, list):
         return [_slotted(item, position) for item in state]
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
@@ -129,7 +130,7 @@ def _rows_may_differ(state: MixerState) -> bool:
 
 
 def _counted(state: MixerState, position: Tensor) -> MixerState:
-    """`state` with `position` in place of its counters."""
+    """Returns `state` with `position` in place of its counters."""
 
     def replaced(name: str, item: Any) -> Any:
         if isinstance(item, MixerState):
@@ -140,7 +141,7 @@ def _counted(state: MixerState, position: Tensor) -> MixerState:
 
 
 def _taken(held: Any, row: int, tokens: int, position: Tensor) -> Any:
-    """A copy of a row, with its number of tokens as counters."""
+    """Returns a copy of a row, with its number of tokens as counters."""
 
     def taken(leaf: Tensor | Rows) -> Any:
         if isinstance(leaf, Rows):
@@ -151,12 +152,12 @@ def _taken(held: Any, row: int, tokens: int, position: Tensor) -> Any:
 
 
 def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:
-    """A dataclass with function(name, field) in place of every field."""
+    """Returns a dataclass with function(name, field) in place of every field."""
     return replace(value, **{field.name: function(field.name, getattr(value, field.name)) for field in fields(value)})
 
 
 def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
-    """`value` with function(leaf) in place of every tensor and of every `Rows`."""
+    """Returns `value` with function(leaf) in place of every tensor and of every `Rows`."""
     if isinstance(value, Tensor | Rows):
         return function(value)
     if isinstance(value, list):
@@ -167,7 +168,7 @@ def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
 
 
 def _leaves(held: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Every tensor and every `Rows` in `held` that is no counter, with what stands at its place in `other`."""
+    """Yields every tensor and every `Rows` in `held` except counters, each with its counterpart in `other`."""
     if isinstance(held, Tensor | Rows):
         yield held, other
     elif isinstance(held, list):

@@ -1,8 +1,8 @@
-"""Continuous batching: requests come and go while others go on.
+"""Continuous batching: requests start and end while other requests are decoded.
 
-One thread takes turns. In each, every sequence that decodes draws a token, all of them in one step, and one chunk of
-one prompt is read. So a long prompt delays a token by the time of a chunk at most, and a short prompt waits for a
-chunk of a long one, not for all of it.
+One thread runs iterations. In each iteration every decoding sequence draws a token (one batched step), and one chunk of
+one prompt is read. A long prompt therefore delays the next token of other requests by one chunk at most, and a short
+prompt waits for a chunk of a long prompt, not for the whole prompt.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sympow.serving.requests import Request
 from sympow.serving.sampling import draw
 from sympow.serving.sequence import Sequence
 
-_EVERY = 8  # one chunk of so many goes to the prompt that waits longest, the others to the shortest
+_EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
 
 
 class QueueFullError(RuntimeError):
-    """A request that was refused because too many wait already."""
+    """Reports a request that was refused because too many requests wait."""
 
 
 class EngineClosedError(RuntimeError):
-    """A request that was refused because the engine stops."""
+    """Reports a request that was refused because the engine is closing."""
 
 
 class Load(NamedTuple):
-    """How many requests are where."""
+    """Counts requests: waiting for a slot, reading their prompt, decoding."""
 
     waiting: int
     reading: int
@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
 
 class Engine:
-    """Continues many prompts at a time. `start` it; `submit` and `close` work from any thread.
+    """Continues many prompts at a time. Call `start` first; `submit` and `close` work from any thread.
 
     Args:
         model: in evaluation mode, on its device.
@@ -89,17 +89,17 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """How many requests are where, now."""
+        """Returns the current numbers of requests."""
         return Load(len(self._waiting), len(self._reading), len(self._decoding))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Returns the bytes of all slots."""
         return self._slots.nbytes
 
     @property
     def alive(self) -> bool:
-        """Whether the engine takes requests."""
+        """Returns whether the engine takes requests."""
         return self._thread.is_alive() and self._closing_at is None
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, requests: Collection[Request]) -> None:
-        """Queues requests, all of them or none.
+        """Queues all of the requests, or none of them.
 
         Raises ValueError for a request that no engine could answer, QueueFullError where too many wait,
         EngineClosedError after `close`.
@@ -130,7 +130,7 @@ class Engine:
             self._changed.notify()
 
     def close(self, grace: float = 0.0) -> None:
-        """Takes no more requests, gives those it has `grace` seconds, ends the rest, and stops the thread."""
+        """Refuses new requests, waits up to `grace` seconds for current ones, ends the rest, and stops the thread."""
         with self._changed:
             self._closing_at = time.monotonic() + grace
             self._changed.notify()
@@ -146,13 +146,13 @@ class Engine:
             while self._wait():
                 try:
                     self._turn()
-                except Exception:  # requests in flight are lost, the server is not
+                except Exception:  # the current requests are lost, but the server goes on
                     traceback.print_exc(file=sys.stderr)
                     self._end_all("error")
         self._end_all("cancelled")
 
     def _wait(self) -> bool:
-        """Waits until there is something to do; False at the end."""
+        """Waits until there is a request; returns False when the engine is to stop."""
         with self._changed:
             while not any(self.load) and self._closing_at is None:
                 self._changed.wait()
@@ -169,19 +169,17 @@ class Engine:
             self._read(self._next_to_read())
 
     def _drop_overdue(self) -> None:
+        """Ends requests that were cancelled or took too long. Each is asked once, as the answer changes with time."""
         with self._changed:
-            dropped = [each for each in self._waiting if each.request.overdue]
-            for each in dropped:
-                self._waiting.remove(each)
-        dropped += [each for each in self._reading if each.request.overdue]
-        self._reading = [each for each in self._reading if not each.request.overdue]
-        for each in dropped:
-            each.end(each.request.overdue)
-        for row in reversed(range(len(self._decoding))):
-            overdue = self._decoding[row].request.overdue
-            if overdue:
-                self._decoding[row].end(overdue)
-                self._release(row)
+            waiting = [(each, each.request.overdue) for each in self._waiting]
+            self._waiting = deque(each for each, overdue in waiting if overdue is None)
+        reading = [(each, each.request.overdue) for each in self._reading]
+        self._reading = [each for each, overdue in reading if overdue is None]
+        decoding = [(row, each.request.overdue) for row, each in enumerate(self._decoding)]
+        late = [(self._release(row), overdue) for row, overdue in reversed(decoding) if overdue is not None]
+        for sequence, overdue in [*waiting, *reading, *late]:
+            if overdue is not None:
+                sequence.end(overdue)
 
     def _admit(self) -> None:
         while self._free() > 0:
@@ -198,7 +196,7 @@ class Engine:
         return min(self._reading, key=lambda each: each.left)
 
     def _read(self, sequence: Sequence) -> None:
-        """One chunk more of a prompt, the first behind what is known of it: by now that of a request beside it, too."""
+        """Reads one chunk of a prompt. Before the first chunk the prefix cache is searched."""
         if sequence.state is None:
             found = self.prefixes.find(sequence.keys)
             if found is None:
@@ -224,7 +222,7 @@ class Engine:
             self._begin(sequence, logits)
 
     def _begin(self, sequence: Sequence, logits: Tensor) -> None:
-        """The first token of an answer: from the prompt into a slot."""
+        """Draws the first token of an answer, and moves the sequence into a slot."""
         self._reading.remove(sequence)
         if sequence.state is None:
             raise RuntimeError("a sequence that was read has a state")
@@ -239,7 +237,7 @@ class Engine:
         self._decoding.append(sequence)
 
     def _decode(self) -> None:
-        """A token for every sequence that decodes."""
+        """Draws a token for every decoding sequence."""
         if not self._decoding:
             return
         last = torch.tensor([each.drawn[-1] for each in self._decoding], device=self._device)
@@ -248,9 +246,8 @@ class Engine:
         ended = [row for row, sequence in enumerate(self._decoding) if sequence.finish]
         for row in ended:
             self._keep_answer(row, logits[row : row + 1])
-            self._decoding[row].end()
-        for row in reversed(ended):
-            self._release(row)
+        for sequence in [self._release(row) for row in reversed(ended)]:
+            sequence.end()
 
     def _push(self, sequences: list[Sequence], logits: Tensor) -> None:
         logits = logits[:, : self._tokenizer.vocab_size]  # a model may have more tokens, which stand for nothing
@@ -261,17 +258,19 @@ class Engine:
                 sequences[row].push(token, logits[row], self._ends)
 
     def _keep_answer(self, row: int, logits: Tensor) -> None:
-        """Keeps the state after an answer, as the next turn of a conversation begins with it."""
+        """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""
         sequence = self._decoding[row]
         if sequence.finish != "error" and self.prefixes.keeps(sequence.length):
             state = self._slots.take(row)
             self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits.clone())
 
-    def _release(self, row: int) -> None:
+    def _release(self, row: int) -> Sequence:
+        """Frees a row, and returns the sequence that was in it."""
+        released, last = self._decoding[row], self._decoding.pop()
         self._slots.release(row)
-        last = self._decoding.pop()
         if row < len(self._decoding):
             self._decoding[row] = last
+        return released
 
     def _end_all(self, finish: str) -> None:
         with self._changed:

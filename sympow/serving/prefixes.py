@@ -1,8 +1,8 @@
-"""States of prompts that were read before: who sends the same beginning again does not wait for it again.
+"""The prefix cache: states of prompts that were read before, so that the same beginning is not read again.
 
-States are constant in size, so one is kept only where it is likely to be of use: at the end of a prompt, at the end
-of an answer, and where two prompts part (a system prompt that many share), once the second of them comes. In memory
-the least recently used is dropped first; with a folder it then goes to a context file, and comes back from there.
+A state is kept at three places: at the end of a prompt, at the end of an answer, and where two prompts begin to differ
+(behind a shared system prompt), once the second prompt comes. Memory drops the least recently used state first. With a
+folder, a dropped state is written to a context file, and can be loaded from there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUFFIX = ".ctx"
 
 
 class PrefixKeys:
-    """Names of all prefixes of a sequence of tokens: equal for equal prefixes read by the same model.
+    """Names all prefixes of a sequence of tokens. Equal prefixes of the same model have equal names.
 
     Args:
         tokens: integers [T], on the CPU.
@@ -45,11 +45,11 @@ class PrefixKeys:
             self.blocks.append(_hash(self.blocks[-1], self._slice(start, start + BLOCK)))
 
     def extended(self, tokens: Tensor) -> PrefixKeys:
-        """The same for these tokens and more behind them."""
+        """Returns the names for these tokens followed by `tokens`."""
         return PrefixKeys(torch.cat([self.tokens, tokens.to(torch.int32)]), self.blocks)
 
     def __getitem__(self, length: int) -> str:
-        """The name of the first `length` tokens."""
+        """Returns the name of the first `length` tokens."""
         whole = length // BLOCK
         return _hash(self.blocks[whole], self._slice(whole * BLOCK, length), b"end").hex()
 
@@ -59,9 +59,9 @@ class PrefixKeys:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a model knows after `tokens`, int32 [T]: its state, and the logits [1, vocab_size] of what follows.
+    """Holds the state of a model after `tokens`, int32 [T], and the logits [1, vocab_size] of the next token.
 
-    Nobody changes a prefix: `begin` gives a copy to continue.
+    The tensors are never changed; a clone of the state is continued.
     """
 
     tokens: Tensor
@@ -73,13 +73,13 @@ class Prefix:
         return self.state.nbytes + self.logits.nbytes + self.tokens.nbytes
 
     def context(self) -> Context:
-        """The same as a context, for a file."""
+        """Returns the prefix as a context, for a file."""
         digest = extended_digest(NO_TOKENS, self.tokens[None].to(torch.int64))
         return Context(self.state, self.logits, len(self.tokens), digest)
 
 
 class PrefixCache:
-    """Prefixes in memory, and those that were dropped from it in a folder. All methods work from any thread.
+    """Keeps prefixes in memory, and those dropped from memory in a folder. All methods work from any thread.
 
     Args:
         model: whose states these are.
@@ -100,11 +100,11 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
+        """Returns the bytes held in memory."""
         return self._nbytes
 
     def __len__(self) -> int:
-        """Prefixes held in memory."""
+        """Returns the number of prefixes in memory."""
         return len(self._prefixes)
 
     def keys(self, tokens: Tensor) -> PrefixKeys:
@@ -112,7 +112,7 @@ class PrefixCache:
         return PrefixKeys(tokens, [self._salt])
 
     def fetch(self, keys: PrefixKeys) -> None:
-        """Brings the longest prefix that the folder holds into memory, if memory holds no longer one."""
+        """Loads the longest prefix in the folder into memory, if it is longer than the longest one in memory."""
         if self._disk is None:
             return
         here = self._longest(keys)
@@ -121,7 +121,7 @@ class PrefixCache:
             self._insert(keys[len(found.tokens)], found)
 
     def find(self, keys: PrefixKeys) -> Prefix | None:
-        """The longest prefix in memory."""
+        """Returns the longest prefix in memory, or None."""
         length = self._longest(keys)
         if length is None:
             return None
@@ -132,7 +132,7 @@ class PrefixCache:
             return self._prefixes.get(key)
 
     def parting(self, keys: PrefixKeys) -> int:
-        """Where the tokens part from those that came before, in whole blocks; they count as seen from now on."""
+        """Returns how many tokens, in whole blocks, an earlier call began with, too. Remembers these tokens."""
         if not self._limit:
             return 0
         with self._lock:
@@ -146,16 +146,16 @@ class PrefixCache:
         return known * BLOCK
 
     def keeps(self, length: int) -> bool:
-        """Whether a prefix of so many tokens is kept at all."""
+        """Returns whether prefixes of this length are kept."""
         return length >= BLOCK and self._limit > 0
 
     def keep(self, keys: PrefixKeys, length: int, state: ModelState, logits: Tensor) -> None:
-        """Keeps the state after the first `length` tokens; it must not change afterwards."""
+        """Keeps the state after the first `length` tokens. The caller must not change it afterwards."""
         if self.keeps(length):
             self._insert(keys[length], Prefix(keys.tokens[:length], state, logits))
 
     def close(self) -> None:
-        """Writes what is in memory into the folder, if there is one."""
+        """Writes the prefixes in memory into the folder, if there is one."""
         if self._disk is not None:
             for key, prefix in self._prefixes.items():
                 self._disk.save(key, prefix, wait=True)
@@ -186,7 +186,7 @@ class PrefixCache:
 
 
 class _Disk:
-    """Context files in a folder, written by a thread of their own: `KEY-TOKENS.ctx`, the least recently used last."""
+    """Keeps context files `KEY-TOKENS.ctx` in a folder. A thread writes them and removes the least recently used."""
 
     def __init__(self, model: LanguageModel, known: tuple[str, str], folder: Path, limit: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ class _Disk:
             self._waiting.put((key, prefix), block=wait)
 
     def load(self, keys: PrefixKeys, longer_than: int) -> Prefix | None:
-        """The longest prefix of more than so many tokens that a file holds."""
+        """Loads the longest prefix that is longer than `longer_than`, or returns None."""
         names = {path.name for path in self._folder.glob(f"*{_SUFFIX}")}
         lengths = {int(name.removesuffix(_SUFFIX).rpartition("-")[2]) for name in names if _is_own(name)}
         for length in sorted(lengths, reverse=True):

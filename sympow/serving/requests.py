@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, and the pieces of their answers."""
+"""Requests to the engine, and the pieces of their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the fields are those of `sympow.models.stream`."""
+    """Says how tokens are drawn. The fields are those of `sympow.models.stream`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -22,7 +22,7 @@ class Sampling:
 
 
 class TokenLogprob(NamedTuple):
-    """A token that was drawn, its log probability in nats, and those of the likeliest tokens, likeliest first."""
+    """Holds a drawn token, its log probability in nats, and those of the likeliest tokens, likeliest first."""
 
     token: int
     logprob: float
@@ -31,7 +31,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A piece of an answer.
+    """Holds a piece of an answer.
 
     Attributes:
         text: characters that are certain by now.
@@ -49,14 +49,14 @@ class Output:
     usage: Usage | None = None
 
     def followed_by(self, other: Output) -> Output:
-        """This piece and the next one as one."""
+        """Returns this piece and the next one as one piece."""
         text, tokens, logprobs = self.text + other.text, self.tokens + other.tokens, self.logprobs + other.logprobs
         return Output(text, tokens, logprobs, other.finish, other.usage)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request has cost.
+    """Counts the tokens and seconds of a request.
 
     Attributes:
         prompt_tokens: of the prompt; `cached_tokens` of them were not read but found in the prefix cache.
@@ -76,7 +76,7 @@ class Usage:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue.
+    """Describes a prompt to continue.
 
     Attributes:
         tokens: int64 [T], T >= 1, on the CPU.
@@ -102,12 +102,12 @@ class Request:
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Ends the request soon; from any thread, also again and after its end."""
+        """Ends the request soon. Works from any thread, and has no effect after the end."""
         self._cancelled.set()
 
     @property
     def overdue(self) -> str | None:
-        """"cancelled" or "timeout" where the request is to be ended for that reason."""
+        """Returns "cancelled" or "timeout" if the request is to be ended for that reason."""
         if self._cancelled.is_set():
             return "cancelled"
         return "timeout" if time.monotonic() >= self.deadline else None

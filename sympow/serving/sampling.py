@@ -12,7 +12,7 @@ from sympow.serving.requests import Sampling, TokenLogprob
 
 
 class Draws:
-    """The draws of one request: the same seed gives the tokens that `sympow.models.stream` gives.
+    """Holds the options and random numbers of one request. A seed gives the tokens that `sympow.models.stream` gives.
 
     Args:
         options: how to draw.
@@ -25,9 +25,9 @@ class Draws:
 
 
 def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
-    """Draws a token from each row of logits [B, vocab]; None from a row that is not finite.
+    """Draws a token from each row of logits [B, vocab]. A row that is not finite gives None.
 
-    A GPU is waited for once.
+    The call waits for a GPU once.
     """
     tokens = logits.argmax(-1)
     for row, each in enumerate(draws):
@@ -44,7 +44,7 @@ def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
 
 
 def logprob_of(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """The log probability of a token under logits [vocab], with those of the `top` likeliest tokens."""
+    """Computes the log probability of a token under logits [vocab], and those of the `top` likeliest tokens."""
     logprobs = logits.float().log_softmax(-1)
     best = logprobs.topk(min(top, len(logprobs)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

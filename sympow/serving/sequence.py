@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what was read, what was drawn, and when."""
+"""A request in the engine: what was read, what was drawn, and when."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sympow.serving.requests import Output, Request, TokenLogprob, Usage
 from sympow.serving.sampling import Draws, logprob_of
 from sympow.serving.text import AnswerText
 
-# Between two pieces of a stream. Sending one costs about as much time as drawing a token on a GPU, of which the reader
-# sees nothing where hundreds come a second.
+# Least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs, and a reader
+# does not notice when hundreds of tokens a second come in groups.
 PIECE_SECONDS = 0.03
 
 
 class Sequence:
-    """A request with its state.
+    """Holds a request with its progress.
 
     Attributes:
         request: what was asked for.
         keys: names of the prompt's prefixes.
         read: tokens of the prompt read so far; `cached` of them were found.
         state: while the prompt is read, that of the model; then None, as it stands in a slot.
-        parting: where the prompt parts from earlier ones: a state to keep. 0 for nowhere.
+        parting: tokens after which the prompt begins to differ from earlier ones, where the state is kept; or 0.
         draws: the options and the random numbers of its draws.
         drawn: tokens of the answer, an end token among them.
         finish: why the request has ended, as in `Output`; None before.
@@ -48,20 +48,20 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt that are not yet read."""
+        """Returns how many tokens of the prompt are not yet read."""
         return len(self.request.tokens) - self.read
 
     @property
     def length(self) -> int:
-        """Tokens that the state holds once the prompt is read: the last one drawn is not yet read."""
+        """Returns how many tokens the state has read, once the prompt is read. The last drawn token is not yet read."""
         return self.read + max(0, len(self.drawn) - 1)
 
     def keys_of_answer(self) -> PrefixKeys:
-        """The names of the prefixes of all tokens that the state holds, once the prompt is read."""
+        """Returns the names of the prefixes of all tokens that the state has read."""
         return self.keys.extended(torch.tensor(self.drawn[:-1]))
 
     def admit(self) -> None:
-        """Notes that the request waits no longer."""
+        """Records the time at which the request stopped waiting."""
         self._admitted = time.monotonic()
 
     def push(self, token: int, logits: Tensor, ends: frozenset[int]) -> None:

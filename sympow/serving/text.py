@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come, cut at stop sequences."""
+"""Builds the text of an answer token by token, and cuts it at stop sequences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sympow.data import StreamDecoder, Tokenizer
 
 
 class AnswerText:
-    """Turns tokens into text that no later token takes back.
+    """Turns tokens into text. Text that was returned does not change later.
 
-    What may be the beginning of a stop sequence is held until it is certain; a stop sequence and what is behind it
-    are never given.
+    Text that may be the beginning of a stop sequence is held back until that is decided. A stop sequence and the text
+    behind it are never returned.
 
     Args:
         tokenizer: of the model.
@@ -25,11 +25,11 @@ class AnswerText:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Returns the text that is certain after one token more; `stopped` is true once a stop sequence came."""
+        """Adds a token, and returns the text that is now decided. Sets `stopped` if a stop sequence came."""
         return self._certain(self._decoder.push([token]))
 
     def finish(self) -> str:
-        """Returns what is held at the end of the answer."""
+        """Returns the text that was held back, at the end of the answer."""
         if self.stopped:
             return ""
         text = self._certain(self._decoder.finish())
@@ -50,6 +50,6 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins."""
+    """Returns how many characters at the end of `text` are a beginning of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

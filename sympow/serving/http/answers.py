@@ -16,12 +16,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Returns a server-sent event."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
 def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """The usage of a request of `n` choices for each prompt: a prompt counts once."""
+    """Returns the usage of a request with `n` choices for each prompt. A prompt counts once."""
     prompts = usages[::n]
     prompt, new = sum(each.prompt_tokens for each in prompts), sum(each.new_tokens for each in usages)
     return {
@@ -33,7 +33,7 @@ def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
 
 
 class Answer(ABC):
-    """One answer to one client, of one or more choices.
+    """Formats one answer of one or more choices.
 
     Args:
         model: its name.
@@ -50,7 +50,7 @@ class Answer(ABC):
         self._tokenizer, self._logprobs = tokenizer, logprobs
 
     def whole(self, choices: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer at once."""
+        """Returns the whole answer."""
         made = [
             {"index": i, "finish_reason": output.finish, "logprobs": self._shown(i, output.logprobs)}
             | self._content(output)
@@ -59,16 +59,16 @@ class Answer(ABC):
         return self._head | {"object": self.whole_kind, "choices": made, "usage": usage}
 
     def piece(self, index: int, output: Output) -> bytes:
-        """The event of a piece."""
+        """Returns the event of a piece."""
         choice = {"index": index, "finish_reason": output.finish, "logprobs": self._shown(index, output.logprobs)}
         return self._event([choice | self._delta(output.text)])
 
     def opening(self, index: int) -> bytes | None:
-        """The event before the first piece, if there is one."""
+        """Returns the event before the first piece, or None."""
         return None
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event of the usage."""
+        """Returns the event of the usage."""
         return event(self._head | {"object": self.event_kind, "choices": [], "usage": usage})
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
@@ -86,19 +86,19 @@ class Answer(ABC):
 
     @abstractmethod
     def _content(self, output: Output) -> dict[str, Any]:
-        """The fields of a whole choice."""
+        """Returns the fields of a whole choice."""
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
-        """The fields of a choice in an event."""
+        """Returns the fields of a choice in an event."""
 
     @abstractmethod
     def _listed(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Log probabilities of choice `index`."""
+        """Returns the log probabilities of choice `index`."""
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """Formats an answer of /v1/completions."""
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
@@ -127,7 +127,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """Formats an answer of /v1/chat/completions."""
 
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -27,7 +27,7 @@ _REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application of a model."""
+    """Returns the ASGI application of a model."""
     routes = _Routes(service)
     return Starlette(
         routes=[
@@ -49,7 +49,7 @@ class _Routes:
     def guarded(
         self, route: Callable[[HttpRequest], Awaitable[Response]]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """A route for clients with a key, whose refusals are answered."""
+        """Returns the route with a check of the API key, and with refusals as responses."""
 
         async def answer(request: HttpRequest) -> Response:
             try:
@@ -110,7 +110,7 @@ class _Routes:
         return {"id": service.name, "object": "model", "created": service.created, "owned_by": "sympow"}
 
     async def _body(self, request: HttpRequest, schema: type[Any]) -> Any:
-        """The body of a request for this model."""
+        """Reads and checks the body of a request."""
         limits, content = self._service.limits, bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -144,7 +144,7 @@ class _Routes:
 
 
 class _EventStream(Response):
-    """Server-sent events, and requests that are cancelled where the client leaves."""
+    """Sends server-sent events, and cancels the requests if the client leaves."""
 
     def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request]):
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
@@ -168,7 +168,7 @@ class _EventStream(Response):
 
 
 async def _events(inbox: Inbox, count: int, answer: Answer, n: int, wants_usage: bool) -> AsyncIterator[bytes]:
-    """The events of `count` choices."""
+    """Yields the events of `count` choices."""
     usages: dict[int, Usage] = {}
     opened: set[int] = set()
     while len(usages) < count:
@@ -197,7 +197,7 @@ async def _events(inbox: Inbox, count: int, answer: Answer, n: int, wants_usage:
 
 
 def _merged(pieces: Sequence[tuple[int, Output]]) -> list[tuple[int, Output]]:
-    """One piece a choice, where a reader got several; none for pieces without anything to tell."""
+    """Joins the pieces of each choice, and leaves out empty ones."""
     merged: dict[int, Output] = {}
     for index, output in pieces:
         before = merged.get(index)
@@ -206,7 +206,7 @@ def _merged(pieces: Sequence[tuple[int, Output]]) -> list[tuple[int, Output]]:
 
 
 async def _collected(inbox: Inbox, count: int) -> list[Output]:
-    """The whole answers of `count` choices."""
+    """Returns the whole answers of `count` choices."""
     done: dict[int, Output] = {}
     while len(done) < count:
         done |= dict(await inbox.get(_ALIVE_EVERY))
@@ -220,7 +220,7 @@ def _usage(output: Output) -> Usage:
 
 
 def _refuse_unfinished(output: Output) -> None:
-    """Raises ApiError where the server, not the model, has ended an answer."""
+    """Raises ApiError if the server, not the model, has ended an answer."""
     if output.finish in _REFUSALS:
         reasons = {"timeout": "the answer took too long", "cancelled": "the server is shutting down"}
         message = reasons.get(output.finish, "the model failed on this request")
@@ -233,12 +233,12 @@ def _cancel(requests: Sequence[Request]) -> None:
 
 
 async def _no_such_place(request: HttpRequest, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Answers requests for unknown paths and methods."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     what = f"{request.method} {request.url.path[:200]}"
     return ApiError(status, f"this server has no {what}: see /v1/models", code="not_found").response()
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
-    """A fault of the server, which is logged by Starlette."""
+    """Answers a request on which the server failed. Starlette logs the error."""
     return ApiError(500, "the server failed on this request", code="fault").response()

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: messages into the text that the model continues."""
+"""The chat template of a tokenizer, which turns messages into the text that the model continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sympow.serving.http.errors import ApiError
 
 
 class ChatTemplate:
-    """A template in the form of Hugging Face tokenizers.
+    """Renders messages by a template in the form of Hugging Face tokenizers.
 
     Args:
         source: in Jinja; it runs in a sandbox.
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path) -> ChatTemplate | None:
-        """The template of the tokenizer in a folder: `chat_template.jinja`, or that in `tokenizer_config.json`."""
+        """Returns the template in `chat_template.jinja` or `tokenizer_config.json` of a folder, or None."""
         config = tokenizer_config(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
@@ -49,7 +49,7 @@ class ChatTemplate:
         return cls(source, **{name: text for name in names if (text := token_text(config.get(name))) is not None})
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text before the answer. Raises ApiError 400 for messages that the template refuses."""
+        """Returns the text before the answer. Raises ApiError 400 for messages that the template refuses."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
@@ -57,13 +57,13 @@ class ChatTemplate:
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What stands in `tokenizer_config.json`; nothing where there is none."""
+    """Returns the content of `tokenizer_config.json`, or {} if there is no such file."""
     file = folder / "tokenizer_config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def token_text(entry: Any) -> str | None:
-    """The text of a special token, as tokenizer_config.json gives it: a string, or an object with `content`."""
+    """Returns the text of a special token, which is a string or an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 

@@ -10,7 +10,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """Reports why a request is not answered.
 
     Args:
         status: of HTTP.
@@ -24,11 +24,11 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def body(self) -> dict[str, Any]:
-        """The error as the client reads it."""
+        """Returns the error as the client reads it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer to the request."""
+        """Returns the HTTP response."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body(), self.status, headers)

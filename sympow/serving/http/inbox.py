@@ -1,4 +1,4 @@
-"""From the engine's thread to an event loop, and away from it when a client leaves."""
+"""Hands answers from the engine's thread to an event loop, and notices clients that leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Pieces of one client's answers. `put` in any thread, `get` in the event loop in which the inbox was made.
+    """Collects the pieces of one client's answers. `put` works in any thread, `get` in the event loop of the inbox.
 
     A reader that is slower than the engine gets several pieces at once; the engine never waits.
     """
@@ -35,7 +35,7 @@ class Inbox:
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def get(self, timeout: float) -> list[tuple[int, Output]]:
-        """All pieces since the last call, at least one; none after `timeout` seconds without one."""
+        """Waits for a piece, and returns all pieces since the last call; none after `timeout` seconds."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
         self._arrived.clear()
@@ -45,11 +45,11 @@ class Inbox:
 
 
 class ClientLeftError(Exception):
-    """A client that closed its connection before its answer was complete."""
+    """Reports a client that closed its connection before its answer was complete."""
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; then ClientLeftError is raised.
+    """Returns the result of `work`. Cancels it and raises ClientLeftError if the client leaves first.
 
     Args:
         receive: of ASGI, after the whole body was read.

@@ -13,7 +13,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Counts what an engine has answered, and reads how busy it is when asked."""
+    """Counts the answers of an engine, and reports its load."""
 
     def __init__(self, engine: Engine):
         self._registry = registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class Metrics:
             Gauge(f"sympow_{name}", what, registry=registry).set_function(value)
 
     def ended(self, output: Output) -> None:
-        """Counts a last piece."""
+        """Counts an answer by its last piece."""
         usage = output.usage
         if usage is None:
             raise ValueError("only the last piece of an answer is counted")
@@ -57,5 +57,5 @@ class Metrics:
         self._answers.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics."""
+        """Returns all metrics as text."""
         return generate_latest(self._registry)

@@ -1,6 +1,6 @@
-"""What clients may send: the fields of OpenAI's interface that this server knows.
+"""The fields of OpenAI's interface that this server accepts.
 
-A field that is not known is refused, and so is a value that would change the answer and cannot be obeyed.
+Unknown fields are refused. So are values that the server cannot follow.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """`include_usage`: a last event that holds the usage."""
+    """Describes a stream: `include_usage` asks for a last event with the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class Generation(_Body):
-    """The fields that completions and chat completions share; null is the default.
+    """Holds the fields that completions and chat completions share. A null means the default.
 
-    `top_k` is not OpenAI's: draw from the k likeliest tokens. `user`, `store` and `metadata` change nothing.
+    `top_k` is not OpenAI's: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect.
     """
 
     model: Annotated[str, Field(max_length=1024)]
@@ -53,12 +53,12 @@ class Generation(_Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop sequences."""
+        """Returns the stop sequences."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class Completion(Generation):
-    """The body of /v1/completions."""
+    """Holds the body of /v1/completions."""
 
     prompt: str | list[_Token] | list[str] | list[list[_Token]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -68,20 +68,20 @@ class Completion(Generation):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or more, each a text or tokens."""
+        """Returns the prompts, each a text or tokens."""
         alone = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return cast(list[str] | list[list[int]], [self.prompt] if alone else self.prompt)
 
 
 class TextPart(_Body):
-    """A part of a message."""
+    """Holds a part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Body):
-    """A message of a conversation."""
+    """Holds a message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -89,20 +89,20 @@ class Message(_Body):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
+        """Returns the message as chat templates read it."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ResponseFormat(_Body):
-    """Text, and nothing else."""
+    """Asks for text, the only format that this server has."""
 
     type: Literal["text"]
 
 
 class ChatCompletion(Generation):
-    """The body of /v1/chat/completions."""
+    """Holds the body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -118,7 +118,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parsed(schema: type[Body], body: bytes) -> Body:
-    """The body of a request. Raises ApiError 400 naming the first field that is wrong."""
+    """Parses the body of a request. Raises ApiError 400 naming the first wrong field."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:

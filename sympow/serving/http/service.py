@@ -26,7 +26,7 @@ _SEEDS = 1 << 63
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask for.
+    """Limits what one request may ask for.
 
     Attributes:
         prompt_tokens: of a prompt.
@@ -44,13 +44,13 @@ class Limits:
 
     @property
     def body_bytes(self) -> int:
-        """Of a request: room for a prompt of the longest in tokens or in text."""
+        """Returns the most bytes of a body: enough for the longest prompt."""
         return (1 << 20) + 16 * self.prompt_tokens
 
 
 @dataclass(frozen=True)
 class Service:
-    """A model that is served.
+    """Holds a served model and turns bodies of requests into requests of the engine.
 
     Attributes:
         engine: that continues prompts.
@@ -75,7 +75,7 @@ class Service:
         object.__setattr__(self, "metrics", Metrics(self.engine))
 
     def authorize(self, header: str | None) -> None:
-        """Raises ApiError 401 where keys are needed and the header Authorization holds none of them."""
+        """Raises ApiError 401 if keys are needed and the header Authorization holds none of them."""
         if not self.keys:
             return
         scheme, _, given = (header or "").partition(" ")
@@ -89,13 +89,13 @@ class Service:
             raise ApiError(404, f"this server has the model {self.name!r}", code="model_not_found", param="model")
 
     def chat_template(self) -> ChatTemplate:
-        """The chat template. Raises ApiError 400 where there is none."""
+        """Returns the chat template. Raises ApiError 400 if there is none."""
         if self.template is None:
             raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", code="no_chat_template")
         return self.template
 
     def tokens_of(self, prompt: str | Sequence[int]) -> Tensor:
-        """A prompt as int64 tokens [T]. Raises ApiError 400 for one that is empty, too long or no tokens."""
+        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt."""
         text = isinstance(prompt, str)
         ids = self.tokenizer.encode(prompt).astype("int64") if isinstance(prompt, str) else prompt
         if not len(ids):
@@ -118,7 +118,7 @@ class Service:
         default: int,
         logprobs: int | None,
     ) -> list[Request]:
-        """The engine's requests: for each prompt `body.n`, in the order of the choices.
+        """Returns the engine's requests: `body.n` for each prompt, in the order of the choices.
 
         Args:
             inbox: gets the pieces.
@@ -150,7 +150,7 @@ class Service:
         ]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Gives requests to the engine. Raises ApiError 429 where too many wait, 503 at the end."""
+        """Gives requests to the engine. Raises ApiError 429 if too many wait, 503 while the server ends."""
         try:
             self.engine.submit(requests)
         except QueueFullError as error:
