@@ -17,7 +17,8 @@ from sympow.recall.results import chosen, read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / name for name in ("mqar.md", "results/chunks.md", "results/speed.md", "results/training.md")]
+NAMES = ("mqar.md", "results/chunks.md", "results/speed.md", "results/training.md", "serving.md")
+PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
 def ops_table(rows: list[dict]) -> str:
@@ -169,6 +170,45 @@ def widths_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{about}."])
 
 
+def serving_table(rows: list[dict]) -> str:
+    """A row a measurement."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        found.setdefault(row["measure"], []).append(row)
+    streams, (idle, behind) = found["throughput"], found["first token"]
+    (hostile,), (left,), prefix = found["hostile"], found["vanishing"], found["prefix"]
+    lines = []
+    for row in streams:
+        times = row["tokens_per_second"] / streams[0]["tokens_per_second"]
+        share = row["tokens_per_second"] / row["tokens_per_second_generate"]
+        rate = f"{row['tokens_per_second']:,.0f} tokens/s, {times:.1f}x one stream"
+        equal = "equal to" if row["equal_to_alone"] else "DIFFERENT from"
+        lines.append(f"| {row['streams']} streams | {rate}, {share:.0%} of `generate`; answers {equal} those alone |")
+    wait, ratio = idle["seconds_to_first_token"], behind["seconds_to_first_token"] / idle["seconds_to_first_token"]
+    lines.append(f"| first token, idle server | {wait * 1e3:,.0f} ms, median of {idle['repeats']} |")
+    after = f"{behind['seconds_to_first_token'] * 1e3:,.0f} ms, {ratio:.1f}x"
+    lines.append(f"| first token while {behind['behind_tokens']:,} tokens of another prompt are read | {after} |")
+    for row in found["memory"]:
+        more, slots = (f"{row[name] / 1e6:,.1f} MB" for name in ("peak_extra_bytes", "bytes_of_all_slots"))
+        prompt = f"memory for a prompt of {row['prompt_tokens']:,} tokens"
+        lines.append(f"| {prompt} | {more} more than before, beside {slots} of slots |")
+    for row in prefix:
+        sooner = prefix[0]["seconds_to_first_token"] / row["seconds_to_first_token"]
+        kinds = {"new": "new", "memory": "again, from memory", "disk": "after a restart, from the disk"}
+        first = f"first token after {row['seconds_to_first_token'] * 1e3:,.0f} ms, {sooner:,.0f}x sooner"
+        lines.append(f"| a prompt of {row['prompt_tokens']:,} tokens, {kinds[row['kind']]} | {first} |")
+    statuses = ", ".join(f"{number} with {status}" for status, number in hostile["statuses"].items())
+    kept = "unchanged" if hostile["other_answers_equal"] else "CHANGED"
+    lines.append(f"| {hostile['requests']:,} hostile requests | answered {statuses}; the answer beside them {kept} |")
+    load = f"{left['clients']} clients for {left['seconds']:.0f} s, {left['clients_that_left']} answers left early"
+    more = left["bytes_at_the_end"] / left["bytes_after_a_tenth"] - 1
+    rest = f"{left['answers']} others, {left['answers_wrong_or_lost']} wrong or lost; memory {more:+.1%}"
+    lines.append(f"| {load} | {rest}; exit code {left['exit_code']} |")
+    row = rows[0]
+    about = f"Preset {row['model']!r}, float32; {row['processor']}; torch {row['torch']}, commit {row['commit']}."
+    return "\n".join(["| | |", "|---|---|", *lines, "", about])
+
+
 TABLES = {
     "ops_cpu.json": ops_table,
     "ops_h200.json": gpu_table,
@@ -183,6 +223,7 @@ TABLES = {
     "training_ranks_recipe_h200.json": ranks_table,
     "training_ranks_learning_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
+    "serving_cpu.json": serving_table,
 }
 
 

@@ -26,10 +26,12 @@ MAY_IMPORT = {
     "evaluation": {"progress", "ops", "layers", "models"},
     "training": {"progress", "ops", "layers", "models"},
     "integrations": {"progress", "ops", "layers", "models", "training"},
+    "serving": {"data", "models"},
     "recall": {"progress", "ops", "layers", "models", "data", "evaluation", "training"},
     "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {
-        "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations"
+        "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations",
+        "serving",
     },
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},
@@ -39,8 +41,9 @@ EXCEPTIONS = {
     ("training/config.py", "sympow.data.config"),  # a run's configuration holds the configuration of its data
 }
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
-LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "safetensors", "submitit", "tensorboard",
-        "tokenizers", "tqdm", "transformers", "triton", "zarr"]  # fmt: skip
+LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "prometheus_client", "pydantic",
+        "safetensors", "starlette", "submitit", "tensorboard", "tokenizers", "tqdm", "transformers", "triton",
+        "uvicorn", "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

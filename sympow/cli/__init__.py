@@ -124,6 +124,27 @@ def parser() -> argparse.ArgumentParser:
     read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
+    serve = command("serve", "serve a model over HTTP, as OpenAI's interface does", SERVE)
+    serve.add_argument("folder", metavar="DIR", type=_path, help="a run's folder, or one written by `sympow export`")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", metavar="N", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    serve.add_argument("--name", help="of the model, for clients (default: that of the folder)")
+    serve.add_argument("--api-keys", metavar="FILE", type=_path,
+                       help="one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
+    for name, count, what in (("slots", 16, "requests answered at a time"),
+                              ("max-prompt-tokens", 1_000_000, "of a prompt"),
+                              ("max-new-tokens", 4096, "of an answer")):  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="N", type=_positive, default=count, help=f"{what} (default: {count:,})")
+    serve.add_argument("--prefill-chunk", metavar="N", type=_positive,
+                       help="tokens of a prompt read at a time (default: 256; on a GPU 1,024)")  # fmt: skip
+    serve.add_argument("--queue", metavar="N", type=int, default=256, help="requests that may wait (default: 256)")
+    for name, number, what in (("timeout", 600.0, "seconds for an answer"), ("grace", 30.0, "seconds to end in"),
+                               ("cache-memory", 1.0, "GiB of states of prompts in memory"),
+                               ("cache-disk", 10.0, "GiB of them in the folder")):  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="X", type=_number, default=number, help=f"{what} (default: {number:g})")
+    serve.add_argument("--cache-dir", metavar="DIR", type=_path, help="keep states of prompts there, too")
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+
     export = command("export", "write a run for Hugging Face transformers", EXPORT)
     export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
@@ -206,6 +227,10 @@ the state of every layer into a context file, from which `sympow generate --cont
 likes. What was read is kept every half minute in FILE.part, also after Ctrl-C: the same command goes on from
 there, and removes it at the end."""
 
+SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
+streams. Requests are answered together, each as if it were alone, and prompts that begin as earlier ones did are not
+read again. SIGINT or SIGTERM ends it in order. It needs the extra `serve`; docs/serving.md has examples."""
+
 EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face transformers
 reads after `import sympow.integrations.transformers`."""
 
@@ -263,6 +288,14 @@ def _positive(text: str) -> int:
     return number
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
+    return number
+
+
+_number.__name__ = "number"
 _positive.__name__ = "integer"  # argparse says "invalid integer value"
 
 

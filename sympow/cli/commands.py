@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sympow.cli import serving
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import OPENING, Run, check_tokenizers, labels_of, load_run, train_run
@@ -126,6 +127,11 @@ def read(options: argparse.Namespace) -> int | None:
     what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
     print(f"{options.out}: {what}{', read before' if done.already else ''}")
     return None
+
+
+def serve(options: argparse.Namespace) -> None:
+    """`sympow serve`."""
+    serving.run(options)
 
 
 def export(options: argparse.Namespace) -> None:

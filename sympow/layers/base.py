@@ -365,8 +365,8 @@ class AttentionMixer(Mixer):
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
 
-        `position` is that of the first token, or a float64 tensor [B, T, G] of all positions. Packed documents
-        need no restart: only differences of positions matter within a document.
+        `position` is that of the first token, also as int64 [B] of each row's, or a float64 tensor [B, T, G] of all
+        positions. Packed documents need no restart: only differences of positions matter within a document.
         """
         if self.rotation == "none":
             return q, k
@@ -378,6 +378,8 @@ class AttentionMixer(Mixer):
         if isinstance(position, int):
             end = position + x.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)
+        elif position.ndim == 1:
+            position = position[:, None] + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
         key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)

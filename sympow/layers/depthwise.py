@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,8 @@ class DepthwiseConvolution(nn.Module):
 @dataclass
 class ShortConvolutionState(MixerState):
     """The last k - 1 inputs [B, k - 1, d], and the state of what stands behind the convolution."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
 
     past: Tensor
     behind: MixerState | None

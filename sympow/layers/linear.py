@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ FEATURE_MAPS = ("identity", "elu+1")
 
 @dataclass
 class LinearAttentionState(MixerState):
-    """The op's state, the tokens so far and, for elu + 1, the sum of the keys' features [B, G, K]."""
+    """The op's state, the tokens so far (int64 [B] where rows differ) and, for elu + 1, the sum of the keys' features
+    [B, G, K]."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ("position",)
 
     memory: PowerState | DecodingState
-    position: int
+    position: int | Tensor
     feature_sum: Tensor | None
 
 
@@ -100,7 +103,9 @@ class LinearAttention(AttentionMixer):
     def split_context(self, group: dist.ProcessGroup) -> None:
         self.context_group = group
 
-    def _inputs(self, x: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    def _inputs(
+        self, x: Tensor, position: int | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Rotated q and k, v, and of elu + 1 the features q and k before the rotation."""
         if self.feature_map == "identity":
             return *self.rotated_heads(x, position), None

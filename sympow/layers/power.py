@@ -32,7 +32,10 @@ from sympow.ops.power import check_options
 
 @dataclass
 class PowerAttentionState(MixerState):
-    """The op's state, and where the rotation stands: tokens so far, or float64 [B, G] if data-dependent."""
+    """The op's state, and where the rotation stands: tokens so far (int64 [B] where rows differ), or float64 [B, G] if
+    data-dependent."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ("position",)
 
     memory: PowerState | DecodingState
     position: int | Tensor
@@ -183,7 +186,7 @@ class PowerAttention(AttentionMixer):
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
             return *self.rotated_heads(x, positions), log_g, positions[:, -1].clone()  # a view would hold all positions
-        if isinstance(position, Tensor):
+        if isinstance(position, Tensor) and position.is_floating_point():
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
         return *self.rotated_heads(x, position), log_g, position + x.shape[1]
 

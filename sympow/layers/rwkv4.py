@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ _FEW = 8  # sums that a scan takes all at once
 class RWKV4State(MixerState):
     """The last input [B, d]; and of the past, [B, d] each in float32 at least: the sums of exp(k) v and of exp(k), both
     divided by exp(largest), and the largest exponent."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
 
     last: Tensor
     numerator: Tensor

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ _SLOWEST = -exp(-0.5)  # the least logarithm of a decay, so a channel keeps more
 @dataclass
 class RWKV7State(MixerState):
     """The last input [B, d], and the memory [B, H, V, K] in float32 at least."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
 
     last: Tensor
     memory: Tensor

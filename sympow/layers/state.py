@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -15,7 +15,13 @@ class MixerState:
 
     `step` may update the tensors in place where gradients are off: use the state it returns, not the one it
     was given.
+
+    Attributes:
+        counters: fields that count the tokens read. `step` also takes them as int64 [B], for rows of different
+            lengths. None: the rows of a batch must be equally long.
     """
+
+    counters: ClassVar[tuple[str, ...] | None] = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor the state holds."""
@@ -29,6 +35,13 @@ class MixerState:
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""
         return _mapped(self, Tensor.clone)
+
+
+@dataclass
+class Rows(MixerState):
+    """States of single sequences, one a row: of a mixer whose rows must be equally long, while theirs are not."""
+
+    rows: list[MixerState]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

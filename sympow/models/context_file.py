@@ -124,7 +124,12 @@ def extended_digest(digest: str, tokens: Tensor) -> str:
 
 
 def save_context(
-    path: str | os.PathLike[str], model: LanguageModel, context: Context, *, dtype: str = "float32"
+    path: str | os.PathLike[str],
+    model: LanguageModel,
+    context: Context,
+    *,
+    dtype: str = "float32",
+    known: tuple[str, str] | None = None,
 ) -> None:
     """Writes a context file, atomically: a kill leaves the file that was there, or the new one.
 
@@ -132,6 +137,7 @@ def save_context(
         model: the one that has read the context.
         dtype: "float32" keeps every tensor as it is held, so that continuing is as if the model had never
             stopped. "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
+        known: the `fingerprint` of the model, if it was taken before.
 
     Raises ValueError for another dtype, ContextError where the disk refuses, ImportError without safetensors.
     """
@@ -140,7 +146,7 @@ def save_context(
     tensors = {name: _owned(tensor) for name, tensor in packed.tensors.items()}
     if context.logits is not None:
         tensors["logits"] = _owned(context.logits)
-    config, weights = fingerprint(model)
+    config, weights = known or fingerprint(model)
     content = {
         "checksum": f"sha256:{_UNSEALED}",
         "format": FORMAT,
@@ -164,14 +170,18 @@ def save_context(
         raise ContextError(f"cannot write the context {path}: {reason}") from error
 
 
-def load_context(path: str | os.PathLike[str], model: LanguageModel) -> Context:
+def load_context(
+    path: str | os.PathLike[str], model: LanguageModel, *, known: tuple[str, str] | None = None
+) -> Context:
     """Reads a context file of this model; every call gives a state of its own, on the device of the weights.
+
+    `known` is the `fingerprint` of the model, if it was taken before.
 
     Raises FileNotFoundError where there is none, ContextError for a file that is no context, was cut or
     changed, or belongs to another model, ImportError without safetensors.
     """
     header = read_header(path)
-    config, weights = fingerprint(model)
+    config, weights = known or fingerprint(model)
     for what, own, its in (("config", config, header.config), ("weights", weights, header.weights)):
         if own != its:
             raise ContextError(

@@ -36,6 +36,7 @@ CASES = {
         "mixers": (POWER, MixerConfig("window", {"window": 5}), MixerConfig("softmax")),
         "n_layers": 3,
     },
+    "rwkv7 body of windows": {"body": "rwkv7", "mixers": (MixerConfig("window", {"window": 5}),)},
     "untied": {"tie_embeddings": False},
     "learned selection": {"mixers": (MixerConfig("selection", {"selection": "learned", "top_k": 3}),)},
     "programmatic selection": {

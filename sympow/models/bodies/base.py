@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.base import Mixer
 from sympow.layers.initial import init_linear
+from sympow.layers.state import Rows
 from sympow.models.config import ModelConfig
 
 
@@ -109,7 +110,7 @@ class PreNormBlock(Block):
             self.mlp_out = nn.Linear(config.mlp_width, config.d_model, bias=bias)
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
-        y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
+        y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
         return self._mlp(x + y), state
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
@@ -130,6 +131,15 @@ class PreNormBlock(Block):
     @abstractmethod
     def _narrowed(self, hidden: Tensor) -> Tensor:
         """The nonlinearity of the MLP, and `mlp_out`."""
+
+
+def step_mixer(mixer: Mixer, x: Tensor, state: Any, tokens: Tensor | None) -> tuple[Tensor, MixerState]:
+    """`mixer.step`; on `Rows` row by row."""
+    if not isinstance(state, Rows):
+        return mixer.step(x, state, **mixer.extras(tokens))
+    rows = zip(x.split(1), state.rows, [None] * len(x) if tokens is None else tokens.split(1), strict=True)
+    stepped = [mixer.step(row, held, **mixer.extras(ids)) for row, held, ids in rows]
+    return torch.cat([y for y, _ in stepped]), Rows([after for _, after in stepped])
 
 
 def block_mixer(config: ModelConfig, layer: int) -> Mixer:

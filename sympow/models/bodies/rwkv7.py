@@ -7,6 +7,7 @@ architecture: it exchanges the attention of RWKV-7 and leaves the rest as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.rwkv7 import LowRank, low_rank
-from sympow.models.bodies.base import Block, block_mixer, reset_norm
+from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
 from sympow.ops.context import previous_tokens
@@ -29,6 +30,8 @@ _GATE_RANK = 5.0  # rank of the gate over sqrt(d)
 @dataclass
 class RWKV7BlockState(MixerState):
     """The mixer's state, and the last inputs of mixer and channel mixing [B, d]; None where nothing is shifted."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ()
 
     mixer: MixerState
     mixer_last: Tensor | None
@@ -118,12 +121,11 @@ class RWKV7Block(Block):
 
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
         y = self.mixer_norm(x)
-        extras = self.mixer.extras(tokens)
         if state.mixer_last is None:
-            out, mixer = self.mixer.step(y, state.mixer, **extras)
+            out, mixer = step_mixer(self.mixer, y, state.mixer, tokens)
         else:
             mixed, gate = self._gated(y, shifted(y, state.mixer_last))
-            out, mixer = self.mixer.step(mixed, state.mixer, **extras)
+            out, mixer = step_mixer(self.mixer, mixed, state.mixer, tokens)
             out = gate * out
         x, z = x + out, None
         if state.mlp_last is not None:

@@ -1,0 +1,403 @@
+"""The server under load: `python -m benchmarks.serving --device cpu --json FILE`.
+
+A server is started as a process of its own, on an untrained model of bytes (what it answers costs as much as what a
+trained one answers), and clients ask it over HTTP. Times are taken at the client. Every answer of the throughput is
+compared with that to the same prompt alone.
+
+- throughput: tokens a second by streams at a time, and of `generate` with that batch in this process.
+- first token: time to it, with an idle server and behind a prompt of 100,000 tokens that is being read.
+- prefix: time to the first token of a prompt that is new, and of the same again; and after a restart, from the disk.
+- memory: what the process holds at most while it answers a prompt of so many tokens, beyond what it held before.
+- hostile: requests that must be refused, beside a stream that must not notice.
+- vanishing: clients that leave at any moment, beside others whose answers must be whole; then an orderly end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from benchmarks.hostile_requests import COMPLETIONS, hostile_requests
+from benchmarks.measure import commit, options, processor, write
+from sympow.data import ByteTokenizer, DataConfig
+from sympow.models import LanguageModel, ModelConfig, generate, preset
+from sympow.training import Checkpoint, RunConfig, TrainingConfig, save_checkpoint
+
+NAME = "served"
+SHORT = 128  # tokens of a short prompt
+GARBAGE = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: a\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X-Header: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n\r\n",
+]
+
+
+def untrained_run(folder: Path, config: ModelConfig) -> None:
+    """Writes a run folder whose model reads bytes and draws various tokens."""
+    model = LanguageModel(config, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(torch.empty(parameter.shape).normal_(0, 0.05, generator=generator))
+        # With a tied head the likeliest token would always be the last one.
+        model.final_norm.weight.copy_(torch.empty(config.d_model).normal_(generator=generator))
+    data = DataConfig(kind="text", path=".", tokenizer="bytes")
+    run = RunConfig(NAME, config, data, TrainingConfig(context=64, batch_size=1, steps=1, warmup_steps=1)).to_dict()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(run))
+    ByteTokenizer().save(folder / "tokenizer.json")
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
+    save_checkpoint(Checkpoint(run, weights, step=1, tokens=0, seconds=0.0, **empty), folder, 1)
+
+
+class Server:
+    """Runs `sympow serve` as a process while it is entered."""
+
+    def __init__(self, run: Path, device: str, *options: str):
+        words = [sys.executable, "-m", "sympow", "serve", str(run), "--port", "0", "--device", device, "--name", NAME]
+        self._words = [*words, *options]
+        self.told: list[str] = []
+
+    def __enter__(self) -> Server:
+        self.process = subprocess.Popen(self._words, stderr=subprocess.PIPE, text=True)
+        if self.process.stderr is None:
+            raise RuntimeError("the server's stderr is read")
+        for line in self.process.stderr:
+            found = re.search(r"http://([\d.]+):(\d+)", line)
+            if found:
+                self.host, self.port = found[1], int(found[2])
+                threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True).start()
+                return self
+        raise RuntimeError(f"the server did not start: exit code {self.process.wait()}")
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _listen(self, stderr: TextIO) -> None:
+        for line in stderr:
+            self.told.append(line)
+            if line != "stopped\n":
+                print(line, end="", file=sys.stderr, flush=True)
+
+    def stop(self) -> int:
+        """Ends the process with SIGTERM and returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+    def memory(self, field: str = "VmRSS") -> int:
+        """Returns the bytes that the process holds (VmRSS), or held at its peak (VmHWM)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(rf"{field}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+
+    def forget_peak(self) -> None:
+        """Resets VmHWM."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    async def gauge(self, name: str) -> float:
+        """Returns a number of /metrics."""
+        text = (await self.send("GET", "/metrics"))[1].decode()
+        return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+    async def idle(self) -> bool:
+        """Waits up to 30 seconds, and returns whether all requests have ended."""
+        for _ in range(300):
+            if sum([await self.gauge(f"sympow_{name}") for name in ("waiting", "reading", "decoding")]) == 0:
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Sends a request, and returns the status and the body of the answer."""
+        head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        return await self.send_bytes(head.encode() + body)
+
+    async def send_bytes(self, content: bytes) -> tuple[int, bytes]:
+        """Sends any bytes, and returns the status and the body of the answer; status 0 if there was no answer."""
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            writer.write(content)
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        except ConnectionError:
+            return 0, b""
+        finally:
+            writer.close()
+        return int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.1 ") else 0, answer
+
+    async def stream(self, prompt: str, new: int, *, leave_after: int | None = None) -> Streamed:
+        """Streams a greedy completion. The client closes the connection after `leave_after` events."""
+        asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+        body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
+        began, first, text, usage, events = time.perf_counter(), None, [], None, 0
+        try:
+            writer.write(head.encode() + body)
+            while leave_after is None or events < leave_after:
+                line = await reader.readline()
+                if not line or line.startswith(b"data: [DONE]"):
+                    break
+                if not line.startswith(b"data: "):
+                    continue
+                events += 1
+                content = json.loads(line[6:])
+                usage = content.get("usage") or usage
+                if "error" in content:
+                    break
+                for choice in content["choices"]:
+                    first = time.perf_counter() - began if first is None else first
+                    text.append(choice["text"])
+        finally:
+            writer.close()
+        return Streamed("".join(text), usage, first, time.perf_counter() - began)
+
+
+class Streamed(NamedTuple):
+    """Holds an answer: its text, its usage (None if it is not whole), the seconds to the first event and to the end."""
+
+    text: str
+    usage: dict[str, Any] | None
+    first: float | None
+    seconds: float
+
+
+def prompt_of(length: int, seed: int) -> str:
+    """Returns random letters. Each letter is a token."""
+    rng = random.Random(seed)
+    return "".join(chr(rng.randrange(97, 123)) for _ in range(length))
+
+
+async def throughput(server: Server, run: Path, device: str, streams: list[int], new: int) -> list[dict]:
+    """Returns a row for each number of streams. Each rate is the best of three rounds."""
+    most = max(streams)
+    prompts = [prompt_of(SHORT + i, i) for i in range(most)]
+    alone = [await server.stream(prompt, new) for prompt in prompts]
+    rows = []
+    for count in streams:
+        rates, equal = [], True
+        for _ in range(3):
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(server.stream(prompt, new) for prompt in prompts[:count]))
+            rates.append(count * new / (time.perf_counter() - began))
+            equal &= [each.text for each in answers] == [each.text for each in alone[:count]]
+        row = {"measure": "throughput", "streams": count, "new_tokens": new, "tokens_per_second": max(rates)}
+        rows.append(row | {"equal_to_alone": equal, "tokens_per_second_generate": _generated(run, device, count, new)})
+    return rows
+
+
+def _generated(run: Path, device: str, batch: int, new: int) -> float:
+    from sympow.cli.runs import load_run
+
+    model = load_run(run, device).model
+    prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
+    return max(generate(model, prompt, new, temperature=0).tokens_per_second for _ in range(3))
+
+
+async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]:
+    """Returns a row for an idle server and a row for a server that reads a long prompt."""
+    rows = []
+    for behind in (0, long):
+        other = asyncio.ensure_future(server.stream(prompt_of(behind, 999), 1)) if behind else None
+        while other is not None and not await server.gauge("sympow_reading"):
+            await asyncio.sleep(0.01)
+        times = []
+        for i in range(repeats):
+            times.append((await server.stream(prompt_of(SHORT, 1000 + behind + i), 2)).first or float("nan"))
+            await asyncio.sleep(0.05)
+        still = other is not None and not other.done()
+        if other is not None:
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+            await server.idle()
+        middle = {"seconds_to_first_token": statistics.median(times), "most_seconds": max(times)}
+        row = {"measure": "first token", "behind_tokens": behind, "still_reading": still, "repeats": repeats}
+        rows.append(row | middle)
+    return rows
+
+
+async def prefix(server: Server, restarted: Callable[[], Server], length: int) -> list[dict]:
+    """Returns rows for a new prompt, for the same prompt again, and for the same prompt after a restart."""
+    rows = []
+    prompt = prompt_of(length, 7)
+
+    def row(kind: str, answer: Streamed) -> dict:
+        cached = (answer.usage or {})["prompt_tokens_details"]["cached_tokens"]
+        held = {"prompt_tokens": length, "cached_tokens": cached, "seconds_to_first_token": answer.first}
+        return {"measure": "prefix", "kind": kind, "text": answer.text} | held
+
+    rows.append(row("new", await server.stream(prompt, 8)))
+    rows.append(row("memory", await server.stream(prompt, 8)))
+    server.stop()
+    with restarted() as again:
+        rows.append(row("disk", await again.stream(prompt, 8)))
+    texts = {each.pop("text") for each in rows}
+    return [each | {"equal": len(texts) == 1} for each in rows]
+
+
+async def memory(server: Server, lengths: list[int]) -> list[dict]:
+    """Returns a row for each length. A prompt of the same length is answered first, so that the allocator has grown."""
+    rows = []
+    for length in lengths:
+        await server.stream(prompt_of(length, 1), 2)
+        before = server.memory()
+        server.forget_peak()
+        answer = await server.stream(prompt_of(length, 2), 2)
+        peak = server.memory("VmHWM") - before
+        rows.append({"measure": "memory", "prompt_tokens": length, "peak_extra_bytes": peak, "seconds": answer.seconds})
+    slot = await server.gauge("sympow_slots_bytes")
+    return [row | {"bytes_of_all_slots": int(slot)} for row in rows]
+
+
+async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
+    """Returns one row. The server draws `new` tokens for a valid request beside the hostile requests."""
+    alone = await server.stream(prompt_of(SHORT, 1), new)
+    for each in hostile_requests(50, NAME, seed=1):
+        await server.send(each.method, each.path, each.body)
+    before = server.memory()
+    beside = asyncio.ensure_future(server.stream(prompt_of(SHORT, 1), new))
+    statuses: dict[int, int] = {}
+    for each in hostile_requests(count, NAME):
+        status, _ = await server.send(each.method, each.path, each.body)
+        statuses[status] = statuses.get(status, 0) + 1
+    garbage: dict[int, int] = {}
+    for i in range(80):
+        status, _ = await server.send_bytes(GARBAGE[i % len(GARBAGE)])
+        garbage[status] = garbage.get(status, 0) + 1
+    after = await server.stream(prompt_of(SHORT, 1), new)
+    undisturbed = (await beside).text == alone.text == after.text
+    return [
+        {
+            "measure": "hostile",
+            "requests": count,
+            "statuses": {str(status): number for status, number in sorted(statuses.items())},
+            "statuses_of_no_http": {str(status): number for status, number in sorted(garbage.items())},
+            "all_4xx": all(400 <= status < 500 for status in statuses),
+            "other_answers_equal": undisturbed,
+            "more_bytes": server.memory() - before,
+            "alive": server.process.poll() is None and await server.idle(),
+        }
+    ]
+
+
+async def vanishing(server: Server, seconds: float, clients: int) -> list[dict]:
+    """Returns one row. The server is stopped at the end while it still answers requests."""
+    prompts, new = [prompt_of(40 + 30 * i, i) for i in range(8)], 60
+    whole = [(await server.stream(prompt, new)).text for prompt in prompts]
+    kept = left = wrong = 0
+    ends, samples = time.monotonic() + seconds, []
+
+    async def client(seed: int) -> None:
+        nonlocal kept, left, wrong
+        rng = random.Random(seed)
+        while time.monotonic() < ends:
+            i = rng.randrange(len(prompts))
+            if rng.random() < 0.5:
+                await server.stream(prompts[i], 4000, leave_after=rng.randrange(30))
+                left += 1
+            else:
+                answer = await server.stream(prompts[i], new)
+                kept += 1
+                wrong += answer.usage is None or answer.text != whole[i]
+
+    async def watch() -> None:
+        while time.monotonic() < ends:
+            samples.append(server.memory())
+            await asyncio.sleep(seconds / 40)
+
+    await asyncio.gather(watch(), *(client(seed) for seed in range(clients)))
+    idle = await server.idle()
+    last = [asyncio.ensure_future(server.stream(prompt, new)) for prompt in prompts]
+    while not await server.gauge("sympow_decoding"):
+        await asyncio.sleep(0.005)
+    server.process.send_signal(signal.SIGTERM)
+    texts = [each.text for each in await asyncio.gather(*last)]
+    tenth = len(samples) // 10 or 1
+    return [
+        {
+            "measure": "vanishing",
+            "seconds": seconds,
+            "clients": clients,
+            "answers": kept,
+            "answers_wrong_or_lost": wrong,
+            "clients_that_left": left,
+            "bytes_after_a_tenth": samples[tenth],
+            "bytes_at_the_end": samples[-1],
+            "all_slots_free_afterwards": idle,
+            "answers_whole_at_shutdown": sum(map(str.__eq__, texts, whole)),
+            "answers_at_shutdown": len(texts),
+            "exit_code": server.stop(),
+            "faults": sum(line.startswith("Traceback") for line in server.told),
+        }
+    ]
+
+
+async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
+    """Returns all rows."""
+    most = max(chosen.streams)
+    started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
+    uncached = (*started, "--cache-memory", "0")
+    cached = (*started, "--cache-memory", "1", "--cache-dir", str(folder / "cache"))
+    rows = []
+
+    def told(new: list[dict]) -> None:
+        rows.extend(new)
+        for row in new:
+            print(json.dumps(row), flush=True)
+
+    with Server(run, chosen.device, *uncached) as server:
+        told(await throughput(server, run, chosen.device, chosen.streams, chosen.new_tokens))
+        told(await first_token(server, chosen.long))
+        told(await memory(server, chosen.lengths))
+        told(await hostile(server, chosen.hostile))
+    with Server(run, chosen.device, *cached) as server:
+        told(await prefix(server, lambda: Server(run, chosen.device, *cached), chosen.prefix))
+    with Server(run, chosen.device, *started) as server:
+        told(await vanishing(server, chosen.load_seconds, 2 * most))
+    return rows
+
+
+def main() -> None:
+    """Prints the rows, and writes them to a file."""
+    parser = options("benchmarks.serving", __doc__ or "")
+    parser.add_argument("--preset", default="tiny", help="shape of the model (default: tiny)")
+    parser.add_argument("--vocab-size", type=int, default=256, help="of the model, at least 256 (default: 256)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="at a time (default: 1 4 16)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer (default: 128)")
+    parser.add_argument("--long", type=int, default=100_000, help="prompt to be behind (default: 100,000)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 10_000, 100_000], help="prompts for memory")
+    parser.add_argument("--prefix", type=int, default=10_000, help="prompt that is cached (default: 10,000)")
+    parser.add_argument("--hostile", type=int, default=1000, help="requests that must be refused (default: 1,000)")
+    parser.add_argument("--load-seconds", type=float, default=60, help="clients that vanish (default: 60)")
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        untrained_run(run, preset(chosen.preset, chosen.vocab_size))
+        rows = asyncio.run(measure(run, chosen, Path(name)))
+    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
+    write(chosen.json, [row | about | {"commit": commit()} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

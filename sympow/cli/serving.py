@@ -1,0 +1,110 @@
+"""`sympow serve`: a run folder, or a folder of Hugging Face transformers, behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sympow.cli.runs import load_run
+from sympow.data import Tokenizer, load_tokenizer
+from sympow.models import LanguageModel
+from sympow.ops.cost import format_bytes
+from sympow.training.loop import resolve_device
+
+KEYS = "SYMPOW_API_KEYS"
+_GIB = 1 << 30
+
+
+class Served(NamedTuple):
+    """Holds a model to serve, and the folder of its tokenizer."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def run(options: argparse.Namespace) -> None:
+    """Loads the model, and serves it until a signal comes."""
+    from sympow.serving import Engine, PrefixCache
+    from sympow.serving.http import ChatTemplate, Limits, Service, run_server  # which need the extra
+
+    device = resolve_device(options.device)
+    served = load_served(options.folder, device)
+    limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
+    keys = api_keys(options.api_keys)
+    cache = None if options.cache_dir is None else Path(options.cache_dir)
+    memory, disk = (round(_GIB * size) for size in (options.cache_memory, options.cache_disk))
+    engine = Engine(
+        served.model,
+        served.tokenizer,
+        slots=options.slots,
+        queue=options.queue,
+        chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
+        prefixes=PrefixCache(served.model, memory, cache, disk),
+        ends=end_tokens(served.folder, served.tokenizer),
+    )
+    template = ChatTemplate.of(served.folder)
+    name = options.name or served.folder.resolve().name
+    service = Service(engine, served.tokenizer, name, template, limits, keys)
+
+    def started(address: str) -> None:
+        chats = "completions and chats" if template else "completions (no chat template)"
+        states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}"
+        print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
+
+    run_server(service, options.host, options.port, grace=options.grace, started=started)
+    print("stopped", file=sys.stderr)
+
+
+def load_served(path: str, device: torch.device) -> Served:
+    """Loads a run folder, a checkpoint in one, or a folder that `sympow export` wrote.
+
+    Raises ValueError for a model without a tokenizer, and as `load_run` does.
+    """
+    folder = Path(path)
+    config = folder / "config.json"
+    if config.is_file() and "model_type" in _json(config):
+        from sympow.integrations.transformers import SympowForCausalLM, to_native  # which imports transformers
+
+        model = to_native(SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True))
+        return Served(model.to(device), load_tokenizer(folder), folder)
+    run = load_run(folder, device)
+    if run.tokenizer is None:
+        raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")
+    return Served(run.model, run.tokenizer, folder if folder.is_dir() else folder.parent.parent)
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    """Returns the tokens that end an answer: those of `generation_config.json`, or the tokenizer's eos_token."""
+    from sympow.serving.http.chat import token_text, tokenizer_config
+
+    file = folder / "generation_config.json"
+    named = _json(file).get("eos_token_id") if file.is_file() else None
+    if named is not None:
+        return set(named if isinstance(named, list) else [named])
+    text = token_text(tokenizer_config(folder).get("eos_token"))
+    tokens = [] if text is None else tokenizer.encode(text).tolist()
+    return set(tokens) if len(tokens) == 1 else set()
+
+
+def api_keys(file: str | None) -> tuple[str, ...]:
+    """Returns the keys in a file (one a line), or those in the variable SYMPOW_API_KEYS (separated by commas).
+
+    Raises ValueError for a file without keys.
+    """
+    if file is None:
+        return tuple(key for word in os.environ.get(KEYS, "").split(",") if (key := word.strip()))
+    keys = tuple(key for line in Path(file).read_text(encoding="utf-8").splitlines() if (key := line.strip()))
+    if not keys:
+        raise ValueError(f"{file} holds no API keys: one a line is expected")
+    return keys
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,183 @@
+"""Steps many sequences of different lengths as one batch, for continuous batching.
+
+A slot holds the state of one sequence. Constant states make all slots equally large, so a new sequence fits if a slot
+is free. Slots in use are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
+layer updates in place, such as the state of power attention, are not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.layers import MixerState
+from sympow.layers.state import Rows
+from sympow.models.bodies.rwkv7 import RWKV7BlockState
+from sympow.models.lm import LanguageModel, ModelState
+
+
+class Slots:
+    """Holds the states of up to `capacity` sequences of one model. Rows 0 to `count - 1` are in use.
+
+    States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
+    key/value caches, every sequence keeps its own state, and the mixer is stepped row by row. The results are the same,
+    but this is slower.
+
+    Args:
+        model: the model.
+        capacity: sequences held at most, at least 1. Their states are allocated now.
+
+    Raises ValueError for a capacity below 1.
+    """
+
+    def __init__(self, model: LanguageModel, capacity: int):
+        if not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
+        self.capacity, self.count = capacity, 0
+        self._model = model
+        self._lengths = [0] * capacity
+        self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
+        self._held = _slotted(model.init_state(capacity), self._position)
+        self._view = self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all slots, including unused ones."""
+        return sum(tensor.nbytes for tensor in self._held.tensors())
+
+    def put(self, state: ModelState, tokens: int) -> int:
+        """Copies the state of one sequence, after so many tokens, into a free slot, and returns its row.
+
+        Raises RuntimeError where no slot is free.
+        """
+        if self.count == self.capacity:
+            raise RuntimeError(f"all {self.capacity} slots are in use")
+        row = self.count
+        for held, given in _leaves(self._held, state):
+            if isinstance(held, Rows):
+                held.rows.append(given.clone())
+            else:
+                held[row : row + 1].copy_(given)
+        self._set_length(row, tokens)
+        self._set_count(row + 1)
+        return row
+
+    def take(self, row: int) -> ModelState:
+        """Returns a copy of a row, as the state of one sequence."""
+        self._check(row)
+        return _taken(self._held, row, self._lengths[row], self._position)
+
+    def release(self, row: int) -> None:
+        """Frees a row. The last row in use moves to the freed row."""
+        self._check(row)
+        last = self.count - 1
+        for held, _ in _leaves(self._held, self._held):
+            if isinstance(held, Rows):
+                held.rows[row] = held.rows[last]
+                held.rows.pop()
+            elif row != last:
+                held[row].copy_(held[last])
+        self._set_length(row, self._lengths[last])
+        self._set_count(last)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size].
+
+        Kernels that take slots by index would replace this function; the rest of the class stays.
+        """
+        logits, after = self._model.step(tokens[:, None], self._view)
+        for held, stepped in _leaves(self._view, after):
+            if isinstance(held, Rows):
+                held.rows[:] = stepped.rows
+            elif held.data_ptr() != stepped.data_ptr():
+                held.copy_(stepped)
+        self._position[: self.count] += 1
+        self._lengths[: self.count] = [length + 1 for length in self._lengths[: self.count]]
+        return logits
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < self.count:
+            raise IndexError(f"{self.count} rows are in use, from 0 on; got {row}")
+
+    def _set_length(self, row: int, tokens: int) -> None:
+        self._lengths[row] = tokens
+        self._position[row] = tokens
+
+    def _set_count(self, count: int) -> None:
+        self.count = count
+        self._view = _rebuilt(self._held, lambda held: held if isinstance(held, Rows) else held[:count])
+
+
+def _slotted(state: Any, position: Tensor) -> Any:
+    """Returns the state of a batch with `position` in place of counters, and with `Rows` for mixers that need them."""
+    if isinstance(state, list):
+        return [_slotted(item, position) for item in state]
+    if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
+        return _with_fields(state, lambda name, item: _slotted(item, position))
+    if isinstance(state, MixerState):
+        return _counted(state, position) if _rows_may_differ(state) else Rows([])
+    return state
+
+
+def _rows_may_differ(state: MixerState) -> bool:
+    nested = (getattr(state, field.name) for field in fields(state))
+    return state.counters is not None and all(_rows_may_differ(item) for item in nested if isinstance(item, MixerState))
+
+
+def _counted(state: MixerState, position: Tensor) -> MixerState:
+    """Returns `state` with `position` in place of its counters."""
+
+    def replaced(name: str, item: Any) -> Any:
+        if isinstance(item, MixerState):
+            return _counted(item, position)
+        return position if isinstance(item, int) and name in (state.counters or ()) else item
+
+    return _with_fields(state, replaced)
+
+
+def _taken(held: Any, row: int, tokens: int, position: Tensor) -> Any:
+    """Returns a copy of a row, with its number of tokens as counters."""
+
+    def taken(leaf: Tensor | Rows) -> Any:
+        if isinstance(leaf, Rows):
+            return leaf.rows[row].clone()
+        return tokens if leaf is position else leaf[row : row + 1].clone()
+
+    return _rebuilt(held, taken)
+
+
+def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:
+    """Returns a dataclass with function(name, field) in place of every field."""
+    return replace(value, **{field.name: function(field.name, getattr(value, field.name)) for field in fields(value)})
+
+
+def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
+    """Returns `value` with function(leaf) in place of every tensor and of every `Rows`."""
+    if isinstance(value, Tensor | Rows):
+        return function(value)
+    if isinstance(value, list):
+        return [_rebuilt(item, function) for item in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return _with_fields(value, lambda name, item: _rebuilt(item, function))
+
+
+def _leaves(held: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields every tensor and every `Rows` in `held` except counters, each with its counterpart in `other`."""
+    if isinstance(held, Tensor | Rows):
+        yield held, other
+    elif isinstance(held, list):
+        for pair in zip(held, other, strict=True):
+            yield from _leaves(*pair)
+    elif is_dataclass(held):
+        counters = getattr(held, "counters", None) or ()
+        for field in fields(held):
+            mine, its = getattr(held, field.name), getattr(other, field.name)
+            counts = field.name in counters and isinstance(mine, Tensor) and not mine.is_floating_point()
+            if not counts:
+                yield from _leaves(mine, its)

@@ -1,0 +1,283 @@
+"""Continuous batching: requests start and end while other requests are decoded.
+
+One thread runs iterations. In each iteration every decoding sequence draws a token (one batched step), and one chunk of
+one prompt is read. A long prompt therefore delays the next token of other requests by one chunk at most, and a short
+prompt waits for a chunk of a long prompt, not for the whole prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.data import Tokenizer
+from sympow.models import LanguageModel
+from sympow.models.slots import Slots
+from sympow.serving.prefixes import PrefixCache
+from sympow.serving.requests import Request
+from sympow.serving.sampling import draw
+from sympow.serving.sequence import Sequence
+
+_EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
+
+
+class QueueFullError(RuntimeError):
+    """Reports a request that was refused because too many requests wait."""
+
+
+class EngineClosedError(RuntimeError):
+    """Reports a request that was refused because the engine is closing."""
+
+
+class Load(NamedTuple):
+    """Counts requests: waiting for a slot, reading their prompt, decoding."""
+
+    waiting: int
+    reading: int
+    decoding: int
+
+
+class Engine:
+    """Continues many prompts at a time. Call `start` first; `submit` and `close` work from any thread.
+
+    Args:
+        model: in evaluation mode, on its device.
+        tokenizer: of the model.
+        slots: requests that are read or decoded at a time.
+        queue: requests that may wait for a slot.
+        chunk: tokens of a prompt read in a turn.
+        prefixes: states to start from; None for none.
+        ends: tokens that end an answer.
+
+    Raises ValueError for numbers below 1 (`queue` below 0).
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        slots: int = 16,
+        queue: int = 256,
+        chunk: int = 256,
+        prefixes: PrefixCache | None = None,
+        ends: Collection[int] = (),
+    ):
+        for name, value, least in (("chunk", chunk, 1), ("queue", queue, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+        self.prefixes = PrefixCache(model, 0) if prefixes is None else prefixes
+        self._model, self._tokenizer, self._ends = model, tokenizer, frozenset(ends)
+        self._device = model.embedding.weight.device
+        self._queue, self._chunk = queue, chunk
+        self._slots = Slots(model, slots)
+        self._waiting: deque[Sequence] = deque()
+        self._reading: list[Sequence] = []  # in the order of their arrival
+        self._decoding: list[Sequence] = []  # by row of the slots
+        self._turns = 0
+        self._changed = threading.Condition()
+        self._closing_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def load(self) -> Load:
+        """Returns the current numbers of requests."""
+        return Load(len(self._waiting), len(self._reading), len(self._decoding))
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all slots."""
+        return self._slots.nbytes
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether the engine takes requests."""
+        return self._thread.is_alive() and self._closing_at is None
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._thread.start()
+
+    def submit(self, requests: Collection[Request]) -> None:
+        """Queues all of the requests, or none of them.
+
+        Raises ValueError for a request that no engine could answer, QueueFullError where too many wait,
+        EngineClosedError after `close`.
+        """
+        for request in requests:
+            if request.tokens.ndim != 1 or not len(request.tokens) or request.max_new_tokens < 1:
+                shape, new = list(request.tokens.shape), request.max_new_tokens
+                raise ValueError(f"a request has tokens [T >= 1] and asks for at least one; got {shape} and {new}")
+        made = []
+        for request in requests:
+            keys = self.prefixes.keys(request.tokens)
+            self.prefixes.fetch(keys)
+            made.append(Sequence(request, keys, self._tokenizer, self._device))
+        with self._changed:
+            if self._closing_at is not None:
+                raise EngineClosedError("the server is shutting down")
+            if len(self._waiting) + len(made) > self._queue + self._free():
+                raise QueueFullError(f"{len(self._waiting)} requests wait already, of {self._queue} that may")
+            self._waiting.extend(made)
+            self._changed.notify()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Refuses new requests, waits up to `grace` seconds for current ones, ends the rest, and stops the thread."""
+        with self._changed:
+            self._closing_at = time.monotonic() + grace
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.prefixes.close()
+
+    def _free(self) -> int:
+        return self._slots.capacity - len(self._reading) - len(self._decoding)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while self._wait():
+                try:
+                    self._turn()
+                except Exception:  # the current requests are lost, but the server goes on
+                    traceback.print_exc(file=sys.stderr)
+                    self._end_all("error")
+        self._end_all("cancelled")
+
+    def _wait(self) -> bool:
+        """Waits until there is a request; returns False when the engine is to stop."""
+        with self._changed:
+            while not any(self.load) and self._closing_at is None:
+                self._changed.wait()
+            if self._closing_at is None:
+                return True
+            return any(self.load) and time.monotonic() < self._closing_at
+
+    def _turn(self) -> None:
+        self._turns += 1
+        self._drop_overdue()
+        self._admit()
+        self._decode()
+        if self._reading:
+            self._read(self._next_to_read())
+
+    def _drop_overdue(self) -> None:
+        """Ends requests that were cancelled or took too long. Each is asked once, as the answer changes with time."""
+        with self._changed:
+            waiting = [(each, each.request.overdue) for each in self._waiting]
+            self._waiting = deque(each for each, overdue in waiting if overdue is None)
+        reading = [(each, each.request.overdue) for each in self._reading]
+        self._reading = [each for each, overdue in reading if overdue is None]
+        decoding = [(row, each.request.overdue) for row, each in enumerate(self._decoding)]
+        late = [(self._release(row), overdue) for row, overdue in reversed(decoding) if overdue is not None]
+        for sequence, overdue in [*waiting, *reading, *late]:
+            if overdue is not None:
+                sequence.end(overdue)
+
+    def _admit(self) -> None:
+        while self._free() > 0:
+            with self._changed:
+                if not self._waiting:
+                    return
+                sequence = self._waiting.popleft()
+            self._reading.append(sequence)
+            sequence.admit()
+
+    def _next_to_read(self) -> Sequence:
+        if self._turns % _EVERY == 0:
+            return self._reading[0]
+        return min(self._reading, key=lambda each: each.left)
+
+    def _read(self, sequence: Sequence) -> None:
+        """Reads one chunk of a prompt. Before the first chunk the prefix cache is searched."""
+        if sequence.state is None:
+            found = self.prefixes.find(sequence.keys)
+            if found is None:
+                sequence.state = self._model.init_state(1)
+            else:
+                sequence.state = found.state.clone()
+                sequence.read = sequence.cached = len(found.tokens)
+            parting = self.prefixes.parting(sequence.keys)
+            if sequence.read < parting < len(sequence.request.tokens):
+                sequence.parting = parting
+            if found is not None and not sequence.left:
+                self._begin(sequence, found.logits)
+                return
+        stop = min(len(sequence.request.tokens), sequence.read + self._chunk)
+        if sequence.read < sequence.parting:
+            stop = min(stop, sequence.parting)
+        piece = sequence.request.tokens[None, sequence.read : stop].to(self._device)
+        logits, sequence.state = self._model.step(piece, sequence.state)
+        sequence.read = stop
+        if stop == sequence.parting and self.prefixes.keeps(stop):
+            self.prefixes.keep(sequence.keys, stop, sequence.state.clone(), logits.clone())
+        if not sequence.left:
+            self._begin(sequence, logits)
+
+    def _begin(self, sequence: Sequence, logits: Tensor) -> None:
+        """Draws the first token of an answer, and moves the sequence into a slot."""
+        self._reading.remove(sequence)
+        if sequence.state is None:
+            raise RuntimeError("a sequence that was read has a state")
+        if sequence.cached < sequence.read:
+            self.prefixes.keep(sequence.keys, sequence.read, sequence.state, logits.clone())
+        self._push([sequence], logits)
+        if sequence.finish:
+            sequence.end()
+            return
+        self._slots.put(sequence.state, sequence.read)
+        sequence.state = None
+        self._decoding.append(sequence)
+
+    def _decode(self) -> None:
+        """Draws a token for every decoding sequence."""
+        if not self._decoding:
+            return
+        last = torch.tensor([each.drawn[-1] for each in self._decoding], device=self._device)
+        logits = self._slots.step(last)
+        self._push(self._decoding, logits)
+        ended = [row for row, sequence in enumerate(self._decoding) if sequence.finish]
+        for row in ended:
+            self._keep_answer(row, logits[row : row + 1])
+        for sequence in [self._release(row) for row in reversed(ended)]:
+            sequence.end()
+
+    def _push(self, sequences: list[Sequence], logits: Tensor) -> None:
+        logits = logits[:, : self._tokenizer.vocab_size]  # a model may have more tokens, which stand for nothing
+        for row, token in enumerate(draw(logits, [each.draws for each in sequences])):
+            if token is None:
+                sequences[row].finish = "error"
+            else:
+                sequences[row].push(token, logits[row], self._ends)
+
+    def _keep_answer(self, row: int, logits: Tensor) -> None:
+        """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""
+        sequence = self._decoding[row]
+        if sequence.finish != "error" and self.prefixes.keeps(sequence.length):
+            state = self._slots.take(row)
+            self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits.clone())
+
+    def _release(self, row: int) -> Sequence:
+        """Frees a row, and returns the sequence that was in it."""
+        released, last = self._decoding[row], self._decoding.pop()
+        self._slots.release(row)
+        if row < len(self._decoding):
+            self._decoding[row] = last
+        return released
+
+    def _end_all(self, finish: str) -> None:
+        with self._changed:
+            left = [*self._waiting, *self._reading, *self._decoding]
+            self._waiting.clear()
+        self._reading, self._decoding = [], []
+        while self._slots.count:
+            self._slots.release(self._slots.count - 1)
+        for sequence in left:
+            sequence.end(finish)

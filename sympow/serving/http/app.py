@@ -1,0 +1,244 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from sympow.serving.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event, usage_of
+from sympow.serving.http.errors import ApiError
+from sympow.serving.http.inbox import ClientLeftError, Inbox, while_connected
+from sympow.serving.http.schema import ChatCompletion, Completion, Generation, parsed
+from sympow.serving.http.service import Service
+from sympow.serving.requests import Output, Request, Usage
+
+_ALIVE_EVERY = 15.0  # seconds without an event, after which a comment tells that the stream lives
+_DEFAULT_NEW = 16  # tokens of a completion that names no number, as OpenAI's
+_REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
+
+
+def make_app(service: Service) -> Starlette:
+    """Returns the ASGI application of a model."""
+    routes = _Routes(service)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", routes.guarded(routes.completions), methods=["POST"]),
+            Route("/v1/chat/completions", routes.guarded(routes.chat), methods=["POST"]),
+            Route("/v1/models", routes.guarded(routes.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.guarded(routes.model), methods=["GET"]),
+            Route("/health", routes.health, methods=["GET"]),
+            Route("/metrics", routes.metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _no_such_place, Exception: _fault},
+    )
+
+
+class _Routes:
+    def __init__(self, service: Service):
+        self._service = service
+
+    def guarded(
+        self, route: Callable[[HttpRequest], Awaitable[Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """Returns the route with a check of the API key, and with refusals as responses."""
+
+        async def answer(request: HttpRequest) -> Response:
+            try:
+                self._service.authorize(request.headers.get("authorization"))
+                response = await route(request)
+            except ApiError as error:
+                response = error.response()
+            except (ClientLeftError, ClientDisconnect):
+                response = Response(status_code=499)  # nobody reads it
+            self._service.metrics.answered(response.status_code)
+            return response
+
+        return answer
+
+    async def completions(self, request: HttpRequest) -> Response:
+        service, body = self._service, await self._body(request, Completion)
+        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt) for prompt in body.prompts])
+        if not prompts:
+            raise ApiError(400, "prompt: expected at least one; got an empty list", param="prompt")
+        inbox = Inbox()
+        requests = service.requests(
+            body, prompts, inbox, new=body.max_tokens, default=_DEFAULT_NEW, logprobs=body.logprobs
+        )
+        answer = CompletionAnswer(service.name, service.tokenizer, body.logprobs is not None)
+        return await self._answered(request, body, requests, inbox, answer)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        service, body = self._service, await self._body(request, ChatCompletion)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        template, messages = service.chat_template(), [message.plain() for message in body.messages]
+        prompt = await asyncio.to_thread(lambda: service.tokens_of(template.render(messages)))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        inbox = Inbox()
+        requests = service.requests(
+            body, [prompt], inbox, new=new, default=service.limits.new_tokens, logprobs=logprobs
+        )
+        answer = ChatAnswer(service.name, service.tokenizer, bool(body.logprobs))
+        return await self._answered(request, body, requests, inbox, answer)
+
+    async def models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def health(self, request: HttpRequest) -> Response:
+        alive = self._service.engine.alive
+        return JSONResponse({"status": "ok" if alive else "stopping"}, 200 if alive else 503)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        return {"id": service.name, "object": "model", "created": service.created, "owned_by": "sympow"}
+
+    async def _body(self, request: HttpRequest, schema: type[Any]) -> Any:
+        """Reads and checks the body of a request."""
+        limits, content = self._service.limits, bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for chunk in request.stream():
+                    content += chunk
+                    if len(content) > limits.body_bytes:
+                        raise ApiError(413, f"a request has at most {limits.body_bytes:,} bytes", code="too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the request took longer than {limits.body_seconds:g} s to send") from None
+        body = await asyncio.to_thread(parsed, schema, bytes(content))
+        self._service.check_model(body.model)
+        return body
+
+    async def _answered(
+        self, request: HttpRequest, body: Generation, requests: Sequence[Request], inbox: Inbox, answer: Answer
+    ) -> Response:
+        try:
+            await asyncio.to_thread(self._service.submit, requests)
+            if body.stream:
+                wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+                events = _events(inbox, len(requests), answer, body.n or 1, wants_usage)
+                return _EventStream(events, requests)
+            choices = await while_connected(request.receive, _collected(inbox, len(requests)))
+        except BaseException:
+            _cancel(requests)
+            raise
+        usages = [_usage(choice) for choice in choices]
+        for choice in choices:
+            _refuse_unfinished(choice)
+        return JSONResponse(answer.whole(choices, usage_of(usages, body.n or 1)))
+
+
+class _EventStream(Response):
+    """Sends server-sent events, and cancels the requests if the client leaves."""
+
+    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request]):
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
+        super().__init__(media_type="text/event-stream", headers=unbuffered)
+        del self.headers["content-length"]
+        self._events, self._requests = events, requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await while_connected(receive, self._write(send))
+        except (ClientLeftError, OSError):
+            return
+        finally:
+            _cancel(self._requests)
+
+    async def _write(self, send: Send) -> None:
+        async for content in self._events:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _events(inbox: Inbox, count: int, answer: Answer, n: int, wants_usage: bool) -> AsyncIterator[bytes]:
+    """Yields the events of `count` choices."""
+    usages: dict[int, Usage] = {}
+    opened: set[int] = set()
+    while len(usages) < count:
+        pieces = await inbox.get(_ALIVE_EVERY)
+        if not pieces:
+            yield b": the request waits, or its prompt is read\n\n"
+        events = []
+        for index, output in _merged(pieces):
+            opening = None if index in opened else answer.opening(index)
+            opened.add(index)
+            if opening is not None:
+                events.append(opening)
+            try:
+                _refuse_unfinished(output)
+            except ApiError as error:
+                yield b"".join([*events, event(error.body()), DONE])
+                return
+            events.append(answer.piece(index, output))
+            if output.finish is not None:
+                usages[index] = _usage(output)
+        if events:
+            yield b"".join(events)
+    if wants_usage:
+        yield answer.usage(usage_of([usages[i] for i in range(count)], n))
+    yield DONE
+
+
+def _merged(pieces: Sequence[tuple[int, Output]]) -> list[tuple[int, Output]]:
+    """Joins the pieces of each choice, and leaves out empty ones."""
+    merged: dict[int, Output] = {}
+    for index, output in pieces:
+        before = merged.get(index)
+        merged[index] = output if before is None else before.followed_by(output)
+    return [(i, each) for i, each in merged.items() if each.text or each.finish is not None or each.logprobs]
+
+
+async def _collected(inbox: Inbox, count: int) -> list[Output]:
+    """Returns the whole answers of `count` choices."""
+    done: dict[int, Output] = {}
+    while len(done) < count:
+        done |= dict(await inbox.get(_ALIVE_EVERY))
+    return [done[i] for i in range(count)]
+
+
+def _usage(output: Output) -> Usage:
+    if output.usage is None:
+        raise RuntimeError("the last piece of an answer has a usage")
+    return output.usage
+
+
+def _refuse_unfinished(output: Output) -> None:
+    """Raises ApiError if the server, not the model, has ended an answer."""
+    if output.finish in _REFUSALS:
+        reasons = {"timeout": "the answer took too long", "cancelled": "the server is shutting down"}
+        message = reasons.get(output.finish, "the model failed on this request")
+        raise ApiError(_REFUSALS[output.finish], message, code=output.finish)
+
+
+def _cancel(requests: Sequence[Request]) -> None:
+    for request in requests:
+        request.cancel()
+
+
+async def _no_such_place(request: HttpRequest, error: Exception) -> Response:
+    """Answers requests for unknown paths and methods."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    what = f"{request.method} {request.url.path[:200]}"
+    return ApiError(status, f"this server has no {what}: see /v1/models", code="not_found").response()
+
+
+async def _fault(request: HttpRequest, error: Exception) -> Response:
+    """Answers a request on which the server failed. Starlette logs the error."""
+    return ApiError(500, "the server failed on this request", code="fault").response()

@@ -1,0 +1,62 @@
+"""The server's process: a socket, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+
+from sympow.serving.http.app import make_app
+from sympow.serving.http.service import Service
+
+_CONNECTIONS = 4096  # at a time; more are answered 503
+
+
+def run_server(service: Service, host: str, port: int, *, grace: float, started: Callable[[str], None]) -> None:
+    """Serves until SIGINT or SIGTERM, then lets running requests end for `grace` seconds.
+
+    Args:
+        service: what is served; its engine is started here, and closed at the end.
+        host, port: where to listen; port 0 takes a free one.
+        started: is called with the address once requests are taken.
+
+    Raises ValueError for a port that does not exist, OSError where the address cannot be had.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"a port is a number from 0 to 65,535; got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listening.getsockname()[1]}"
+    app = make_app(service)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        started(address)
+        yield
+
+    app.router.lifespan_context = lifespan
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="error",
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=max(1, round(grace)),
+        server_header=False,
+    )
+    # uvicorn raises the signal again after its orderly end: by then it has been obeyed.
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    service.engine.start()
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        service.engine.close()
+        listening.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

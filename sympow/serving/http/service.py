@@ -1,0 +1,164 @@
+"""What the routes share: the model with its name and limits, and requests made of what clients send."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sympow.data import Tokenizer
+from sympow.serving.engine import Engine, EngineClosedError, QueueFullError
+from sympow.serving.http.chat import ChatTemplate
+from sympow.serving.http.errors import ApiError
+from sympow.serving.http.inbox import Inbox
+from sympow.serving.http.metrics import Metrics
+from sympow.serving.http.schema import Generation
+from sympow.serving.requests import Output, Request, Sampling
+
+_SEEDS = 1 << 63
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits what one request may ask for.
+
+    Attributes:
+        prompt_tokens: of a prompt.
+        new_tokens: of an answer; also what a chat gets that names no number.
+        choices: prompts times `n`.
+        seconds: for a whole answer.
+        body_seconds: for sending a request.
+    """
+
+    prompt_tokens: int = 1_000_000
+    new_tokens: int = 4096
+    choices: int = 64
+    seconds: float = 600.0
+    body_seconds: float = 30.0
+
+    @property
+    def body_bytes(self) -> int:
+        """Returns the most bytes of a body: enough for the longest prompt."""
+        return (1 << 20) + 16 * self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Service:
+    """Holds a served model and turns bodies of requests into requests of the engine.
+
+    Attributes:
+        engine: that continues prompts.
+        tokenizer: of the model.
+        name: under which clients ask for the model.
+        template: for chats; None where the model has none.
+        limits: of a request.
+        keys: API keys, one of which a client must have; empty: everybody may ask.
+        created: seconds since 1970.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    name: str
+    template: ChatTemplate | None = None
+    limits: Limits = Limits()
+    keys: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", Metrics(self.engine))
+
+    def authorize(self, header: str | None) -> None:
+        """Raises ApiError 401 if keys are needed and the header Authorization holds none of them."""
+        if not self.keys:
+            return
+        scheme, _, given = (header or "").partition(" ")
+        good = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        if scheme.lower() != "bearer" or not any(good):
+            raise ApiError(401, "expected a header Authorization: Bearer KEY with a valid key", code="invalid_api_key")
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for another model."""
+        if name != self.name:
+            raise ApiError(404, f"this server has the model {self.name!r}", code="model_not_found", param="model")
+
+    def chat_template(self) -> ChatTemplate:
+        """Returns the chat template. Raises ApiError 400 if there is none."""
+        if self.template is None:
+            raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", code="no_chat_template")
+        return self.template
+
+    def tokens_of(self, prompt: str | Sequence[int]) -> Tensor:
+        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt."""
+        text = isinstance(prompt, str)
+        ids = self.tokenizer.encode(prompt).astype("int64") if isinstance(prompt, str) else prompt
+        if not len(ids):
+            raise ApiError(400, "the prompt is empty; a model continues at least one token", param="prompt")
+        if len(ids) > self.limits.prompt_tokens:
+            most = f"{len(ids):,} tokens, more than the {self.limits.prompt_tokens:,} allowed"
+            raise ApiError(400, f"the prompt has {most}", code="context_length_exceeded", param="prompt")
+        vocabulary = self.tokenizer.vocab_size
+        if not text and max(ids) >= vocabulary:
+            raise ApiError(400, f"tokens must lie in a vocabulary of {vocabulary}; got {max(ids)}", param="prompt")
+        return torch.as_tensor(ids, dtype=torch.int64)
+
+    def requests(
+        self,
+        body: Generation,
+        prompts: Sequence[Tensor],
+        inbox: Inbox,
+        *,
+        new: int | None,
+        default: int,
+        logprobs: int | None,
+    ) -> list[Request]:
+        """Returns the engine's requests: `body.n` for each prompt, in the order of the choices.
+
+        Args:
+            inbox: gets the pieces.
+            new: tokens asked for; `default` if None.
+            logprobs: as in `Request`.
+        """
+        n = body.n or 1
+        if n * len(prompts) > self.limits.choices:
+            raise ApiError(400, f"at most {self.limits.choices} choices a request; got {n * len(prompts)}", param="n")
+        new = default if new is None else new
+        if new > self.limits.new_tokens:
+            raise ApiError(400, f"at most {self.limits.new_tokens} new tokens; got {new}", param="max_tokens")
+        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+        temperature = 1.0 if body.temperature is None else body.temperature
+        deadline = time.monotonic() + self.limits.seconds
+        return [
+            Request(
+                tokens=tokens,
+                max_new_tokens=new,
+                deliver=partial(self._deliver, inbox, place * n + choice),
+                sampling=Sampling(temperature, body.top_k, body.top_p, (seed + choice) % _SEEDS),
+                stop=body.stops,
+                logprobs=logprobs,
+                stream=bool(body.stream),
+                deadline=deadline,
+            )
+            for place, tokens in enumerate(prompts)
+            for choice in range(n)
+        ]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Gives requests to the engine. Raises ApiError 429 if too many wait, 503 while the server ends."""
+        try:
+            self.engine.submit(requests)
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full") from None
+        except EngineClosedError as error:
+            raise ApiError(503, str(error), code="shutting_down") from None
+
+    def _deliver(self, inbox: Inbox, choice: int, output: Output) -> None:
+        if output.usage is not None:
+            self.metrics.ended(output)
+        inbox.put(choice, output)

@@ -1,0 +1,62 @@
+"""The benchmark of the server, with a very small model and hardly any load."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+from benchmarks import serving, tables
+from sympow.models import preset
+
+
+def test_rows_and_their_table(tmp_path):
+    run, options = tmp_path / "run", ("--slots", "2", "--cache-dir", str(tmp_path / "cache"))
+    serving.untrained_run(run, preset("nano", 256))
+
+    async def measured(server: serving.Server) -> list[dict]:
+        rows = await serving.throughput(server, run, "cpu", [1, 2], 6)
+        rows += await serving.first_token(server, 20_000, repeats=3)
+        rows += await serving.memory(server, [100])
+        rows += await serving.hostile(server, 30, new=40)
+        with serving.Server(run, "cpu", *options) as other:
+            rows += await serving.prefix(other, lambda: other, 300)
+        return rows + await serving.vanishing(server, 0.5, 3)
+
+    with serving.Server(run, "cpu", *options) as server:
+        rows = asyncio.run(measured(server))
+    streams, firsts, (memory,), (hostile,), prefix, (left,) = (
+        [row for row in rows if row["measure"] == name]
+        for name in ("throughput", "first token", "memory", "hostile", "prefix", "vanishing")
+    )
+    assert [row["streams"] for row in streams] == [1, 2] and all(row["equal_to_alone"] for row in streams)
+    assert [row["behind_tokens"] for row in firsts] == [0, 20_000] and firsts[1]["still_reading"]
+    assert memory["prompt_tokens"] == 100 and memory["bytes_of_all_slots"] > 0
+    assert hostile["all_4xx"] and hostile["other_answers_equal"] and hostile["alive"]
+    assert [row["cached_tokens"] for row in prefix] == [0, 300, 300] and all(row["equal"] for row in prefix)
+    assert (left["answers_wrong_or_lost"], left["exit_code"], left["faults"]) == (0, 0, 0)
+    assert left["answers_whole_at_shutdown"] == left["answers_at_shutdown"] == 8 and left["all_slots_free_afterwards"]
+    written = tables.serving_table([row | dict.fromkeys(("model", "processor", "torch", "commit"), "") for row in rows])
+    assert "| 2 streams | " in written and "0 wrong or lost" in written
+
+
+def test_a_server_that_does_not_start_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match="the server did not start: exit code 2"), serving.Server(tmp_path, "cpu"):
+        pass
+
+
+def test_what_is_no_answer_has_status_0():
+    class Listens(serving.Server):
+        host = "127.0.0.1"
+
+    async def asked() -> tuple[int, bytes]:
+        async def silent(reader, writer):
+            writer.close()
+
+        listening = await asyncio.start_server(silent, "127.0.0.1", 0)
+        server = Listens(None, "cpu")
+        server.port = listening.sockets[0].getsockname()[1]
+        async with listening:
+            return await server.send("GET", "/")
+
+    assert asyncio.run(asked()) == (0, b"")

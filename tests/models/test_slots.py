@@ -1,0 +1,99 @@
+"""Sequences of different lengths in one batch: each as if it were alone, through any order of coming and going."""
+
+import pytest
+import torch
+
+from sympow.models import Context, generate
+from sympow.models.slots import Slots
+from tests.integrations.small import CASES, VOCAB, small_model
+
+LENGTHS, NEW = (3, 17, 8, 30), 9
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB, (1, length), generator=generator) for length in LENGTHS]
+
+
+def check_rows(model):
+    """Two slots, four sequences: the second two come when others have ended, in rows that are used again."""
+    alone = [generate(model, prompt, NEW, temperature=0).tokens[0].tolist() for prompt in prompts()]
+    slots, waiting, rows = Slots(model, 2), list(enumerate(prompts())), []
+    drawn = {i: [] for i in range(len(LENGTHS))}
+    while waiting or rows:
+        if waiting and slots.count < 2:
+            i, prompt = waiting.pop(0)
+            context = Context.begin(model).read(model, prompt)
+            drawn[i].append(int(context.logits.argmax()))
+            assert slots.put(context.state, context.tokens) == len(rows)
+            rows.append(i)
+        tokens = torch.tensor([drawn[i][-1] for i in rows])
+        for i, token in zip(rows, slots.step(tokens).argmax(-1).tolist(), strict=True):
+            drawn[i].append(token)
+        for row in reversed(range(len(rows))):
+            if len(drawn[rows[row]]) == NEW:
+                slots.release(row)
+                rows[row] = rows[-1]
+                rows.pop()
+    assert list(drawn.values()) == alone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_row_is_as_alone(case):
+    check_rows(small_model(case))
+
+
+@pytest.mark.parametrize("case", ["power", "rwkv7 body", "elu"])
+def test_rows_with_tails(case, monkeypatch):
+    """As on a GPU, where tails are as full as their rows are long."""
+    monkeypatch.setattr("sympow.layers.power.prefers_tail", lambda device, dtype: True)
+    model = small_model(case)
+    assert any("DecodingState" in repr(layer) for layer in model.init_state(1).layers)
+    check_rows(model)
+
+
+@pytest.mark.parametrize("case", ["power", "hybrid", "rwkv7 body", "data-dependent rotation"])
+def test_a_row_taken_continues_as_it_would_have(case):
+    model = small_model(case)
+    slots = Slots(model, 3)
+    for prompt in prompts()[:3]:
+        slots.put(Context.begin(model).read(model, prompt).state, prompt.shape[1])
+    slots.step(torch.tensor([1, 2, 3]))
+    taken = slots.take(1)
+    with torch.no_grad():
+        logits, _ = model.step(torch.tensor([[4]]), taken)
+    expected = slots.step(torch.tensor([5, 4, 6]))[1]
+    torch.testing.assert_close(logits[0], expected)
+
+
+def test_what_a_slot_was_made_of_is_not_changed():
+    model = small_model("hybrid")
+    context = Context.begin(model).read(model, prompts()[1])
+    before = [tensor.clone() for tensor in context.state.tensors()]
+    slots = Slots(model, 2)
+    slots.put(context.state, context.tokens)
+    for token in range(9):
+        slots.step(torch.tensor([token]))
+    assert all(map(torch.equal, before, context.state.tensors()))
+
+
+def test_slots_of_constant_states_are_allocated_once():
+    model = small_model("power")
+    slots = Slots(model, 2)
+    size = slots.nbytes
+    slots.put(Context.begin(model).read(model, prompts()[3]).state, LENGTHS[3])
+    slots.step(torch.tensor([1]))
+    assert slots.nbytes == size
+
+
+def test_refusals():
+    model = small_model("power")
+    for capacity in (0, 1.5):
+        with pytest.raises(ValueError, match="capacity of slots must be an integer of at least 1"):
+            Slots(model, capacity)
+    slots = Slots(model, 1)
+    slots.put(model.init_state(1), 0)
+    with pytest.raises(RuntimeError, match="all 1 slots are in use"):
+        slots.put(model.init_state(1), 0)
+    with pytest.raises(IndexError, match="1 rows are in use, from 0 on; got 1"):
+        slots.release(1)

@@ -1,0 +1,149 @@
+"""`sympow serve` as a process: its folder, its keys, its end."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from http.client import HTTPConnection
+
+import pytest
+
+from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
+from benchmarks.serving import untrained_run
+from sympow.cli import main
+from sympow.cli.serving import api_keys, end_tokens, load_served
+from sympow.data import ByteTokenizer
+from sympow.models import preset
+
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve") / "tiny"
+    untrained_run(folder, preset("nano", 256))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    (folder / "keys").write_text(f"other\n{KEY}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """The process and its port; it is killed if the tests did not end it."""
+    words = ["serve", str(folder), "--port", "0", "--api-keys", str(folder / "keys"), "--device", "cpu"]
+    process = subprocess.Popen([sys.executable, "-m", "sympow", *words], stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    found = re.fullmatch(
+        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1: completions and chats, 16 slots of .*\n", line
+    )
+    assert found, line
+    yield process, int(found[1])
+    process.kill()
+    process.wait()
+
+
+def send(port: int, method: str, path: str, fields=None, key=KEY) -> tuple[int, dict]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, json.dumps(fields or {}), {"Authorization": f"Bearer {key}"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content)
+
+
+def test_answers(server):
+    _, port = server
+    assert send(port, "GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert send(port, "GET", "/v1/models", key="no-key")[0] == 401
+    for path in (COMPLETIONS, CHAT):
+        status, answer = send(port, "POST", path, valid(path, "tiny"))
+        assert status == 200 and answer["usage"]["completion_tokens"] == 4
+
+
+def test_the_client_of_openai(server):
+    openai = pytest.importorskip("openai")
+    _, port = server
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    asked = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(prompt="def main(", **asked, logprobs=1)
+    assert whole.usage.completion_tokens == 8 and len(whole.choices[0].logprobs.tokens) == 8
+    pieces = list(client.completions.create(prompt="def main(", **asked, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    messages = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(messages=messages, **asked, logprobs=True, top_logprobs=2)
+    assert len(chat.choices[0].logprobs.content) == 8
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = client.chat.completions.create(messages=messages, **asked, **options)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == chat.choices[0].message.content and last.usage.completion_tokens == 8
+    with client.chat.completions.create(messages=messages, model="tiny", stream=True) as stream:
+        next(iter(stream))  # and leave: a stream of 4,096 tokens is cancelled
+    with pytest.raises(openai.NotFoundError, match="this server has the model 'tiny'"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
+        client.completions.create(model="tiny", prompt="a", temperature=3)
+
+
+def test_it_ends_in_order(server):
+    """A stream that has begun is answered whole after SIGTERM, and the exit code is 0."""
+    process, port = server
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    fields = valid(COMPLETIONS, "tiny") | {"max_tokens": 200, "stream": True}
+    connection.request("POST", COMPLETIONS, json.dumps(fields), {"Authorization": f"Bearer {KEY}"})
+    answer = connection.getresponse()
+    begun = answer.readline()
+    process.send_signal(signal.SIGTERM)
+    rest = answer.read().decode()
+    assert begun.startswith(b"data: ") and '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+    told = []
+    reader = threading.Thread(target=lambda: told.extend(process.stderr))
+    reader.start()
+    assert process.wait(timeout=60) == 0
+    reader.join()
+    assert told == ["stopped\n"]
+
+
+def test_end_tokens(tmp_path):
+    tokenizer = ByteTokenizer()
+    assert end_tokens(tmp_path, tokenizer) == set()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "\\u0004"}}')
+    assert end_tokens(tmp_path, tokenizer) == {4}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "two"}')  # of several tokens: no end
+    assert end_tokens(tmp_path, tokenizer) == set()
+    for named, ends in (("7", {7}), ("[7, 9]", {7, 9})):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {named}}}')
+        assert end_tokens(tmp_path, tokenizer) == ends
+
+
+def test_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("SYMPOW_API_KEYS", "one, two,")
+    assert api_keys(None) == ("one", "two")
+    monkeypatch.delenv("SYMPOW_API_KEYS")
+    assert api_keys(None) == ()
+    (tmp_path / "keys").write_text("\n three \n")
+    assert api_keys(str(tmp_path / "keys")) == ("three",)
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(ValueError, match="holds no API keys: one a line is expected"):
+        api_keys(str(tmp_path / "keys"))
+
+
+def test_errors_are_one_line(folder, tmp_path, capsys):
+    for words, message in (
+        ([str(tmp_path)], "no run at"),
+        ([str(folder), "--port", "70000"], "a port is a number from 0 to 65,535; got 70000"),
+        ([str(folder), "--queue", "-1"], "queue must be an integer of at least 0; got -1"),
+        ([str(folder), "--host", "192.0.2.1"], ""),
+    ):
+        assert main(["serve", *words, "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["serve", str(folder), "--slots", "0"])
+
+
+def test_a_checkpoint_is_served_with_the_tokenizer_of_its_run(folder):
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert load_served(str(checkpoint), "cpu").folder == folder
