@@ -119,7 +119,8 @@ def level_dim(key_dim: int, p: int, dtype: torch.dtype, device: torch.device) ->
     what runs."""
     if not on_hopper(device) or dtype != torch.bfloat16:
         return None
-    return min((k for power, k in HOPPER_POWERS if power == p and k >= key_dim), default=None)
+    fitting = [k for power, k in HOPPER_POWERS if power == p and k >= key_dim]
+    return min(fitting) if fitting else None  # no min(default=...), which torch.compile of torch 2.11 does not trace
 
 
 def slopes_group(key_dim: int) -> int:
