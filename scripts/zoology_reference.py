@@ -3,8 +3,8 @@
     PYTHONPATH=zoology python scripts/zoology_reference.py tests/layers/zoology_reference.npz
 
 `zoology` is a checkout of github.com/HazyResearch/zoology at commit dbcb60d2bd10, the one before its head. It needs
-torch, einops, pydantic, opt_einsum, scipy, pandas and wandb. No GPU is needed: RWKV's kernel is not built, and only its initial weights
-are written.
+torch, einops, pydantic, opt_einsum, scipy, pandas and wandb. No GPU is needed: RWKV's kernel is not built, and only
+its initial weights are written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def outputs() -> Iterator[tuple[str, torch.Tensor]]:
         with torch.no_grad():
             for key, parameter in mixer.named_parameters():
                 if not key.endswith(FIXED):
-                    parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
             x = torch.randn(BATCH, TIME, WIDTH, generator=generator)
             state = {key: weight.clone() for key, weight in mixer.state_dict().items()}
             yield f"{name}|x", x
@@ -90,8 +90,8 @@ def rows() -> Iterator[tuple[str, torch.Tensor]]:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)  # positional features are computed in it
-    found = dict([*outputs(), *rwkv_starts(), *rows()])
-    np.savez_compressed(sys.argv[1], **{name: value.numpy() for name, value in found.items()})
+    found: dict[str, Any] = {name: value.numpy() for name, value in (*outputs(), *rwkv_starts(), *rows())}
+    np.savez_compressed(sys.argv[1], **found)
 
 
 if __name__ == "__main__":

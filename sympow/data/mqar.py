@@ -22,7 +22,8 @@ with probability proportional to s**(alpha - 1), without replacement; alpha = 1 
 Rows differ from those of the published code on purpose:
 
 - The keys are dealt to the drawn slots at random. There they take the slots in the order in which these are drawn, in
-  which near slots tend to come first: the first keys of the context are asked for nearest to it. `deal="drawn"` does so.
+  which near slots tend to come first: the first keys of the context are asked for nearest to it.
+  `deal="drawn"` does so too.
 - alpha is 0.1, as in the paper; there 0.01.
 - Filler is 0, or with filler="random" tokens that are neither 0 nor a key or value of the row. There it is random by
   default, from the whole vocabulary: a key of the row may stand where nothing is asked.

@@ -81,8 +81,8 @@ class RecallConfig:
             has as many of each task.
         data_seed: of all three; each is drawn from a stream of its own.
         epochs: at most.
-        batch_size: rows in a step; None: 8 where the longest row has 512 tokens or the width is 512 or more, 16 from 256
-            of either, else 64.
+        batch_size: rows in a step; None: 8 where the longest row or the width is 512 or more, 16 from 256 of either,
+            else 64.
         weight_decay: of AdamW, on matrices.
         warmup: share of the steps.
         stop_at: validation accuracy, measured after every epoch, at which training stops; None: never.

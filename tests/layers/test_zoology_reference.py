@@ -95,7 +95,9 @@ CASES = {
     "base_conv listing 1": ("base_conv", 1, LONG | {"filter": "explicit"}, listing_1, 1e-12),
     "base_conv listing 2": ("base_conv", 1, LONG | {"filter": "relu", "order": 16, "bands": 1}, listing_2, 1e-12),
     "hyena": ("hyena", 1, {"max_length": TIME, "bands": 1}, hyena, 1e-12),
-    "hyena options": ("hyena", 1, {"max_length": TIME, "bands": 2, "frequency": 10, "decays": (0.5, 2.0)}, hyena, 1e-12),
+    "hyena options": (
+        "hyena", 1, {"max_length": TIME, "bands": 2, "frequency": 10, "decays": (0.5, 2.0)}, hyena, 1e-12
+    ),
     "h3": ("h3", 1, {"state_dim": TIME, "head_dim": 2}, h3, 1e-6),  # float32 there
 }  # fmt: skip
 
