@@ -129,7 +129,8 @@ def about(tables: Tables) -> str:
     commits = ", ".join(dict.fromkeys(each["commit"] for each in tables["run"]))
     return (
         f"{len(tables['run'])} runs of {row['tokens'] / 1e6:.1f}M tokens, {row['steps']} steps, "
-        f"rows of {row['context'] + 1:,} tokens; bigrams counted in {row['counted_tokens']:,} tokens of training ({row['corpus']}); "
+        f"rows of {row['context'] + 1:,} tokens; bigrams counted in {row['counted_tokens']:,} tokens of training "
+        f"({row['corpus']}); "
         f"{row['processor']}; torch {row['torch']}, commit {commits}."
     )
 
