@@ -96,7 +96,7 @@ def slices_of(tables: Tables) -> str:
     whole = sum(counts.values())
     names = {"hits": "AR hits", "frequent": "repeated but frequent", "new": "new in their row"}
     said = ", ".join(f"{names[part]} {counts[part] / whole:.1%}" for part in PARTS)
-    law = f"AR hits fall with the distance to the power {-first['distance_exponent']:.2f}"
+    law = f"The power of the distance that fits the number of AR hits best is {-first['distance_exponent']:.2f}"
     return f"Of {whole:,} held-out tokens in {len(rows) // len(PARTS)} documents: {said}. {law}."
 
 
@@ -128,8 +128,9 @@ def about(tables: Tables) -> str:
     row = tables["run"][0]
     commits = ", ".join(dict.fromkeys(each["commit"] for each in tables["run"]))
     return (
-        f"{len(tables['run'])} runs of {row['tokens']:,} tokens, {row['steps']} steps, rows of {row['context'] + 1:,} "
-        f"tokens; bigrams counted in {row['counted_tokens']:,} tokens of training ({row['corpus']}); "
+        f"{len(tables['run'])} runs of {row['tokens'] / 1e6:.1f}M tokens, {row['steps']} steps, "
+        f"rows of {row['context'] + 1:,} tokens; bigrams counted in {row['counted_tokens']:,} tokens of training "
+        f"({row['corpus']}); "
         f"{row['processor']}; torch {row['torch']}, commit {commits}."
     )
 
