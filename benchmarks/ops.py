@@ -79,9 +79,9 @@ def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:
 
 def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
     """The largest error of output and gradients, in norm, relative to what `bound` allows it."""
-    errors = [_relative(results[0][:, wanted.rows], wanted.out)]
+    errors = [relative(results[0][:, wanted.rows], wanted.out)]
     for got, want, roundings in zip(results, wanted.heads, wanted.roundings, strict=False):  # forward has one result
-        errors.append(_relative(_sampled_heads(case, got), want) / roundings)
+        errors.append(relative(_sampled_heads(case, got), want) / roundings)
     return max(errors)
 
 
@@ -111,7 +111,7 @@ def _sampled_rows(case: Case, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return rows, out.flatten(2, 3)
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
+def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
