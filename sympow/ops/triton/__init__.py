@@ -52,10 +52,9 @@ def attention(
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
-    tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
     if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
         q, k, v = q.float(), k.float(), v.float()
-    tf32 = tf32 and q.dtype == torch.float32
     level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
     q, k = _pad(q, level_dim), _pad(k, level_dim)
     if chunk_size is None:
@@ -81,24 +80,24 @@ def attention(
     columns = v.shape[3]
     for first in range(0, columns, widest):
         last = min(first + widest, columns)
-        v_part = _pad(v[..., first:last])
+        v_part = _pad(_channels(v, first, last))
         if context_group is not None:
             out = PowerInContext.apply(q, k, v_part, log_g, options, context_group)
-            outs.append(_first(out, last - first))
+            outs.append(_channels(out, 0, last - first))
             continue
-        s_part = None if s is None else _pad(s[..., first:last]).contiguous()
+        s_part = None if s is None else _pad(_channels(s, first, last)).contiguous()
         out, s_end, z_end = attend(q, k, v_part, log_g, s_part, z if p == 2 else None, cu_seqlens, options)
-        outs.append(_first(out, last - first))
+        outs.append(_channels(out, 0, last - first))
         ends.append((s_end, z_end))
     out = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     if ones and normalize:
         total = _Total.apply(out[..., value_dim:], v.dtype)
         out = out[..., :value_dim] / (total + eps)
-    out = _first(out, value_dim).to(dtype)
+    out = _channels(out, 0, value_dim).to(dtype)
     if not return_state:
         return out, None
     (s, z), *more = ends
-    s = _first(torch.cat([s, *(x for x, _ in more)], -1) if more else s, columns)
+    s = _channels(torch.cat([s, *(x for x, _ in more)], -1) if more else s, 0, columns)
     if ones:
         s, z = s[..., :value_dim], s[..., value_dim]
     s, z = (_narrow(x, key_dim, width, p) for x in (s, z))
@@ -180,9 +179,9 @@ def _pad(x: Tensor, width: int | None = None) -> Tensor:
     return pad(x, (0, missing)) if missing else x
 
 
-def _first(x: Tensor, count: int) -> Tensor:
-    """The first channels of x: x itself if it has no more, as a slice costs autograd time."""
-    return x if x.shape[-1] == count else x[..., :count]
+def _channels(x: Tensor, first: int, last: int) -> Tensor:
+    """x[..., first:last]; x itself if it has no others, as the gradient of a slice is two more kernels."""
+    return x if first == 0 and last == x.shape[-1] else x[..., first:last]
 
 
 def _inner(key_dim: int, width: int, p: int) -> Tensor:

@@ -35,10 +35,14 @@ class Tile(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    kernel: CompiledKernel
+    run: Any  # as that of Triton's compiled kernel
+    handle: Any  # of its code on the device
+    metadata: Any
+    grid: tuple[int, int, int]
     device: int
     arguments: list  # of every parameter; None where a tensor will stand
-    places: dict[str, tuple[int, Any]]  # of every tensor, its place in the arguments and its dtype (None: it is None)
+    # Of every tensor its place in the arguments, its dtype (None: it is None), whether it is handed over as descriptor.
+    places: dict[str, tuple[int, Any, bool]]
 
 
 class Launcher:
@@ -59,30 +63,27 @@ class Launcher:
     def __call__(self, **tensors: Tensor | None) -> None:
         """Launches the kernel on the current stream, with the missing arguments by name."""
         compiled = self._compiled
-        if compiled is None or _hooked() or driver.active.get_current_device() != compiled.device:
+        active = driver.active
+        if compiled is None or _hooked() or active.get_current_device() != compiled.device:
             return self._first(tensors)
-        kernel, device, arguments, places = compiled
+        run, handle, metadata, grid, device, arguments, places = compiled
         arguments = arguments.copy()
         for name, x in tensors.items():
-            place, dtype = places[name]
-            if x is None or x.dtype is not dtype:
-                if x is None and dtype is None:
+            place, dtype, tiled = places[name]
+            if x is None:
+                if dtype is None:
                     continue
                 return self._by_triton(tensors)
             address = x.data_ptr()
-            if address % _ALIGNMENT:
+            if address % _ALIGNMENT or x.dtype is not dtype:
                 return self._by_triton(tensors)
-            if name in self._tiles:
+            if tiled:
                 descriptor = TensorDescriptor.__new__(TensorDescriptor)
                 descriptor.__dict__.update(arguments[place].__dict__, base=x)
                 arguments[place] = descriptor
             else:
                 arguments[place] = address
-        stream = driver.active.get_current_stream(device)
-        grid = (*self._grid, 1, 1)
-        kernel.run(
-            grid[0], grid[1], grid[2], stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments
-        )
+        run(*grid, active.get_current_stream(device), handle, metadata, None, None, None, *arguments)
 
     def _by_triton(self, tensors: Mapping[str, Tensor | None]) -> Any:
         given = {
@@ -107,8 +108,14 @@ class Launcher:
                 descriptor = self._tiles[name].descriptor(x)
                 descriptor.base = None  # else x would live as long as this
                 arguments[names.index(name)] = descriptor
-        places = {name: (names.index(name), None if x is None else x.dtype) for name, x in tensors.items()}
-        self._compiled = _Compiled(kernel, driver.active.get_current_device(), arguments, places)
+        places = {
+            name: (names.index(name), None if x is None else x.dtype, name in self._tiles) for name, x in tensors.items()
+        }
+        x, y, z, *_ = (*self._grid, 1, 1)
+        self._compiled = _Compiled(
+            kernel.run, kernel.function, kernel.packed_metadata, (x, y, z), driver.active.get_current_device(),
+            arguments, places,
+        )  # fmt: skip
 
 
 def _hooked() -> bool:
