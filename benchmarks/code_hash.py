@@ -14,8 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "sympow.ops.triton"
+PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
 
 
+@lru_cache
 def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
     """Returns 12 hex digits for the code of `part` and of all that it imports of `sympow`.
 

@@ -25,8 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import DTYPES, Case, make_inputs
-from benchmarks.code_hash import code_hash
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.measure import measured, options, write
 from benchmarks.ops import MODES, check, expected, power_call, relative
 from benchmarks.peers import heads_first
 from sympow.layers.base import HeadOptions
@@ -138,7 +137,7 @@ def measure(case: Case, device: str, what: str) -> dict:
         | {"us": round(us, 1), "peer_us": round(peer_us, 1), "wall_us": round(wall, 1)}
         | {"peer_wall_us": round(peer_wall, 1), "ratio": round(peer_wall / wall, 3), "err": float(f"{wrong:.2e}")}
         | {"peer": "cuDNN softmax attention" if device == "cuda" else "torch scaled_dot_product_attention"}
-        | {"processor": processor(device), "commit": commit(), "code": code_hash(), "torch": torch.__version__}
+        | measured(device)
     )
 
 

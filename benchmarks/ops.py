@@ -23,13 +23,12 @@ from torch import Tensor
 
 from benchmarks.cases import CASES, DTYPES, Case, make_inputs
 from benchmarks.measure import (
-    commit,
     gpu_peak_extra_bytes,
     graphed,
+    measured,
     milliseconds,
     options,
     peak_extra_bytes,
-    processor,
     write,
 )
 from benchmarks.peers import PEERS, supports
@@ -202,8 +201,7 @@ def _measure_together(
                 | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
                 | {"chunk": chunks[i], "gated": case.gated, "mode": mode, "ms": round(ours[i], 3)}
                 | {"peer_ms": round(peer_ms, 3), "ratio": round(peer_ms / ours[i], 3), "graph": graph}
-                | {"err": float(f"{errors[i]:.2e}"), "extra_mb": memories[i], "processor": processor(device)}
-                | {"commit": commit(), "torch": torch.__version__}
+                | {"err": float(f"{errors[i]:.2e}"), "extra_mb": memories[i], **measured(device)}
             )
     return rows
 

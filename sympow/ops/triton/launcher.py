@@ -109,7 +109,8 @@ class Launcher:
                 descriptor.base = None  # else x would live as long as this
                 arguments[names.index(name)] = descriptor
         places = {
-            name: (names.index(name), None if x is None else x.dtype, name in self._tiles) for name, x in tensors.items()
+            name: (names.index(name), None if x is None else x.dtype, name in self._tiles)
+            for name, x in tensors.items()
         }
         x, y, z, *_ = (*self._grid, 1, 1)
         self._compiled = _Compiled(
