@@ -38,7 +38,7 @@ class _Compiled(NamedTuple):
     run: Any  # as that of Triton's compiled kernel
     handle: Any  # of its code on the device
     metadata: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]  # three
     device: int
     arguments: list  # of every parameter; None where a tensor will stand
     # Of every tensor its place in the arguments, its dtype (None: it is None), whether it is handed over as descriptor.
@@ -63,8 +63,10 @@ class Launcher:
     def __call__(self, **tensors: Tensor | None) -> None:
         """Launches the kernel on the current stream, with the missing arguments by name."""
         compiled = self._compiled
+        if compiled is None or _hooked():
+            return self._first(tensors)
         active = driver.active
-        if compiled is None or _hooked() or active.get_current_device() != compiled.device:
+        if active.get_current_device() != compiled.device:
             return self._first(tensors)
         run, handle, metadata, grid, device, arguments, places = compiled
         arguments = arguments.copy()
@@ -112,11 +114,26 @@ class Launcher:
             name: (names.index(name), None if x is None else x.dtype, name in self._tiles)
             for name, x in tensors.items()
         }
-        x, y, z, *_ = (*self._grid, 1, 1)
+        grid = (*self._grid, 1, 1)[:3]
+        device = driver.active.get_current_device()
         self._compiled = _Compiled(
-            kernel.run, kernel.function, kernel.packed_metadata, (x, y, z), driver.active.get_current_device(),
-            arguments, places,
-        )  # fmt: skip
+            kernel.run, kernel.function, kernel.packed_metadata, grid, device, arguments, places
+        )
+
+
+_launchers: dict[tuple, Launcher] = {}
+_MOST = 1024  # launchers: a server sees many lengths
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
+    """Launches a kernel by a `Launcher` of these arguments, numbers alone, which is made once."""
+    key = (id(kernel), grid, *arguments.values())
+    launcher = _launchers.get(key)
+    if launcher is None:
+        if len(_launchers) >= _MOST:
+            _launchers.pop(next(iter(_launchers)))  # the oldest
+        launcher = _launchers[key] = Launcher(kernel, grid, arguments)
+    launcher(**tensors)
 
 
 def _hooked() -> bool:
