@@ -19,6 +19,7 @@ test: lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	-@$(BIN)/python -m benchmarks.tables --stale
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --site-dir site

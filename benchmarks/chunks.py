@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import FORMS, Case, make_inputs
-from benchmarks.measure import commit, graphed, kernel_milliseconds, milliseconds, options, processor, write
+from benchmarks.measure import graphed, kernel_milliseconds, measured, milliseconds, options, write
 from benchmarks.ops import GRAPHED, MODES, check, chunk_size, expected, power_call
 from benchmarks.tables import chunks_table
 
@@ -43,7 +43,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False
     wanted = expected(case, inputs, MODES[1])
     about = {"op": "power_attention", "device": device, "dtype": case.dtype, "gated": case.gated}
     about |= {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
-    run = {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
+    run = measured(device)
     graph = device == "cuda" and case.T <= GRAPHED
     for mode in MODES:
         single = [(IMPL[device], chunk) for chunk in (*(x for x in chunks if x < case.T), case.T)]

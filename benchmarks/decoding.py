@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import decoding_gpu
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.measure import measured, options, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
 
@@ -103,7 +103,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
         }
         | {"context": context, "tokens": tokens, "ms_per_token": round(ms[context], 4), "state_bytes": held[context]}
         | {"ratio": round(ms[context] / ms[min(contexts)], 3), "err": float(f"{wrong:.2e}")}
-        | {"processor": processor(device), "commit": commit(), "torch": torch.__version__}
+        | measured(device)
         for context in states
     ]
 

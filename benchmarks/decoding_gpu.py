@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import DTYPES, Case, make_inputs
-from benchmarks.measure import commit, graphed, milliseconds, processor
+from benchmarks.measure import graphed, measured, milliseconds
 from benchmarks.ops import bound
 from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step, reference
 
@@ -123,7 +123,7 @@ def measure(case: Case, device: str = "cuda", context: int = CONTEXT, copied: in
         | {"share_of_copy": round(bandwidth / copy_bandwidth, 3)}
         | {"peer": f"torch scaled_dot_product_attention, {list(peers)[fastest]}", "context": context}
         | {"peer_ms": round(peer_ms[fastest], 5), "ratio": round(peer_ms[fastest] / ms, 2)}
-        | {"err": float(f"{wrong:.2e}"), "processor": processor(device), "commit": commit(), "torch": torch.__version__}
+        | {"err": float(f"{wrong:.2e}"), **measured(device)}
     )
 
 

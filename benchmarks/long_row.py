@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.chains import Chains, options
-from benchmarks.measure import commit, processor
+from benchmarks.measure import measured
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train
@@ -119,7 +119,7 @@ def main() -> int:
         | {"trained_steps": trained.steps, "trained_context": args.context, "trained_rows": args.rows}
         | {"length": args.length, "grad_norm": done["grad_norm"], "seconds": round(done["seconds"], 3)}
         | {"peak_gib": round(done["peak"] / 2**30, 2) or None, "best_loss": round(math.log(training.successors), 5)}
-        | {"processor": processor(args.device), "commit": commit(), "torch": torch.__version__}
+        | measured(args.device)
         | summary(losses)
         | {"curve": curve(losses)}
     )

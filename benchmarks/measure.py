@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.code_hash import PARTS, code_hash
+
 
 def milliseconds(
     calls: Sequence[Callable[[], object]], device: str, *, rounds: int = 7, least: float = 0.3
@@ -124,6 +126,12 @@ def commit() -> str:
         return subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
 
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def measured(device: str) -> dict[str, str | None]:
+    """What every row of results says of its run: where, and which code. `tables --stale` compares the code."""
+    about = {"processor": processor(device), "commit": commit(), "code": code_hash(PARTS[device])}
+    return about | {"torch": torch.__version__}
 
 
 def processor(device: str) -> str:

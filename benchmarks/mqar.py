@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measure import commit, processor
+from benchmarks.measure import measured
 from sympow.recall import run_sweep, summary, write_results
 from sympow.recall.results import group
 from sympow.recall.sweep import EXECUTORS
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew")
     args = parser.parse_args()
     sweep = load_sweep(args.recipe).override(args.overrides)
-    about = {"processor": processor(args.device), "commit": commit()}
+    about = measured(args.device)
     # A folder of its own for every commit: rows of another one are not to be taken for those of this.
     folder = args.out or Path("runs") / f"{sweep.name}-{about['commit']}"
     rows = run_sweep(

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from benchmarks.cases import CASES, DTYPES, Case, make_inputs
 from benchmarks.measure import (
-    commit,
     gpu_peak_extra_bytes,
     graphed,
+    measured,
     milliseconds,
     options,
     peak_extra_bytes,
-    processor,
     write,
 )
 from benchmarks.peers import PEERS, supports
@@ -79,9 +78,9 @@ def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:
 
 def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
     """The largest error of output and gradients, in norm, relative to what `bound` allows it."""
-    errors = [_relative(results[0][:, wanted.rows], wanted.out)]
+    errors = [relative(results[0][:, wanted.rows], wanted.out)]
     for got, want, roundings in zip(results, wanted.heads, wanted.roundings, strict=False):  # forward has one result
-        errors.append(_relative(_sampled_heads(case, got), want) / roundings)
+        errors.append(relative(_sampled_heads(case, got), want) / roundings)
     return max(errors)
 
 
@@ -111,7 +110,7 @@ def _sampled_rows(case: Case, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return rows, out.flatten(2, 3)
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
+def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
@@ -202,8 +201,7 @@ def _measure_together(
                 | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
                 | {"chunk": chunks[i], "gated": case.gated, "mode": mode, "ms": round(ours[i], 3)}
                 | {"peer_ms": round(peer_ms, 3), "ratio": round(peer_ms / ours[i], 3), "graph": graph}
-                | {"err": float(f"{errors[i]:.2e}"), "extra_mb": memories[i], "processor": processor(device)}
-                | {"commit": commit(), "torch": torch.__version__}
+                | {"err": float(f"{errors[i]:.2e}"), "extra_mb": memories[i], **measured(device)}
             )
     return rows
 

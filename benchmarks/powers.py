@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case, make_inputs
 from benchmarks.chunks import IMPL, by_pass, compile_kernels
-from benchmarks.measure import commit, kernel_milliseconds, milliseconds, options, processor, write
+from benchmarks.measure import kernel_milliseconds, measured, milliseconds, options, write
 from benchmarks.ops import MODES, bound, check, chunk_size, expected, power_call
 from benchmarks.peers import PEERS
 
@@ -62,7 +62,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, shortest: bool, pass
     for row, ms in zip(able, milliseconds(calls, device, rounds=3, least=0.05), strict=True):
         row["ms"] = round(ms, 3)
     about = {"B": case.B, "T": case.T, "H": case.H, "K": case.K, "V": case.V, "p": case.p, "gated": case.gated}
-    return [about | row | {"processor": processor(device), "commit": commit()} for row in rows]
+    return [about | row | measured(device) for row in rows]
 
 
 def table(rows: Sequence[dict]) -> list[str]:

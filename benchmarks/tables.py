@@ -1,4 +1,5 @@
-"""Writes the tables of docs from committed results: `python -m benchmarks.tables`; `--check` only compares.
+"""Writes the tables of docs from committed results: `python -m benchmarks.tables`; `--check` only compares,
+`--stale` names the results whose code has changed since they were measured.
 
 A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, NAME a file of benchmarks/results.
 """
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from sympow.recall.results import chosen, read_results
+from benchmarks.code_hash import PARTS, code_hash
+from sympow.recall.results import chosen, read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -242,10 +244,31 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
     return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 
 
+def stale(name: str) -> list[str]:
+    """Commits of the rows of a file of results that measured other code than there is now. A row tells the hash of its
+    code; of a row that does not, the hash at its commit is taken. Rows of a commit that git does not know are stale."""
+    path = RESULTS / name
+    rows = read_rows(path, ("commit", "code")) if path.suffix == ".csv" else json.loads(path.read_text())
+    part = PARTS["cpu" if path.stem.endswith("_cpu") else "cuda"]
+    runs = {(row["commit"], row.get("code")) for row in (rows if isinstance(rows, list) else [rows])}
+    return sorted(commit for commit, code in runs if (code or code_hash(part, commit)) != code_hash(part))
+
+
+def print_stale() -> int:
+    """Prints the results with stale rows, and returns how many there are."""
+    found = {name: commits for name in TABLES if (commits := stale(name))}
+    for name, commits in found.items():
+        print(f"{name}: the code that it measured has changed since {', '.join(commits)}")
+    return len(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
+    parser.add_argument("--stale", action="store_true", help="change nothing; exit 1 if a table's code has changed")
     args = parser.parse_args()
+    if args.stale:
+        return int(print_stale() > 0)
     late = 0
     for page in PAGES:
         old = page.read_text()

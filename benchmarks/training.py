@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import commit, processor
+from benchmarks.measure import measured
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
@@ -166,7 +166,7 @@ def measure(shape: Shape, mixer: str, mode: str, device: torch.device, count: in
         | {"peak_gib": round(taken["peak"] / 2**30, 2) or None, "first_step_s": round(taken["seconds"][0], 2)}
         | {"flops_per_token": taken["flops"], "loss": taken["loss"], "grad_norm": taken["grad_norm"]}
         | {"precision_error": float(f"{error:.2e}"), "mode_error": float(f"{wrong:.2e}")}
-        | {"processor": processor(device.type), "commit": commit(), "torch": torch.__version__}
+        | measured(device.type)
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.chains import Chains, options
-from benchmarks.measure import commit, processor
+from benchmarks.measure import measured
 from benchmarks.training import world_size
 from sympow.data import Batches, ByteTokenizer, DataConfig, open_corpus
 from sympow.models import MixerConfig, preset
@@ -119,7 +119,7 @@ def main() -> int:
             f"{row['first_loss']:.4f} to {row['last_loss']:.4f} differ by at most {row['difference']:.1e} "
             f"(step {row['worst_step']}); {row['allowed']:.0e} is allowed"
         )
-    about = {"processor": processor(args.device), "commit": commit(), "torch": torch.__version__}
+    about = measured(args.device)
     config = run_config(args)
     settings = {"model": config.model.to_dict(), "training": config.training.to_dict(), "text": args.text}
     (args.out / "ranks.json").write_text(json.dumps({"rows": rows, **settings, **about}, indent=1) + "\n")

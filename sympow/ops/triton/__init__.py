@@ -6,7 +6,7 @@ for p other than 2 the normalizer is two more value channels, of ones.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from triton import knobs
 from sympow.ops.decoding import DecodingState, StepOptions
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
-from sympow.ops.triton.context import Options, PowerInContext
+from sympow.ops.triton.context import PowerInContext
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
-from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, kept_shapes, power_forward
+from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, Options, attend
+from sympow.ops.triton.plan import Shapes
 from sympow.ops.types import PowerState
 
 _MAX_VALUE_DIM = 128
@@ -51,12 +52,11 @@ def attention(
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
-    tf32 = dtype == torch.float16 or torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
     if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
         q, k, v = q.float(), k.float(), v.float()
-    tf32 = tf32 and q.dtype == torch.float32
     level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
-    q, k = (_pad(x) if level_dim is None else pad(x, (0, level_dim - key_dim)) for x in (q, k))
+    q, k = _pad(q, level_dim), _pad(k, level_dim)
     if chunk_size is None:
         chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
@@ -74,33 +74,33 @@ def attention(
     if ones:
         v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
         s = None if s is None or z is None else torch.cat([s, z[..., None], z[..., None]], -1)
-    outs, ends, columns = [], [], v.shape[3]
+    options = Options(p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones, gradient)
+    outs: list[Tensor] = []
+    ends: list[tuple[Any, Any]] = []
+    columns = v.shape[3]
     for first in range(0, columns, widest):
         last = min(first + widest, columns)
-        v_part = _pad(v[..., first:last])
+        v_part = _pad(_channels(v, first, last))
         if context_group is not None:
-            options = Options(p, scale, normalize and p == 2, eps, chunk, tf32, ones)
             out = PowerInContext.apply(q, k, v_part, log_g, options, context_group)
-            outs.append(out[..., : last - first])
+            outs.append(_channels(out, 0, last - first))
             continue
-        s_part = None if s is None else _pad(s[..., first:last]).contiguous()
-        out, _, s_end, z_end, *_ = power_forward(
-            q, k, v_part, log_g, s_part, z if p == 2 else None,
-            cu_seqlens, p, scale, normalize and p == 2, eps, chunk, return_state, tf32, ones, gradient,
-        )  # fmt: skip
-        outs.append(out[..., : last - first])
-        ends.append(s_end[..., : last - first])
+        s_part = None if s is None else _pad(_channels(s, first, last)).contiguous()
+        out, s_end, z_end = attend(q, k, v_part, log_g, s_part, z if p == 2 else None, cu_seqlens, options)
+        outs.append(_channels(out, 0, last - first))
+        ends.append((s_end, z_end))
     out = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     if ones and normalize:
         total = _Total.apply(out[..., value_dim:], v.dtype)
         out = out[..., :value_dim] / (total + eps)
-    out = out[..., :value_dim].to(dtype)
+    out = _channels(out, 0, value_dim).to(dtype)
     if not return_state:
         return out, None
-    s = torch.cat(ends, -1)
+    (s, z), *more = ends
+    s = _channels(torch.cat([s, *(x for x, _ in more)], -1) if more else s, 0, columns)
     if ones:
-        s, z_end = s[..., :value_dim], s[..., value_dim]
-    s, z = (_narrow(x, key_dim, width, p) for x in (s, z_end))
+        s, z = s[..., :value_dim], s[..., value_dim]
+    s, z = (_narrow(x, key_dim, width, p) for x in (s, z))
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
 
 
@@ -113,7 +113,7 @@ def automatic_chunk_size(
     reach = log_g is not None and cu_seqlens is None and not has_state
     chunk = config.chunk_size(key_dim, p, time, gradient, reach)
     if gradient and chunk < min(wider, time):
-        kept = [kept_shapes(q, k, v, cu_seqlens, p, size, True) is not None for size in (chunk, wider)]
+        kept = [Shapes(q, k, v, cu_seqlens, p, size, gradient_rows=True).keeps(True) for size in (chunk, wider)]
         return wider if kept == [False, True] else chunk
     return chunk
 
@@ -172,10 +172,16 @@ def _without_states(p: int, key_dim: int) -> str | None:
     return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
 
 
-def _pad(x: Tensor) -> Tensor:
-    """Zero channels up to a power of two, 16 at least: what the kernels' tiles hold, at addresses copies can take."""
-    missing = padded_key_dim(x.shape[-1]) - x.shape[-1]
+def _pad(x: Tensor, width: int | None = None) -> Tensor:
+    """Zero channels up to `width`; None: to a power of two, 16 at least, which the kernels' tiles hold, at addresses
+    copies can take."""
+    missing = (padded_key_dim(x.shape[-1]) if width is None else width) - x.shape[-1]
     return pad(x, (0, missing)) if missing else x
+
+
+def _channels(x: Tensor, first: int, last: int) -> Tensor:
+    """x[..., first:last]; x itself if it has no others, as the gradient of a slice is two more kernels."""
+    return x if first == 0 and last == x.shape[-1] else x[..., first:last]
 
 
 def _inner(key_dim: int, width: int, p: int) -> Tensor:

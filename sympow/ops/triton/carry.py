@@ -21,12 +21,13 @@ _CHUNKS, _BLOCK = 8, 512  # of a program's tile
 def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor:
     """[B, G, chunks], float32, of rows with a gate: log2 of the decay from the row's start to each chunk's; in reverse,
     from each chunk's end to the row's. That of the whole row goes to log_decay [B G], as a natural logarithm."""
-    rows = call.layout.sequences
-    chunks = call.layout.blocks(call.chunk) // max(rows, 1)
-    decays = call.sums.new_empty(rows, call.G, chunks)
-    sum_decays[(rows, call.G)](
-        call.sums, decays, log_decay, call.layout.length, call.layout.tokens, call.G, chunks,
-        CHUNK=call.chunk, COUNT=config.next_power_of_2(max(chunks, 1)), REVERSE=reverse,
+    plan, sums = call.plan, call.gate.sums
+    rows = plan.layout.sequences
+    chunks = plan.layout.blocks(plan.chunk) // max(rows, 1)
+    decays = sums.new_empty(rows, plan.G, chunks)
+    sum_decays[(rows, plan.G)](
+        sums, decays, log_decay, plan.layout.length, plan.layout.tokens, plan.G, chunks,
+        CHUNK=plan.chunk, COUNT=config.next_power_of_2(max(chunks, 1)), REVERSE=reverse,
     )  # fmt: skip
     return decays
 

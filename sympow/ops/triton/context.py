@@ -11,38 +11,17 @@ a gate.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.context import exclusive_scan_of_message
-from sympow.ops.triton import config
-from sympow.ops.triton.call import Call, Shapes
+from sympow.ops.triton import config, launch
+from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.carry import carried, chunk_decays
-from sympow.ops.triton.op import (
-    RowFactors,
-    gate_gradient,
-    kept_shapes,
-    key_gradient,
-    output,
-    query_gradient,
-    row_factors,
-    through_states,
-)
-
-
-class Options(NamedTuple):
-    """Of `power_forward`."""
-
-    p: int
-    scale: float
-    normalize: bool
-    eps: float
-    chunk: int
-    tf32: bool
-    wide: bool
+from sympow.ops.triton.op import Options
+from sympow.ops.triton.plan import Shapes
 
 
 class PowerInContext(torch.autograd.Function):
@@ -50,7 +29,7 @@ class PowerInContext(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, log_g, options: Options, group: dist.ProcessGroup):
-        p, scale, normalize, eps, chunk, tf32, wide = options
+        p, scale, normalize, eps, chunk, _, tf32, wide, _ = options
         gradient = any(ctx.needs_input_grad)
         s, z, sums, decays, message = context_states(k, v, log_g, p, scale, chunk, tf32, gradient)
         incoming = _exchange(message, s, z, k, group)
@@ -67,7 +46,7 @@ class PowerInContext(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, log_g, out, norm, s, z, incoming, last = ctx.saved_tensors
-        p, scale, normalize, _, chunk, tf32, _ = ctx.options
+        p, scale, normalize, _, chunk, _, tf32, *_ = ctx.options
         dout = dout.to(v.dtype).contiguous()
         dq, *factors, s_made, z_made, ds, dz, sums, decays, message = context_query_gradient(
             dout, q, k, v, log_g, out, norm, s, z, incoming, p, scale, normalize, chunk, tf32
@@ -105,19 +84,20 @@ def _ends(shapes: Shapes, message: Tensor) -> tuple[Tensor, Tensor]:
 
 def _own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S and Z from none, the decays to them (empty without a gate), and the message."""
-    message = call.sums.new_empty(_message_length(call, call.gated))
-    s, z = call.states(None, None, _ends(call, message), call.p == 2, gradient)
+    plan = call.plan
+    message = call.gate.sums.new_empty(_message_length(plan, plan.gated))
+    s, z = launch.states(call, None, None, _ends(plan, message), plan.p == 2, gradient)
     decays = message.new_empty(0)
-    if call.gated:
-        log_decay = message[message.numel() - call.layout.sequences * call.G :]
+    if plan.gated:
+        log_decay = message[message.numel() - plan.layout.sequences * plan.G :]
         decays = chunk_decays(call, log_decay, reverse=gradient is not None)
     return s, z, decays, message
 
 
 def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
     """S and Z, given those from none and what came in."""
-    came = _ends(call, incoming)
-    s, z = (carried(x, y, decays if call.gated else None) for x, y in zip((s, z), came, strict=True))
+    came = _ends(call.plan, incoming)
+    s, z = (carried(x, y, decays if call.plan.gated else None) for x, y in zip((s, z), came, strict=True))
     return s, z
 
 
@@ -128,7 +108,7 @@ def context_states(
     """S and Z before each chunk, from none; the gate's sums (empty without one); decays to the chunks; the message."""
     call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, gradient)
     s, z, decays, message = _own_states(call)
-    return s, z, call.sums, decays, message
+    return s, z, call.gate.sums, decays, message
 
 
 def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor, ...]:
@@ -168,17 +148,17 @@ def context_output(
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out [B, T, H, V] and normalizer [H, B T]; what the backward needs of the states, each empty where it does not: S
-    and Z with what came in, at the boundaries of chunks, under the limit of `kept_shapes`; the last ones, flat."""
-    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, sums)
+    and Z with what came in, at the boundaries of chunks, under the limit of `Shapes.keeps`; the last ones, flat."""
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, Gate(sums, None, None))
     s, z = _all_states(call, s, z, decays, incoming)
-    out, norm = output(call, s, z, True, normalize, eps, wide)
-    if not gradient or kept_shapes(q, k, v, None, p, chunk, True) is None:
+    out, norm = launch.output(call, s, z, True, normalize, eps, wide)
+    if not gradient or not Shapes(q, k, v, None, p, chunk, True).keeps(True):
         s, z = s.new_empty(0), z.new_empty(0)
     last = message.new_empty(0)
-    if gradient and call.gated:
+    if gradient and call.plan.gated:
         decay = message[incoming.numel() :].exp().view(q.shape[0], -1, 1, 1)
         last = torch.empty_like(incoming)
-        parts = zip(*(_ends(call, x) for x in (message, incoming, last)), strict=True)
+        parts = zip(*(_ends(call.plan, x) for x in (message, incoming, last)), strict=True)
         for own, came, total in parts:
             if own.numel():
                 torch.addcmul(own, came, decay, out=total)
@@ -190,8 +170,9 @@ def _(q, k, v, log_g, s, z, sums, decays, message, incoming, p, scale, normalize
     b, t, h, _ = q.shape
     out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
     norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
-    kept = kept_shapes(q, k, v, None, p, chunk, True) if gradient else None
-    states = [k.new_empty(shape) for shape in kept or ((0,), (0,))]
+    shapes = Shapes(q, k, v, None, p, chunk, True)
+    kept = gradient and shapes.keeps(True)
+    states = [k.new_empty(shape) for shape in (shapes.state_shapes(p == 2) if kept else ((0,), (0,)))]
     return out, norm, *states, incoming.new_empty(incoming.shape if gradient and log_g is not None else 0)
 
 
@@ -218,15 +199,15 @@ def context_query_gradient(
     states after each chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were
     not kept."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
-    factors = row_factors(call, dout, out, norm, normalize)
+    factors = launch.row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
     if not s_kept.numel():
-        s, z = call.states(*_ends(call, incoming), None, p == 2)
-    dq, dsums = query_gradient(call, dout, factors, s, z, True, normalize)
-    if s_kept.numel() or not call.restarts:
+        s, z = launch.states(call, *_ends(call.plan, incoming), None, p == 2)
+    dq, dsums = launch.query_gradient(call, dout, factors, s, z, True, normalize)
+    if s_kept.numel() or not call.plan.restarts:
         s, z = s_kept.new_empty(0), z_kept.new_empty(0)
     ds, dz, decays, message = _own_states(call, (dout, factors.factor, factors.delta))
-    return dq, factors.factor, factors.delta, dsums, s, z, ds, dz, call.sums, decays, message
+    return dq, factors.factor, factors.delta, dsums, s, z, ds, dz, call.gate.sums, decays, message
 
 
 @context_query_gradient.register_fake
@@ -262,21 +243,22 @@ def context_key_gradient(
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dk, dv and dlog_g (empty without a gate). s, z: the states before each chunk, where `Call.restarts`; `last`: of
+    """dk, dv and dlog_g (empty without a gate). s, z: the states before each chunk, where `Plan.restarts`; `last`: of
     the forward, its last states."""
-    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, sums=sums)
+    call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, gate=Gate(sums, None, None))
     ds, dz = _all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)
-    dk, dv, dsums_k = key_gradient(call, dout, RowFactors(factor, none, none, delta), ds, dz, True, p == 2)
+    factors = launch.RowFactors(factor, none, none, delta)
+    dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, True, p == 2)
     if log_g is None:
         return dk, dv, none
     # Through the last state, all of which the whole row's decay multiplies.
-    (s_end, z_end), (ds_end, dz_end) = _ends(call, last), _ends(call, incoming)
-    end = call.rows.inner(s_end, ds_end)
+    (s_end, z_end), (ds_end, dz_end) = _ends(call.plan, last), _ends(call.plan, incoming)
+    end = call.plan.rows.inner(s_end, ds_end)
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))
-    through = through_states(call, s, z, ds, dz, p == 2) if call.restarts else None
-    return dk, dv, gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
+    through = launch.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
+    return dk, dv, launch.gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
 
 
 @context_key_gradient.register_fake

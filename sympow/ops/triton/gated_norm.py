@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.triton import config
+from sympow.ops.triton.launcher import launch
 
 ELEMENTS, WARPS = 4096, 4  # of a tile of heads
 PROGRAMS = 8  # of the backward for each multiprocessor: a part of the sum for the weights each
@@ -99,7 +100,9 @@ def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float
     rows, tile, dims = _tiles(y)
     if rows:
         with torch.cuda.device_of(y):
-            norm_gate[(config.ceil_div(rows, tile),)](y, weight, gate, out, eps, rows, **dims, num_warps=WARPS)
+            arguments = {"eps": eps, "ROWS": rows, "num_warps": WARPS} | dims
+            grid = (config.ceil_div(rows, tile),)
+            launch(norm_gate, grid, arguments, y=y, weight=weight, gate=gate, out=out)
     return out
 
 
@@ -120,8 +123,9 @@ def gated_norm_backward(
     dweight = None if weight is None else torch.zeros(max(1, programs), y.shape[3], device=y.device)
     if rows:
         with torch.cuda.device_of(y):
-            norm_gate_backward[(programs,)](
-                dout, y, weight, gate, dy, dweight, dgate, eps, rows, **dims, num_warps=WARPS
+            launch(
+                norm_gate_backward, (programs,), {"eps": eps, "ROWS": rows, "num_warps": WARPS} | dims,
+                dout=dout, y=y, weight=weight, gate=gate, dy=dy, dweight=dweight, dgate=dgate,
             )  # fmt: skip
     if dweight is None or weight is None:
         return dy, y.new_empty(0), dgate

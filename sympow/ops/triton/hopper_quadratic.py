@@ -8,9 +8,7 @@ decay and normalizer in one: b_ij n_i is 2**(scales_i - L_j), or near_i 2**(L_c 
 step, `scales` and `near` [H, tokens] as `backward.row_factors` writes them.
 """
 
-from functools import lru_cache
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,25 +18,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.ops.triton.hopper_backward import query_step
 from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, reach_tile, start_next
 from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.launcher import Tile
 from sympow.ops.triton.renamed import load_async, load_tile, reinterpret
 
 _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
 
 
-def tile_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """For the copy engine: x [B, T, heads, K] in tiles of `rows` tokens of a head, zeros past the end of a sequence."""
-    strides = [x.shape[1] * x.stride(1), x.stride(1), x.stride(2), 1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, x.shape[3]], _tile_layout(rows, x.shape[3]))
-
-
-@lru_cache
-def _tile_layout(rows: int, width: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], gl.bfloat16)
+def key_tile(shape: tuple[int, ...], token_stride: int, head_stride: int, rows: int) -> Tile:
+    """For the copy engine: of [B, T, heads, K] tiles of `rows` tokens of a head, zeros past the end of a sequence."""
+    _, time, _, width = shape
+    strides = [time * token_stride, token_stride, head_stride, 1]
+    layout = gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], gl.bfloat16)
+    return Tile(list(shape), strides, [1, rows, 1, width], layout)
 
 
 @gluon.jit

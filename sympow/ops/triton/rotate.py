@@ -8,6 +8,7 @@ float64, and everything else is computed in float32.
 from __future__ import annotations
 
 from math import gcd, pi, tau
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.triton import config
+from sympow.ops.triton.launcher import launch
 
 TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
 SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
@@ -293,15 +295,21 @@ def _launch(
     blocks, programs, tokens = _grid(q, k, v, turned_q, positions)
     raw, weight_q, weight_k, dweights, eps = norm
     positions = positions.expand(batch, -1, -1)
-    strided = (y for x in (q, k, v, positions) for y in (x, *x.stride()[:3]))
+    numbers: dict[str, Any] = {"flat_sb": flat.stride(0), "flat_st": flat.stride(1)}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        numbers |= zip((f"{name}_sb", f"{name}_st", f"{name}_sh"), x.stride()[:3], strict=True)
+    numbers |= zip(("c_sb", "c_st", "c_sg"), positions.stride(), strict=True)
+    numbers |= zip(("raw_sb", "raw_st"), (0, 0) if raw is None else raw.stride()[:2], strict=True)
+    numbers |= {"eps": eps, "T": time, "H": heads, "G": kv_heads}
+    constants = {"K": key_dim, "V": value_dim, "QUERIES": heads // programs, "KEYS": kv_heads // programs}
+    constants |= {"SPLITS": programs // positions.shape[2], "TOKENS": tokens, "BACKWARD": backward}
+    constants |= {"WIDTH": config.next_power_of_2(key_dim), "COLUMNS": config.next_power_of_2(value_dim)}
     with torch.cuda.device_of(flat):
-        turn_heads[(blocks, programs)](
-            flat, flat.stride(0), flat.stride(1), *strided, frequencies.contiguous(), turned_q, turned_k, dpositions,
-            raw, *((0, 0) if raw is None else raw.stride()[:2]), weight_q, weight_k,
-            None if raw is None else dweights, eps, time, heads, kv_heads,
-            K=key_dim, V=value_dim, QUERIES=heads // programs, KEYS=kv_heads // programs,
-            SPLITS=programs // positions.shape[2], TOKENS=tokens, WIDTH=config.next_power_of_2(key_dim),
-            COLUMNS=config.next_power_of_2(value_dim), BACKWARD=backward, num_warps=WARPS,
+        launch(
+            turn_heads, (blocks, programs), numbers | constants | {"num_warps": WARPS},
+            flat=flat, q=q, k=k, v=v, positions=positions, frequencies=frequencies.contiguous(), turned_q=turned_q,
+            turned_k=turned_k, dpositions=dpositions, raw=raw, weight_q=weight_q, weight_k=weight_k,
+            dweights=None if raw is None else dweights,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.triton import config
+from sympow.ops.triton.launcher import launch
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # of a tile
 SPAN = 512  # tokens of a program of the backward, whose sums for the weights are then added up
@@ -111,10 +112,9 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | N
     if x.numel():
         grid = (batch * config.ceil_div(time, TOKENS), config.ceil_div(channels, CHANNELS))
         with torch.cuda.device_of(x):
-            convolve[grid](
-                x, weight, bias, first, y, time, channels,
-                WIDTH=width, TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=WARPS,
-            )  # fmt: skip
+            numbers = {"T": time, "C": channels, "WIDTH": width}
+            constants = {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "num_warps": WARPS}
+            launch(convolve, grid, numbers | constants, x=x, weight=weight, bias=bias, first=first, y=y)
     return y
 
 
@@ -136,9 +136,11 @@ def short_convolution_backward(
     dbias = torch.empty(programs, channels, device=x.device, dtype=torch.float32)
     if x.numel():
         with torch.cuda.device_of(x):
-            convolve_backward[(programs, config.ceil_div(channels, CHANNELS))](
-                dy, x, weight, first, dx, dweight, dbias, time, channels,
-                WIDTH=width, SPAN=SPAN, TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=WARPS,
+            numbers = {"T": time, "C": channels, "WIDTH": width, "SPAN": SPAN}
+            constants = {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "num_warps": WARPS}
+            launch(
+                convolve_backward, (programs, config.ceil_div(channels, CHANNELS)), numbers | constants,
+                dy=dy, x=x, weight=weight, first=first, dx=dx, dweight=dweight, dbias=dbias,
             )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype)
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.triton import attention, config, context, step_with_tail
+from sympow.ops.triton import attention, config, context, plan, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -53,6 +53,7 @@ def recording() -> Iterator[list[tuple]]:
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
     """Of a gated forward, of one that keeps its states, and of the backward."""
     config.on_hopper = lambda device: hopper
+    plan.forget_plans()
     with recording() as recorded:
         q, k, v = (torch.empty(1, 2048, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         log_g = torch.empty(1, 2048, 2, requires_grad=True)
@@ -68,6 +69,7 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the states that a rank forms and sends, and of what comes in from other ranks, added to states and to their
     gradients; with a gate and without."""
     config.on_hopper = lambda device: hopper
+    plan.forget_plans()
     few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
     with few, recording() as recorded:
         k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)

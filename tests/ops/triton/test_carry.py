@@ -7,7 +7,10 @@ from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 
 context = pytest.importorskip("sympow.ops.triton.context", reason="needs triton")
+calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
 EPS, CHUNK = 1e-6, 128 if DEVICE == "cuda" else 32  # the kernels take chunks of whole blocks
 # Several chunks, the last one not full, nearly full, and of one token; two query heads a kv head, and one.
@@ -26,21 +29,22 @@ def inputs_of(case: Case) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def call_of(case: Case, q, k, v, log_g) -> "op.Call":
-    call = op.Call(q, k, v, log_g, None, case.p, 0.25, CHUNK, False, gradient_rows=True)
-    assert call.chunk == CHUNK  # what is compared with has the same
+def call_of(case: Case, q, k, v, log_g) -> "calls.Call":
+    call = calls.Call(q, k, v, log_g, None, case.p, 0.25, CHUNK, False, gradient_rows=True)
+    assert call.plan.chunk == CHUNK  # what is compared with has the same
     return call
 
 
 def flat(call, s, z) -> torch.Tensor:
     """As `context` has states that come in."""
-    s, z = op._from_public(call.rows, s, z if call.p == 2 else None)
+    s, z = op._from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
     return torch.cat([x.flatten() for x in (s, z) if x is not None])
 
 
 def boundaries(case: Case, call, s, z) -> list[torch.Tensor]:
     """S and Z, if there is one, of each boundary [chunks, B, ...] in the public basis, in float64."""
-    parts = [call.rows.to_public(s.double())] + ([call.rows.matrix_to_public(z.double())] if case.p == 2 else [])
+    rows = call.plan.rows
+    parts = [rows.to_public(s.double())] + ([rows.matrix_to_public(z.double())] if case.p == 2 else [])
     return [x.unflatten(0, (case.B, -1)).transpose(0, 1) for x in parts]
 
 
@@ -72,7 +76,8 @@ def test_states(name):
     call = call_of(case, *tensors)
     own = context._own_states(call)
     s, z = context._all_states(call, *own[:3], flat(call, x["s"], x["z"]))
-    direct = call.states(*op._from_public(call.rows, x["s"], x["z"] if case.p == 2 else None), None, case.p == 2)
+    public = (x["s"], x["z"] if case.p == 2 else None)
+    direct = launch.states(call, *op._from_public(call.plan.rows, *public), None, case.p == 2)
     exact = exact_states(case, *(y if y is None else y.double() for y in (*tensors, x["s"], x["z"])))[:-1]
     expected = [torch.stack([getattr(state, n) for state in exact]) for n in ("s", "z")][: 2 if case.p == 2 else 1]
     assert_as_exact(case, boundaries(case, call, s, z), boundaries(case, call, *direct), expected)
@@ -93,12 +98,12 @@ def test_gradients_of_states(name):
         False, False,
     )  # fmt: skip
     call = call_of(case, *tensors)
-    factors = op.row_factors(call, dout, out, norm, case.divides)
+    factors = launch.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
     own = context._own_states(call, gradient)
     ds, dz = context._all_states(call, *own[:3], flat(call, ds_in, dz_in))
-    ends = op._from_public(call.rows, ds_in, dz_in if case.p == 2 else None)
-    direct = call.states(*ends, None, case.p == 2, gradient)
+    ends = op._from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
+    direct = launch.states(call, *ends, None, case.p == 2, gradient)
 
     doubles = [y if y is None else y.double() for y in tensors]
     exact = exact_states(case, *doubles, x["s"].double(), x["z"].double())[1:]
@@ -128,11 +133,11 @@ def test_inner_product_of_states():
 
 def test_forward_and_backward_have_the_same_rows(monkeypatch):
     """p = 3 on Hopper: a rank's last state, which the backward takes as the forward wrote it."""
-    monkeypatch.setattr(op.config, "on_hopper", lambda device: True)
+    monkeypatch.setattr(plan.config, "on_hopper", lambda device: True)
     q = torch.zeros(2, 40, 1, 24, device=DEVICE, dtype=torch.bfloat16)
-    forward, backward = (op.Call(q, q, q[..., :16], None, None, 3, 1.0, CHUNK, False, kept) for kept in (False, True))
-    assert forward.rows is backward.rows and forward.row_count == forward.rows.count
-    assert forward.q.shape[3] == 32 and torch.equal(forward.own_channels(forward.q), q)
+    call, other = (calls.Call(q, q, q[..., :16], None, None, 3, 1.0, CHUNK, False, kept) for kept in (False, True))
+    assert call.plan.rows is other.plan.rows and call.plan.row_count == call.plan.rows.count
+    assert call.q.shape[3] == 32 and torch.equal(call.own_channels(call.q), q)
 
 
 @pytest.mark.parametrize("gate", [True, False])

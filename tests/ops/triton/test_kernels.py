@@ -13,7 +13,8 @@ from sympow.ops import power_attention
 from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, make_inputs, run
 
 backward = pytest.importorskip("sympow.ops.triton.backward", reason="needs triton")
-op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
@@ -152,13 +153,13 @@ def test_scales(gated):
     [
         (2, (100, 200), 8),
         (1, (0, 1, 1, 64, 65, 200, 200), 8),
-        (2, (2500, 5000), op.GATE_BLOCK),
-        (1, (0, 1, 1, 2048, 2049, 5000, 5000), op.GATE_BLOCK),
+        (2, (2500, 5000), launch.GATE_BLOCK),
+        (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch.GATE_BLOCK),
     ],
 )
 def test_gate_gradient(rows, ends, block, monkeypatch):
     """Of rows and of packed documents. The numbers have 17 bits, so that all is exact but for the last rounding."""
-    monkeypatch.setattr(op, "GATE_BLOCK", block)
+    monkeypatch.setattr(launch, "GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     dsums_q, dsums_k, last = (
@@ -167,29 +168,29 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     )
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
     q, k = (torch.zeros(rows, tokens // rows, heads, 16, device=DEVICE) for heads in (G * R, G))
-    call = op.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
+    call = calls.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
-    assert torch.equal(op.gate_gradient(call, dsums_q, dsums_k, last), expected)
+    assert torch.equal(launch.gate_gradient(call, dsums_q, dsums_k, last), expected)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [(2, (100, 200)), (1, (0, 1, 1, 64, 65, 200, 200))])
-@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, op.SHORT_GATE_BLOCK)])
+@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch.SHORT_GATE_BLOCK)])
 def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     """To the end of each chunk, and from there on what goes through the states. The numbers have 17 bits."""
-    monkeypatch.setattr(op, "SHORT_GATE_BLOCK", block)
+    monkeypatch.setattr(launch, "SHORT_GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
     q, k = (torch.zeros(rows, tokens // rows, heads, 16, device=DEVICE) for heads in (G * R, G))
-    call = op.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=32, tf32=False, gradient_rows=True)
-    assert call.restarts
-    chunk = call.chunk  # as the device's kernels round it
-    chunks = call.layout.blocks(chunk)
+    call = calls.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=32, tf32=False, gradient_rows=True)
+    assert call.plan.restarts
+    chunk = call.plan.chunk  # as the device's kernels round it
+    chunks = call.plan.layout.blocks(chunk)
     dsums_q, dsums_k, last, through = (
         torch.randint(-(2**16), 2**16, shape, generator=gen).to(torch.float32).to(DEVICE) / 1024
-        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, op.STATE_PARTS))
+        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, launch.STATE_PARTS))
     )
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     expected, index = [], 0
@@ -199,7 +200,7 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
             after = through[index].double().sum(1) if end < stop else last[n].double() * final
             expected.append(terms[:, first:end].flip(1).cumsum(1).flip(1) + after[:, None])
             index += 1
-    got = op.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
+    got = launch.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
     assert torch.equal(got, torch.cat(expected, 1).T.float())
 
 
@@ -210,19 +211,19 @@ def test_through_states(p, key_dim, ends):
     G = 2
     cu_seqlens = None if ends is None else torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE)
     k = torch.zeros(1 if ends else 2, 200, G, key_dim, device=DEVICE)
-    call = op.Call(k, k, k, k[..., 0], cu_seqlens, p, 1.0, 32, False, gradient_rows=True)
-    chunk = call.chunk  # as the device's kernels round it
-    shapes = call.state_shapes(z=p == 2)
+    call = calls.Call(k, k, k, k[..., 0], cu_seqlens, p, 1.0, 32, False, gradient_rows=True)
+    chunk = call.plan.chunk  # as the device's kernels round it
+    shapes = call.plan.state_shapes(z=p == 2)
     gen = torch.Generator().manual_seed(0)
     (s, z), (ds, dz) = ([torch.randn(shape, generator=gen).to(DEVICE) for shape in shapes] for _ in range(2))
     # Of rows of one monomial all are alike, and Z is symmetric, as those that are summed up.
-    s, ds = (call.rows.from_public(call.rows.to_public(x)) for x in (s, ds))
-    through = op.through_states(call, s, z, ds, dz, p == 2).sum(2)
+    s, ds = (call.plan.rows.from_public(call.plan.rows.to_public(x)) for x in (s, ds))
+    through = launch.through_states(call, s, z, ds, dz, p == 2).sum(2)
     index = followed = 0
     for start, stop in pairwise((0, *ends)) if ends else ((0, 200), (200, 400)):
         for first in range(start, stop, chunk):
             if first + chunk < stop:
-                a, b = (call.rows.to_public(x).double() for x in (s[index + 1], ds[index]))
+                a, b = (call.plan.rows.to_public(x).double() for x in (s[index + 1], ds[index]))
                 expected = (a * b).sum((1, 2))
                 if p == 2:
                     expected += (z[index + 1].double() * dz[index]).sum((1, 2))

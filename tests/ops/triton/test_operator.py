@@ -12,6 +12,8 @@ from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
+op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
@@ -112,6 +114,21 @@ def test_strided_gate():
 
 
 @gpu
+@pytest.mark.parametrize("chunk_size", [256, 4096])
+def test_later_calls(chunk_size):
+    """The first call compiles, later ones take its kernels by their handles, at whatever address their inputs lie."""
+    call = partial(attend, chunk_size=chunk_size)
+    expected = results(call, inputs())
+    for offset in (0, 0, 1, 0, 8):
+        moved = []
+        for x in inputs():
+            room = torch.zeros(x.numel() + offset, device=DEVICE, dtype=x.dtype)
+            room[offset:] = x.detach().flatten()
+            moved.append(room[offset:].view(x.shape).requires_grad_())
+        assert_same(results(call, moved), expected)
+
+
+@gpu
 def test_state_continues_in_the_eager_path():
     q, k, v, log_g = (x.detach() for x in inputs(T=600))
     parts = [[x[:, a:b] for x in (q, k, v, log_g)] for a, b in ((0, 333), (333, 600))]
@@ -146,7 +163,7 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     cu_seqlens = None if documents is None else torch.tensor(documents, device=DEVICE)
 
     def forward(*x, gradient=True):
-        return triton.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
+        return op.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
                                     wide=False, gradient=gradient)  # fmt: skip
 
     def call(*x):
@@ -176,7 +193,8 @@ def test_chunks_are_wider_where_only_those_states_can_be_kept(monkeypatch):
         return triton.automatic_chunk_size(q, q, q, None, None, 2, gradient)
 
     monkeypatch.setattr(triton.config, "most_kept", lambda device: 1 << 40)
-    narrow, wide = (2 * math.prod(triton.kept_shapes(q, q, q, None, 2, size, True)[0]) for size in (256, 512))
+    shapes = (plan.Shapes(q, q, q, None, 2, size, gradient_rows=True) for size in (256, 512))
+    narrow, wide = (2 * math.prod(x.state_shapes(True)[0]) for x in shapes)
     assert [chosen(narrow), chosen(narrow - 1), chosen(wide), chosen(wide - 1)] == [256, 512, 512, 256]
     assert chosen(narrow - 1, gradient=False) == 256
 

@@ -7,7 +7,9 @@ import torch
 from sympow.ops import power_attention
 from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs, run
 
-op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
+plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 states = pytest.importorskip("sympow.ops.triton.states", reason="needs triton")
 
 TILE = states.REACH_TILE.value
@@ -29,23 +31,23 @@ def gates(batch: int, time: int, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("time", [1, TILE - 1, TILE, TILE + 1, 7 * TILE + 5, 70 * TILE])
 def test_what_counts_is_found(monkeypatch, time):
-    monkeypatch.setattr(op.config, "LEAST_REACH", 0)
+    monkeypatch.setattr(config, "LEAST_REACH", 0)
     log_g = gates(2, time, 3)
     x = torch.zeros(2, time, 3, 16, device=DEVICE)
-    call = op.Call(x, x, x, log_g, None, 2, 1.0, 0, False)
-    sums = call.sums.view(3, 2, time)
+    call = calls.Call(x, x, x, log_g, None, 2, 1.0, 0, False)
+    sums = call.gate.sums.view(3, 2, time)
     tiles = -(-time // TILE)
     first = torch.arange(tiles, device=DEVICE) * TILE
     last = (first + TILE).clamp(max=time) - 1
     before = torch.cat([torch.zeros_like(sums[..., :1]), sums[..., last[:-1]]], 2)
     # [heads, rows, tiles of queries, tiles of keys], and the same of tiles of keys and later tiles of queries
-    keys = sums[..., None, last] - before[..., None] <= call._vanishing()
-    queries = sums[..., last, None] - sums[..., None, first] <= call._vanishing()
+    keys = sums[..., None, last] - before[..., None] <= call.plan.vanishing
+    queries = sums[..., last, None] - sums[..., None, first] <= call.plan.vanishing
     order = torch.arange(tiles, device=DEVICE)
     begins = TILE * (keys | (order[None] >= order[:, None])).int().argmax(-1)
     ends = TILE * (queries | (order[None] <= order[:, None])).int().sum(-1)
-    assert call.begins.view(3, 2, tiles).equal(begins.int())
-    assert call.ends.view(3, 2, tiles).equal(ends.clamp(max=time).int())
+    assert call.gate.begins.view(3, 2, tiles).equal(begins.int())
+    assert call.gate.ends.view(3, 2, tiles).equal(ends.clamp(max=time).int())
     if tiles > 2:
         assert begins[0].any() and ends[0, 0, 0] < time
 
@@ -62,7 +64,8 @@ def test_the_numbers_are_the_same(monkeypatch, shape, dtype):
     log_g = gates(batch, time, groups).requires_grad_()
 
     def results(least: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(op.config, "LEAST_REACH", least)
+        monkeypatch.setattr(config, "LEAST_REACH", least)
+        plan.forget_plans()
         out = power_attention(q, k, v, log_g, p=p, normalize=normalize, chunk_size=time, impl="triton").out
         return [out, *torch.autograd.grad(out.float().square().sum(), [q, k, v, log_g])]
 

@@ -1,0 +1,92 @@
+"""A hash of the code that a benchmark measures: of a part of `sympow` and every module of it that this part imports."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import subprocess
+import tarfile
+import tokenize
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = "sympow.ops.triton"
+PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
+
+
+@lru_cache
+def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
+    """Returns 12 hex digits for the code of `part` and of all that it imports of `sympow`.
+
+    Args:
+        part: a module or a package, such as "sympow.ops.eager".
+        commit: the code as it was at this commit of git; None: as the files are now.
+
+    Returns:
+        The same for files that differ in comments and docstrings alone; None if git does not know the commit, or if
+        there is no such part in it.
+    """
+    files = _files_now() if commit is None else _files_at(commit)
+    return None if files is None else _hash(part, files)
+
+
+def _hash(part: str, files: Mapping[str, str]) -> str | None:
+    modules = _modules(part, files)
+    code = "\n".join(f"{path}\n{_without_comments(files[path])}" for path in modules)
+    return hashlib.sha256(code.encode()).hexdigest()[:12] if modules else None
+
+
+def _modules(part: str, files: Mapping[str, str]) -> list[str]:
+    """Paths of the modules of `part`, and of all that they import, in order."""
+    own = part.replace(".", "/")
+    found, waiting = set(), [path for path in files if path == own + ".py" or path.startswith(own + "/")]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += _imported(path, files)
+    return sorted(found)
+
+
+def _imported(path: str, files: Mapping[str, str]) -> Iterator[str]:
+    """Paths of what a file imports of `sympow`, wherever in the file it does so. Packages around a module are left out:
+    they gather names, and computing needs none of them."""
+    for node in ast.walk(ast.parse(files[path])):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+        for name in names:
+            at = name.replace(".", "/")
+            yield from (there for there in (f"{at}.py", f"{at}/__init__.py") if there in files)
+
+
+def _without_comments(source: str) -> str:
+    """The lines of a file without its comments and docstrings, and without lines that are empty then."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _files_now() -> dict[str, str]:
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("sympow/**/*.py")}
+
+
+@lru_cache(maxsize=4)
+def _files_at(commit: str) -> dict[str, str] | None:
+    archive = subprocess.run(["git", "archive", commit, "sympow"], capture_output=True, cwd=ROOT)
+    if archive.returncode:
+        return None
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        files = ((member.name, tar.extractfile(member)) for member in tar if member.name.endswith(".py"))
+        return {name: file.read().decode() for name, file in files if file is not None}

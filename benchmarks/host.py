@@ -1,0 +1,159 @@
+"""Times what a call costs the host: `python -m benchmarks.host --device cuda --json FILE`.
+
+On a GPU a call returns when its kernels are launched; where rows are short, the launching is what a user waits for.
+So `us` is the time until a call has returned, as called, without a CUDA graph. `wall_us` is the time of a call in a
+sequence of calls, until the GPU has finished all of them. The peer is cuDNN's softmax attention on the same shapes; for
+the layer, the same layer with softmax attention. On the CPU a call returns when it has computed, and both times agree.
+
+Every call is checked before it is timed: power attention as `benchmarks.ops` does, a layer against itself in float32 by
+the implementation in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.cases import DTYPES, Case, make_inputs
+from benchmarks.measure import measured, options, write
+from benchmarks.ops import MODES, check, expected, power_call, relative
+from benchmarks.peers import heads_first
+from sympow.layers.base import HeadOptions
+from sympow.layers.power import PowerAttention
+from sympow.layers.softmax import SoftmaxAttention
+
+
+def _gpu(T: int, B: int = 1) -> Case:
+    return Case(T, B=B, H=12, G=12, K=64, V=64, dtype="bfloat16")
+
+
+LAYERS = ("layer", "layer compiled")  # forward and backward, of width H K, its products in the case's dtype
+# By device, of the op and of the layer, which takes half a minute to compile.
+CASES = {
+    "cpu": [Case(64, H=2, G=2, K=16, V=16)],
+    "cuda": [_gpu(256), _gpu(1024), _gpu(4096), _gpu(1024, 8), _gpu(4096, 8)],
+}
+LAYER_CASES = {"cpu": CASES["cpu"], "cuda": [_gpu(1024), _gpu(4096, 8)]}
+CALLS = 20  # behind each other in a turn: few enough that the queue of the GPU takes them all
+ROUNDS = 15
+# Of a layer's output and of the gradient of its input: a few roundings of the dtype, one behind the other.
+ROUNDINGS = 8
+BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
+
+
+def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tuple[float, float]]:
+    """Returns of each call the median of the time until it returns, and of that until its work is done."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def turn(call: Callable[[], object]) -> tuple[float, float]:
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        launched = time.perf_counter()
+        wait()
+        return (launched - start) / CALLS * 1e6, (time.perf_counter() - start) / CALLS * 1e6
+
+    for call in calls:
+        turn(call)
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    order = random.Random(0)
+    for _ in range(ROUNDS):
+        for i in order.sample(range(len(calls)), len(calls)):
+            times[i].append(turn(calls[i]))
+    return [(statistics.median(us for us, _ in kept), statistics.median(wall for _, wall in kept)) for kept in times]
+
+
+def softmax_call(inputs: dict[str, Tensor], mode: str) -> list[Tensor]:
+    """The output of torch's softmax attention, and with a backward the gradients; heads before tokens."""
+    leaves = [inputs[name] for name in "qkv"]
+    with torch.set_grad_enabled(mode != "forward"):
+        out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=leaves[0].shape[1] != leaves[1].shape[1])
+    return [out] if mode == "forward" else [out, *torch.autograd.grad(out, leaves, inputs["dout"])]
+
+
+def layer_call(layer: nn.Module, x: Tensor, dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The output, and the gradients of x and of all parameters."""
+    autocast = nullcontext() if dtype == torch.float32 else torch.autocast(x.device.type, dtype)
+    with autocast:
+        out = layer(x)
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], dout.to(out.dtype))]
+
+
+def layer_calls(case: Case, device: str, what: str) -> tuple[Callable, Callable, float]:
+    """A call of the layer and of the same with softmax attention, and the error of the first."""
+    width, dtype = case.H * case.K, DTYPES[case.dtype]
+    gen = torch.Generator(device).manual_seed(0)
+    x, dout = (torch.randn(case.B, case.T, width, generator=gen, device=device) for _ in range(2))
+    x.requires_grad_()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ours: nn.Module = PowerAttention(width, case.H, p=case.p, **BLOCK).to(device)
+        peer: nn.Module = SoftmaxAttention(width, case.H, **BLOCK).to(device)
+    exact = copy.deepcopy(ours)
+    exact.impl = "eager"
+    if what == "layer compiled":
+        torch.compiler.reset()
+        ours, peer = torch.compile(ours), torch.compile(peer)
+    got, wanted = layer_call(ours, x, dout, dtype), layer_call(exact, x, dout, torch.float32)
+    wrong = max(relative(a, b.double()) for a, b in zip(got[:2], wanted[:2], strict=True))
+    allowed = ROUNDINGS * torch.finfo(dtype).eps
+    if not wrong <= allowed:
+        raise RuntimeError(f"{case}, {what}: errs by {wrong:.1e} where {allowed:.1e} is allowed; not timed")
+    return partial(layer_call, ours, x, dout, dtype), partial(layer_call, peer, x, dout, dtype), wrong
+
+
+def op_calls(case: Case, device: str, mode: str) -> tuple[Callable, Callable, float]:
+    """A call of power attention and of softmax attention, and the error of the first."""
+    inputs = make_inputs(case, device)
+    wrong = check(case, mode, power_call(case, inputs, "auto", mode), expected(case, inputs, mode))
+    return partial(power_call, case, inputs, "auto", mode), partial(softmax_call, heads_first(inputs), mode), wrong
+
+
+def softmax_kernel(device: str) -> AbstractContextManager:
+    """cuDNN's softmax attention on a GPU, and no other; chosen once, as the choice takes time on the host."""
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else nullcontext()
+
+
+def measure(case: Case, device: str, what: str) -> dict:
+    """The row of a case, `what` one of MODES or LAYERS."""
+    with softmax_kernel(device):
+        calls = layer_calls if what in LAYERS else op_calls
+        ours, peer, wrong = calls(case, device, what)
+        (us, wall), (peer_us, peer_wall) = microseconds([ours, peer], device)
+    return (
+        {"what": what, "device": device, "dtype": case.dtype, "gated": case.gated, "p": case.p}
+        | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
+        | {"us": round(us, 1), "peer_us": round(peer_us, 1), "wall_us": round(wall, 1)}
+        | {"peer_wall_us": round(peer_wall, 1), "ratio": round(peer_wall / wall, 3), "err": float(f"{wrong:.2e}")}
+        | {"peer": "cuDNN softmax attention" if device == "cuda" else "torch scaled_dot_product_attention"}
+        | measured(device)
+    )
+
+
+def main() -> None:
+    args = options("benchmarks.host", __doc__).parse_args()
+    torch.set_num_threads(args.threads)
+    rows: list[dict] = []
+    print(f"{'what':>17} {'B':>3} {'T':>6} {'us':>8} {'peer us':>8} {'wall us':>8} {'peer':>8} {'ratio':>6} {'err':>8}")
+    for what in (*MODES, *LAYERS):
+        for case in (LAYER_CASES if what in LAYERS else CASES)[args.device]:
+            row = measure(case, args.device, what)
+            times = " ".join(f"{row[name]:>8.1f}" for name in ("us", "peer_us", "wall_us", "peer_wall_us"))
+            print(f"{what:>17} {row['B']:>3} {row['T']:>6} {times} {row['ratio']:>6.2f} {row['err']:>8.1e}", flush=True)
+            rows.append(row)
+            write(args.json, rows)  # a run that is stopped keeps what it has
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""What is known of a call from the shapes of its tensors and its options alone: layout, variant, rows of its states,
+and its launches. A plan is made once for all calls that agree in these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from sympow.ops.triton import config
+from sympow.ops.triton.launcher import Launcher
+from sympow.ops.triton.levels import Levels, level_count, levels_of, padded_key_dim
+from sympow.ops.triton.rows import Rows, row_count, rows_of
+
+LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
+_MOST = 256  # plans: a server sees many lengths
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How tokens are laid out: B rows of T, or N documents packed along one row."""
+
+    sequences: int
+    length: int  # T
+    tokens: int  # over all sequences
+    packed: bool
+
+    def blocks(self, size: int) -> int:
+        """Blocks of `size` over all sequences; for packed documents at most so many, known without waiting for their
+        lengths."""
+        if self.packed:
+            return self.tokens // size + self.sequences
+        return self.sequences * config.ceil_div(self.length, size)
+
+
+class Shapes:
+    """What the fake operators ask for as well: layout, launch configuration, and the rows of the states.
+
+    gradient_rows: the rows are those that the gradients take, not those that are best for the output alone.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool
+    ):
+        """q [B, T, H, K], k [B, T, G, K], v [B, T, G, V]; only their shapes, dtype and device are read."""
+        b, t, self.H, self.key_dim = q.shape
+        self.K = padded_key_dim(self.key_dim)
+        self.skip = self.K - self.key_dim  # of rows by levels alone; others are given a K that tiles hold
+        self.G, self.V, self.p = k.shape[2], v.shape[3], p
+        self.R = self.H // self.G
+        self.device, self.dtype = q.device, q.dtype
+        sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.layout = Tokens(sequences, t, b * t, cu_seqlens is not None)
+        self.columns = max(16, config.next_power_of_2(self.V))
+        self.config = config.INTERPRETER if knobs.runtime.interpret else config.choose(self.K, self.columns, q.dtype)
+        hopper = config.on_hopper(q.device) and q.dtype == torch.bfloat16
+        self.hopper = hopper and p == 2 and self.K == self.V and self.K in config.HOPPER
+        self.parts = 2
+        if self.hopper:
+            own = config.HOPPER[self.K]
+            self.parts = own.gradient_parts if gradient_rows else own.parts
+        self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        self.chunk = chunk
+        if chunk:
+            launches = self.config
+            if self.hopper or self.leveled:
+                launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
+            multiple = launches.chunk_multiple
+            self.chunk = config.ceil_div(chunk, multiple) * multiple
+        # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
+        # stand others, which make their tables.
+        self.overlap = self.hopper and not chunk and cu_seqlens is None
+        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS  # by `hopper_quadratic`
+
+    @cached_property
+    def rows(self) -> Rows | Levels:
+        """Of the chunked form alone: for a high p they are many."""
+        return self.levels if self.leveled else rows_of(self.K, self.p, self.parts)
+
+    @property
+    def levels(self) -> Levels:
+        """Of p = 3 and 4 on Hopper, in the chunked form."""
+        return levels_of(self.key_dim, self.p)
+
+    @property
+    def row_count(self) -> int:
+        """`rows.count`, without the tables: they are not to be made where torch.compile only asks for shapes."""
+        return level_count(self.key_dim, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
+
+    def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of S and Z at the boundaries of chunks, as `launch.states` returns them."""
+        return self._shapes(self.layout.blocks(self.chunk), z)
+
+    def end_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same at the end of every sequence."""
+        return self._shapes(self.layout.sequences, z)
+
+    def _shapes(self, count: int, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # The pass on Hopper makes Z along the way.
+        return (count, self.G, self.row_count, self.V), (count if z or self.hopper else 0, self.G, self.K, self.K)
+
+    def keeps(self, z: bool) -> bool:
+        """Whether the forward keeps its states for the backward, as a state pass costs a tenth of both: not where they
+        are too large, nor for p > 2 unless rows are by levels."""
+        if not self.chunk or (self.p > 2 and not self.leveled):
+            return False
+        size = math.prod(self.state_shapes(z and self.p == 2)[0]) * self.dtype.itemsize
+        return size <= config.most_kept(self.device)
+
+
+class Plan(Shapes):
+    """Of all calls with tensors of these shapes and strides, and these options."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool, *,
+        strides: tuple[tuple[int, ...], ...], gated: bool, scale: float, tf32: bool,
+    ):  # fmt: skip
+        """strides: of q, k and v as the kernels take them. Of the tensors nothing is kept."""
+        super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
+        names = ("q_st", "q_sh", "k_st", "k_sh", "v_st", "v_sh")
+        by_token_and_head = (y for x in strides for y in x[1:3])
+        self.strides: dict[str, Any] = dict(zip(names, by_token_and_head, strict=True))
+        self.gated = gated
+        # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
+        self.score_scale = scale if p > 4 else 1.0
+        self.out_scale = 1.0 if p > 4 else scale**p
+        self.grad_scale = p * (scale if p > 4 else 1.0)
+        self.precision = "tf32" if tf32 else "ieee"
+        # -log2 of a decay that is 0 to the passes, with room for roundings: those for Hopper know no subnormals.
+        self.vanishing = 127.0 if self.hopper or self.leveled else 150.0
+        # Of the quadratic form: whether it asks where keys begin to count for a tile of queries, and queries end to for
+        # one of keys.
+        self.reaches = gated and not chunk and not self.layout.packed and self.layout.length >= config.LEAST_REACH
+        # Whether the gradient of the gate begins anew at every chunk. States for p > 2 may be too large to be held
+        # together with their gradients, and their chunks are long.
+        self.restarts = gated and chunk > 0 and p <= 2
+        self._launchers: dict[tuple, Launcher] = {}
+
+    def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:
+        """What make(self, *options) returns, made once."""
+        key = (make, options)
+        found = self._launchers.get(key)
+        if found is None:
+            found = self._launchers[key] = make(self, *options)
+        return found
+
+    @property
+    def hopper_launches(self) -> config.Config:
+        if self.p > 2:
+            return config.HOPPER_POWERS[self.p, self.key_dim] if self.chunk else config.POWERS
+        if self.quadratic:
+            return config.HOPPER_GRADIENTS[self.K]
+        return (config.HOPPER if self.chunk else config.HOPPER_QUADRATIC)[self.K]
+
+    @property
+    def half(self) -> int:
+        """Of plain rows."""
+        return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
+
+    def counts(self) -> dict[str, Any]:
+        """Of plain rows, the lower and the upper prefixes."""
+        lower, upper = (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
+        return {"lower": lower, "upper": upper}
+
+    @cached_property
+    def tables(self) -> tuple[Tensor | None, ...]:
+        """Of the rows, on the device."""
+        return self.rows.on(self.device) if self.chunk else (None,) * 4
+
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        """rows and entries of `levels.Slopes`, on the device."""
+        return self.levels.slopes_on(config.slopes_group(self.K), self.device)
+
+    def early(self, after: bool = True) -> dict[str, bool]:
+        """Of a launch: whether it begins early, after another of this call."""
+        return {"OVERLAP": True, "launch_pdl": True} if self.overlap and after else {"OVERLAP": False}
+
+    def sequences(self) -> dict[str, Any]:
+        return {"T": self.layout.length, "tokens": self.layout.tokens}
+
+    def heads(self) -> dict[str, Any]:
+        return {"H": self.H, "G": self.G}
+
+    def spread(self, launch: config.Launch, heads: int) -> dict[str, Any]:
+        """Of how many heads, of all sequences, the longest programs come first: as many as have LAST_PROGRAMS for every
+        multiprocessor."""
+        blocks = max(1, config.ceil_div(self.layout.length, launch.block))
+        spread = config.ceil_div(LAST_PROGRAMS * config.processors(self.device), blocks)
+        return {"spread": min(spread, self.layout.sequences * heads)}
+
+    def dims(self) -> dict[str, Any]:
+        """Constants of the kernels for any GPU."""
+        dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns, "R": self.R}
+        return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
+
+    def hopper_dims(self, launch: config.Launch) -> dict[str, Any]:
+        """Constants of those for Hopper."""
+        dims = {"K": self.K, "V": self.V, "HALF": self.half, "PARTS": self.parts, "R": self.R, "CHUNK": self.chunk}
+        dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
+        return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
+
+    def leveled_dims(self, launch: config.Launch) -> dict[str, Any]:
+        """Constants of the gradient passes that take rows by levels."""
+        group = config.slopes_group(self.K)
+        per = max(1, launch.tile * 32 // max(32, self.V) // (group * self.K))
+        dims = {"K": self.K, "V": self.V, "P": self.p, "ROWS": self.row_count, "GROUP": group, "PER": per}
+        dims |= {"SKIP": self.skip, "R": self.R, "BLOCK": launch.block, "CHUNK": self.chunk, "STAGES": launch.stages}
+        return dims | {"GATED": self.gated, "PACKED": self.layout.packed, "num_warps": launch.warps}
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool, *,
+    strides: tuple[tuple[int, ...], ...], gated: bool, scale: float, tf32: bool,
+) -> Plan:  # fmt: skip
+    """The plan of these arguments, see `Plan`."""
+    documents = None if cu_seqlens is None else cu_seqlens.shape[0]
+    tensors = (q.shape, k.shape, v.shape, strides, q.dtype, q.device, documents)
+    key = (*tensors, p, chunk, gradient_rows, gated, scale, tf32)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(
+            q, k, v, cu_seqlens, p, chunk, gradient_rows, strides=strides, gated=gated, scale=scale, tf32=tf32
+        )
+        if len(_plans) >= _MOST:
+            _plans.pop(next(iter(_plans)))  # the oldest
+        _plans[key] = plan
+    return plan
+
+
+def forget_plans() -> None:
+    """For tests that change what plans are made of."""
+    _plans.clear()

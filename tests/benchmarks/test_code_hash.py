@@ -1,0 +1,38 @@
+"""What the hash of measured code depends on."""
+
+import pytest
+
+from benchmarks import code_hash
+
+FILES = {
+    "sympow/ops/a.py": '"""Adds."""\nfrom sympow.ops.b import two  # of b\n\nx = two + 1\n',
+    "sympow/ops/b.py": "two = 2\n",
+    "sympow/ops/c.py": "from sympow.ops import a\n",
+}
+
+
+def hashed(part, **changed):
+    return code_hash._hash(part, FILES | {f"sympow/ops/{name}.py": source for name, source in changed.items()})
+
+
+def test_it_is_of_a_part_and_all_it_imports():
+    for part, own in (("sympow.ops.a", "ab"), ("sympow.ops.b", "b"), ("sympow.ops.c", "abc"), ("sympow.ops", "abc")):
+        for name in "abc":
+            other = hashed(part, **{name: FILES[f"sympow/ops/{name}.py"] + "y = 0\n"})
+            assert (other != hashed(part)) == (name in own), (part, name)
+
+
+BARE = "from sympow.ops.b import two\nx = two + 1\n"
+
+
+@pytest.mark.parametrize("same", [BARE, '"""Adds\n\nmore."""\n' + BARE])
+def test_it_does_not_depend_on_comments_and_docstrings(same):
+    assert hashed("sympow.ops.a", a=same) == hashed("sympow.ops.a")
+    assert hashed("sympow.ops.a", a=same.replace("1", "'# 1'")) != hashed("sympow.ops.a")
+
+
+def test_files_of_the_checkout_and_of_commits():
+    now = code_hash.code_hash()
+    assert now is not None and len(now) == 12 and now != code_hash.code_hash("sympow.ops.eager")
+    assert code_hash.code_hash("sympow.no_such_part") is None
+    assert code_hash.code_hash(commit="no such commit") is None

@@ -1,0 +1,56 @@
+"""The benchmark of what calls cost the host, run on the CPU on a very small shape."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import host
+from benchmarks.cases import Case
+
+SMALL = Case(T=12, H=2, G=2, K=4, V=4)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(host, "CASES", {"cpu": [SMALL]})
+    monkeypatch.setattr(host, "LAYER_CASES", {"cpu": [SMALL]})
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+
+
+def test_rows(monkeypatch, tmp_path):
+    """The columns that results promise, from the command itself."""
+    monkeypatch.setattr(host, "microseconds", lambda calls, device: [(len(call()), 8.0) for call in calls])
+    file = tmp_path / "host.json"
+    monkeypatch.setattr("sys.argv", ["host", "--device", "cpu", "--threads", "1", "--json", str(file)])
+    host.main()
+    rows = json.loads(file.read_text())
+    assert [row["what"] for row in rows] == ["forward", "forward+backward", "layer", "layer compiled"]
+    columns = "what T us peer_us wall_us peer_wall_us ratio err peer processor commit code torch"
+    assert set(columns.split()) <= rows[0].keys()
+    assert [(row["us"], row["peer_us"]) for row in rows[:2]] == [(1, 1), (5, 4)]
+    assert all(row["ratio"] == 1 and row["err"] < 1e-5 for row in rows)
+
+
+def test_a_call_is_timed_until_it_returns_and_until_its_work_is_done(monkeypatch):
+    """On a GPU work goes on behind a call: here a clock that 2 s of launching and 3 s of waiting pass by."""
+    now = [0.0]
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + 3 * host.CALLS))
+    launch = [lambda seconds=s: now.__setitem__(0, now[0] + seconds) for s in (2, 4)]
+    assert host.microseconds(launch, "cuda") == [(2e6, 5e6), (4e6, 7e6)]
+
+
+@pytest.mark.parametrize("what", ["forward+backward", "layer"])
+def test_a_wrong_result_is_not_timed(monkeypatch, what):
+    name = "layer_call" if what == "layer" else "power_call"
+    exact = getattr(host, name)
+
+    def wrong(first, *rest):
+        results = exact(first, *rest)
+        return [x * (1.01 if getattr(first, "impl", "auto") == "auto" else 1) for x in results]
+
+    monkeypatch.setattr(host, name, wrong)
+    monkeypatch.setattr(host, "microseconds", None)
+    with pytest.raises(RuntimeError, match="not timed"):
+        host.measure(SMALL, "cpu", what)
