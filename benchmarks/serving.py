@@ -193,17 +193,27 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
     most = max(streams)
     prompts = [prompt_of(SHORT + i, i) for i in range(most)]
     alone = [await server.stream(prompt, new) for prompt in prompts]
-    rows = []
-    for count in streams:
-        rates, equal = [], True
-        for _ in range(3):
+    rates: dict[int, list[float]] = {count: [] for count in streams}
+    generated: dict[int, list[float]] = {count: [] for count in streams}
+    equal = dict.fromkeys(streams, True)
+    for _ in range(3):  # in turns, so that a machine that slows down does so for all rows
+        for count in streams:
             began = time.perf_counter()
             answers = await asyncio.gather(*(server.stream(prompt, new) for prompt in prompts[:count]))
-            rates.append(count * new / (time.perf_counter() - began))
-            equal &= [each.text for each in answers] == [each.text for each in alone[:count]]
-        row = {"measure": "throughput", "streams": count, "new_tokens": new, "tokens_per_second": max(rates)}
-        rows.append(row | {"equal_to_alone": equal, "tokens_per_second_generate": _generated(run, device, count, new)})
-    return rows
+            rates[count].append(count * new / (time.perf_counter() - began))
+            equal[count] &= [each.text for each in answers] == [each.text for each in alone[:count]]
+            generated[count].append(_generated(run, device, count, new))
+    return [
+        {
+            "measure": "throughput",
+            "streams": count,
+            "new_tokens": new,
+            "tokens_per_second": max(rates[count]),
+            "equal_to_alone": equal[count],
+            "tokens_per_second_generate": max(generated[count]),
+        }
+        for count in streams
+    ]
 
 
 def _generated(run: Path, device: str, batch: int, new: int) -> float:
@@ -211,7 +221,7 @@ def _generated(run: Path, device: str, batch: int, new: int) -> float:
 
     model = load_run(run, device).model
     prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
-    return max(generate(model, prompt, new, temperature=0).tokens_per_second for _ in range(3))
+    return generate(model, prompt, new, temperature=0).tokens_per_second
 
 
 async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]:

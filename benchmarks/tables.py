@@ -185,7 +185,8 @@ def serving_table(rows: list[dict]) -> str:
         share = row["tokens_per_second"] / row["tokens_per_second_generate"]
         rate = f"{row['tokens_per_second']:,.0f} tokens/s, {times:.1f}x one stream"
         equal = "equal to" if row["equal_to_alone"] else "DIFFERENT from"
-        lines.append(f"| {row['streams']} streams | {rate}, {share:.0%} of `generate`; answers {equal} those alone |")
+        name = f"{row['streams']} stream{'s' * (row['streams'] > 1)}"
+        lines.append(f"| {name} | {rate}, {share:.0%} of `generate`; answers {equal} those alone |")
     wait, ratio = idle["seconds_to_first_token"], behind["seconds_to_first_token"] / idle["seconds_to_first_token"]
     lines.append(f"| first token, idle server | {wait * 1e3:,.0f} ms, median of {idle['repeats']} |")
     after = f"{behind['seconds_to_first_token'] * 1e3:,.0f} ms, {ratio:.1f}x"
@@ -197,7 +198,8 @@ def serving_table(rows: list[dict]) -> str:
     for row in prefix:
         sooner = prefix[0]["seconds_to_first_token"] / row["seconds_to_first_token"]
         kinds = {"new": "new", "memory": "again, from memory", "disk": "after a restart, from the disk"}
-        first = f"first token after {row['seconds_to_first_token'] * 1e3:,.0f} ms, {sooner:,.0f}x sooner"
+        first = f"first token after {row['seconds_to_first_token'] * 1e3:,.0f} ms"
+        first += "" if row is prefix[0] else f", {sooner:,.0f}x sooner"
         lines.append(f"| a prompt of {row['prompt_tokens']:,} tokens, {kinds[row['kind']]} | {first} |")
     statuses = ", ".join(f"{number} with {status}" for status, number in hostile["statuses"].items())
     kept = "unchanged" if hostile["other_answers_equal"] else "CHANGED"

@@ -9,13 +9,14 @@ import threading
 from http.client import HTTPConnection
 
 import pytest
+import torch
 
 from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
 from benchmarks.serving import untrained_run
 from sympow.cli import main
 from sympow.cli.serving import api_keys, end_tokens, load_served
 from sympow.data import ByteTokenizer
-from sympow.models import preset
+from sympow.models import generate, preset
 
 KEY = "a-key"
 
@@ -147,3 +148,12 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
 def test_a_checkpoint_is_served_with_the_tokenizer_of_its_run(folder):
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert load_served(str(checkpoint), "cpu").folder == folder
+
+
+def test_an_exported_folder_is_served(folder, tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    assert main(["export", str(folder), "--out", str(tmp_path / "hf")]) == 0
+    exported, run = (load_served(str(path), torch.device("cpu")) for path in (tmp_path / "hf", folder))
+    prompt = torch.tensor([list(b"def main(")])
+    answers = [generate(each.model, prompt, 8, temperature=0).tokens for each in (exported, run)]
+    assert torch.equal(*answers) and exported.tokenizer.encode("±").tolist() == [194, 177]
