@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sympow.layers.initial import draw_uniform
-from sympow.layers.state import MixerState
+from sympow.layers.state import After, MixerState
 from sympow.ops.context import previous_tokens
 from sympow.ops.short_convolution import short_convolution
 
@@ -75,6 +75,12 @@ class DepthwiseConvolution(nn.Module):
         else:
             y = short_convolution(x, self.weight, self._offset(), past=past)
         return y, seen[:, seen.shape[1] - past.shape[1] :].to(past.dtype, copy=True)  # a view would hold all inputs
+
+    def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
+        """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""
+        y, _ = self.step(x, past)
+        seen = torch.cat([past, x.to(past.dtype)], dim=1)
+        return y, lambda n: seen[:, n : n + past.shape[1]].clone()
 
     def _offset(self) -> Tensor:
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
