@@ -26,7 +26,7 @@ from sympow.ops import (
 )
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
-from sympow.ops.decoding import tail_elements
+from sympow.ops.decoding import tail_elements, try_on_state
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options
 
@@ -271,26 +271,26 @@ def try_power(
     log_g: Tensor | None,
     state: PowerState | DecodingState,
     *,
+    impl: str,
     chunk_size: int | None,
     **options: Any,
 ) -> tuple[Tensor, After]:
     """Continues `state` by tokens that stay in a tail until it is known which of them count, see `After`."""
     time = q.shape[1]
     if isinstance(state, DecodingState) and time <= state.capacity:
-        out, tail = power_attention_step(q, k, v, log_g, state=state, inplace=True, **options)
+        out, tail = power_attention_step(q, k, v, log_g, state=state, inplace=True, impl=impl, **options)
         return out, partial(_rolled_back, tail, time)
     before = state.folded() if isinstance(state, DecodingState) else state
-    dtype = torch.promote_types(k.dtype, v.dtype)
-    own = DecodingState.from_state(before, dtype=dtype, capacity=time)
-    out, tail = power_attention_step(q, k, v, log_g, state=own, inplace=True, **options)
+    out, folded = try_on_state(q, k, v, log_g, before, **options)
+    if impl == "reference":
+        out = power_attention_step(q, k, v, log_g, state=before, impl=impl, **options).out
 
     def after(n: int) -> PowerState | DecodingState:
         if n == 0:
             return state
-        folded = _rolled_back(tail, time, n).folded()
         if isinstance(state, PowerState):
-            return folded
-        return DecodingState.from_state(folded, dtype=state.dtype, capacity=state.capacity)
+            return folded(n)
+        return DecodingState.from_state(folded(n), dtype=state.dtype, capacity=state.capacity)
 
     return out, after
 

@@ -15,6 +15,7 @@ tokens, at most as many as the tail has room for, folds before it and not within
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
@@ -174,11 +175,8 @@ class DecodingState:
         """
         dtype = self.s.dtype if dtype is None else dtype
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
-        left, kept = decays(self.tail_g.to(dtype).masked_fill(~held, 0))
-        with torch.autocast(self.s.device.type, enabled=False):
-            phi = spow(self.tail_k.to(dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
-            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(dtype)
-        return PowerState(s, self.z * left[..., None] + phi.sum(2), self.p, self.key_dim)
+        tail_g = self.tail_g.masked_fill(~held, 0)
+        return _folded(PowerState(self.s, self.z, self.p, self.key_dim), self.tail_k, self.tail_v, tail_g, held, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors held, by name."""
@@ -228,16 +226,81 @@ def step_with_tail(
         tail_g.scatter_(2, slot, gates[:, :, now])
 
         held = slots <= slot[..., None]  # [B, G, T, C]
-        left, kept = decays(tail_g[:, :, None].masked_fill(~held, 0))
-        query = q[:, :, :, now].flatten(2, 3)  # [B, G, R T, K], below as [B, G, R, T, ...]
-        score = (query @ tail_k.to(s.dtype).transpose(2, 3)).unflatten(2, (-1, new))
-        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0).flatten(2, 3)
-        phi = (spow(query, p).unflatten(2, (-1, new)) * left[:, :, None, :, None]).flatten(2, 3)
-        out = weight @ tail_v.to(s.dtype) + phi @ s
-        if normalize:
-            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
-        outs.append(out.unflatten(2, (-1, new)))
+        query = q[:, :, :, now]
+        outs.append(_attended(query, s, z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
     return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
+
+
+def try_on_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState,
+    *,
+    p: int,
+    scale: float | None = None,
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Callable[[int], PowerState]]:
+    """New tokens behind `state`, which stays as it is: out [B, T, H, V] in the dtype of v, and a function of n that
+    gives the state after the first n tokens, n >= 1. No gradients.
+    """
+    time, dtype = k.shape[1], state.s.dtype
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q = q.to(dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
+    k, v_wide = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
+    gates = k.new_zeros(k.shape[:3]) if log_g is None else log_g.transpose(1, 2).to(dtype)
+    held = torch.ones(time, time, dtype=torch.bool, device=k.device).tril()
+    out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
+
+    def after(n: int) -> PowerState:
+        return _folded(state, k[:, :, :n], v_wide[:, :, :n], gates[:, :, :n], None, dtype)
+
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype), after
+
+
+def _attended(
+    q: Tensor,
+    s: Tensor,
+    z: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_g: Tensor,
+    held: Tensor,
+    *,
+    p: int,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """What T tokens, q [B, G, R, T, K] times the scale, read of a state and a tail: [B, G, R, T, V].
+
+    `held` [..., T, C] tells which of the tail each of them sees: those up to itself.
+    """
+    left, kept = decays(tail_g[:, :, None].masked_fill(~held, 0))  # [B, G, T], [B, G, T, C]
+    kept = kept.masked_fill(~held, 0)
+    shape, q = q.shape[2:4], q.flatten(2, 3)  # [B, G, R T, K]
+    score = (q @ tail_k.to(s.dtype).transpose(2, 3)).unflatten(2, shape)
+    weight = (score**p * kept[:, :, None]).flatten(2, 3)
+    phi = (spow(q, p).unflatten(2, shape) * left[:, :, None, :, None]).flatten(2, 3)
+    out = weight @ tail_v.to(s.dtype) + phi @ s
+    if normalize:
+        out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
+    return out.unflatten(2, shape)
+
+
+def _folded(
+    state: PowerState, k: Tensor, v: Tensor, log_g: Tensor, held: Tensor | None, dtype: torch.dtype
+) -> PowerState:
+    """(M12): the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C]; if `held`
+    [B, G, C] is given, after those it marks.
+    """
+    left, kept = decays(log_g.to(dtype))
+    kept = kept if held is None else kept * held
+    with torch.autocast(state.s.device.type, enabled=False):
+        phi = spow(k.to(dtype), state.p) * kept[..., None]  # [B, G, C, D]
+        s = state.s * left[..., None, None] + phi.transpose(2, 3) @ v.to(dtype)
+    return PowerState(s, state.z * left[..., None] + phi.sum(2), state.p, state.key_dim)
 
 
 def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
