@@ -343,8 +343,7 @@ def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
     if path is None:
         return None
     draft = load_run(path, run.model.embedding.weight.device)
-    if _tokenizer_id(draft) != _tokenizer_id(run):
-        raise ValueError(f"the draft model {path} has another tokenizer than the run: its tokens mean something else")
+    check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
     return ModelDrafts(draft.model)
 
 
