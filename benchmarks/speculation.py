@@ -1,6 +1,6 @@
 """What guesses save in decoding: `python -m benchmarks.speculation RUN --json FILE`, one row of text at a time.
 
-Prompts are the beginnings of held-out documents ("documents"), or tokens drawn at random ("random"). Each is continued
+Prompts are parts of held-out documents ("documents"), or tokens drawn at random ("random"). Each is continued
 without guesses and with them, the likeliest token each time (temperature 0) or drawn (temperature 1, the same seed), in
 turns, so that a machine that slows down does so for both. The tokens have to be the same. Times are of decoding alone.
 
@@ -15,7 +15,6 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.context_files import rows_of
 from benchmarks.measure import commit, options, processor, write
 from sympow.cli.runs import Run, load_run
 from sympow.data import open_corpus
@@ -28,9 +27,20 @@ TEXTS = ("documents", "random")
 def prompts(run: Run, text: str, length: int, count: int) -> list[Tensor]:
     """`count` prompts [1, length] of a kind of `TEXTS`."""
     if text == "documents":
-        return rows_of(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, length, count)
+        return parts(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, length, count)
     generator = torch.Generator().manual_seed(0)
     return list(torch.randint(run.model.config.vocab_size, (count, 1, length), generator=generator))
+
+
+def parts(documents, length: int, count: int) -> list[Tensor]:
+    """`count` parts [1, length] of documents, none twice: the beginnings first, then what follows them."""
+    found: list[Tensor] = []
+    for start in range(0, int(documents.lengths.max()), length):
+        for i in (i for i, has in enumerate(documents.lengths) if has >= start + length and len(found) < count):
+            found.append(torch.from_numpy(documents[i][start : start + length].astype("int64"))[None])
+    if len(found) < count:
+        raise ValueError(f"{count} parts of {length:,} tokens are needed; the held-out documents have {len(found)}")
+    return found
 
 
 def measure(run: Run, draft: Run | None, text: str, temperature: float, arguments: argparse.Namespace) -> dict:
