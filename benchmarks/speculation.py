@@ -1,11 +1,11 @@
-"""What guesses save in decoding: `python -m benchmarks.speculation RUN --json FILE`, one row of text at a time.
+"""Measures speculative decoding: `python -m benchmarks.speculation RUN --json FILE`, one row of text at a time.
 
-Prompts are parts of held-out documents ("documents"), or tokens drawn at random ("random"). Each is continued
-without guesses and with them, the likeliest token each time (temperature 0) or drawn (temperature 1, the same seed), in
-turns, so that a machine that slows down does so for both. The tokens have to be the same. Times are of decoding alone.
+Prompts are parts of held-out documents ("documents"), or tokens drawn at random ("random"). Each is continued without
+drafts and with them, at temperature 0 and at temperature 1 with one seed. The two take turns, so that a machine that
+slows down does so for both. Their tokens have to be the same. Times are of decoding alone.
 
-A small model repeats itself where the likeliest token is taken, which guesses of n-grams love: `kinds`, the share of
-different tokens in what is written, tells how much of that there is.
+A small model repeats itself at temperature 0, which suits prompt lookup. `distinct`, the share of distinct tokens in the
+new text, tells how much it does.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def parts(documents, length: int, count: int) -> list[Tensor]:
 
 
 def measure(run: Run, draft: Run | None, text: str, temperature: float, arguments: argparse.Namespace) -> dict:
-    """The row of a text, a temperature and who guesses."""
+    """The row of a text, a temperature and the drafts."""
     drafts: Drafts = NgramDrafts() if draft is None else ModelDrafts(draft.model)
-    seconds, same, proposed, accepted, kinds = [0.0, 0.0], 0, 0, 0, 0.0
+    seconds, same, proposed, accepted, distinct = [0.0, 0.0], 0, 0, 0, 0.0
     count = arguments.prompts if (text, temperature) == (TEXTS[0], 0) else max(1, arguments.prompts // 4)
     rows = prompts(run, text, arguments.prompt, count)
     what = f"{text}, temperature {temperature:g}"
     with Progress(what, "prompt", total=len(rows)) as progress:
         for i, prompt in enumerate(rows):
             results: list[Generation | None] = [None, None]
-            for guessed in (i % 2, 1 - i % 2):
-                how = {"temperature": temperature, "seed": i, "drafts": drafts if guessed else None}
+            for drafted in (i % 2, 1 - i % 2):
+                how = {"temperature": temperature, "seed": i, "drafts": drafts if drafted else None}
                 result = generate(run.model, prompt, arguments.tokens, **how)
-                seconds[guessed] += result.decode_seconds
-                results[guessed] = result
+                seconds[drafted] += result.decode_seconds
+                results[drafted] = result
             plain, fast = (each.tokens for each in results if each is not None)
             same += torch.equal(plain, fast)
-            kinds += len(plain.unique()) / arguments.tokens
+            distinct += len(plain.unique()) / arguments.tokens
             proposed, accepted = proposed + drafts.proposed, accepted + drafts.accepted
             progress.advance()
     decoded = len(rows) * (arguments.tokens - 1)
@@ -72,7 +72,7 @@ def measure(run: Run, draft: Run | None, text: str, temperature: float, argument
         "prompts": len(rows),
         "prompt_tokens": arguments.prompt,
         "new_tokens": arguments.tokens,
-        "kinds": round(kinds / len(rows), 3),
+        "distinct": round(distinct / len(rows), 3),
         "same_tokens": same,
         "proposed": proposed,
         "accepted": accepted,
@@ -83,10 +83,10 @@ def measure(run: Run, draft: Run | None, text: str, temperature: float, argument
 
 
 def main() -> None:
-    """Prints a row each for texts, temperatures and guesses, and writes them to a file."""
+    """Prints a row each for texts, temperatures and drafts, and writes them to a file."""
     parser = options("benchmarks.speculation", __doc__)
     parser.add_argument("run", help="a run's folder or a checkpoint")
-    parser.add_argument("--draft", metavar="RUN", help="a smaller run with the same tokenizer, which guesses too")
+    parser.add_argument("--draft", metavar="RUN", help="a smaller run with the same tokenizer, for rows with its drafts")
     parser.add_argument("--prompts", type=int, default=200, 
                         help="documents at temperature 0; elsewhere a quarter (default: 200)")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt (default: 256)")
@@ -108,7 +108,7 @@ def main() -> None:
                 print(
                     f"{text}, temperature {temperature:g}, {row['drafts']}: {row['ratio']:.2f}x "
                     f"({row['plain_tokens_per_second']:,.0f} to {row['tokens_per_second']:,.0f} tokens/s), "
-                    f"{row['accepted']:,} of {row['proposed']:,} guesses right, kinds {row['kinds']:.2f}, "
+                    f"{row['accepted']:,} of {row['proposed']:,} draft tokens accepted, distinct {row['distinct']:.2f}, "
                     f"same tokens for {row['same_tokens']} of {row['prompts']}"
                 )
                 write(arguments.json, rows)

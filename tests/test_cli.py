@@ -192,19 +192,19 @@ def test_generate_is_reproducible_and_says_what_it_cost(folder, tmp_path, capsys
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-@pytest.mark.parametrize("guesses", [["--speculate"], ["--draft", "softmax"], ["--draft", "power"]])
-def test_guesses_change_nothing_but_the_speed(guesses, temperature, folder, capsys, monkeypatch):
+@pytest.mark.parametrize("drafts", [["--speculate"], ["--draft", "softmax"], ["--draft", "power"]])
+def test_drafts_change_nothing_but_the_speed(drafts, temperature, folder, capsys, monkeypatch):
     monkeypatch.setattr(Pace, "length", lambda self: 5)  # how many does not depend on time
     command = ["generate", str(folder / "power"), "--prompt", "the quick the quick", "--max-new-tokens", "40"]
     command += ["--temperature", temperature, "--top-k", "3"]
     assert main(command) == 0
     expected = capsys.readouterr().out
-    assert main([*command, *(str(folder / x) if x in ("softmax", "power") else x for x in guesses)]) == 0
+    assert main([*command, *(str(folder / x) if x in ("softmax", "power") else x for x in drafts)]) == 0
     out, err = capsys.readouterr()
     assert out == expected
-    accepted, proposed = re.search(r", ([\d,]+) of ([\d,]+) guesses right$", err).groups()
-    assert int(proposed) > 0 or guesses == ["--speculate"]
-    if (guesses[-1], temperature) == ("power", "0"):
+    accepted, proposed = re.search(r", ([\d,]+) of ([\d,]+) draft tokens accepted$", err).groups()
+    assert int(proposed) > 0 or drafts == ["--speculate"]
+    if (drafts[-1], temperature) == ("power", "0"):
         assert accepted == proposed
 
 

@@ -330,7 +330,7 @@ def _generate(
     print(decoder.finish())
     speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
     if drafts is not None:
-        speed += f", {drafts.accepted:,} of {drafts.proposed:,} guesses right"
+        speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
     print(
         f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
         f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
@@ -339,7 +339,7 @@ def _generate(
 
 
 def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
-    """The run that guesses for another one, on its device; None without a path."""
+    """Loads the draft model of a run, on the device of the run; None without a path."""
     if path is None:
         return None
     draft = load_run(path, run.model.embedding.weight.device)

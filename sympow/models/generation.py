@@ -22,8 +22,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         token: int64 [B], the next of every row.
-        state: what it was drawn from, the token itself not yet read; with drafts it may have read on, as far as tokens
-            were guessed. The next token overwrites it.
+        state: what it was drawn from, the token itself not yet read; with drafts the state may have read accepted
+            tokens too. The next token overwrites it.
     """
 
     token: Tensor
@@ -106,8 +106,8 @@ def stream(
         seed: of the draws: the same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
         context: what the model has read before the prompt; a copy is continued, and it stays as it is.
-        drafts: guesses at the next tokens, for fewer steps to the same tokens (`sympow.models.speculation`): of one
-            row, and of one stream at a time.
+        drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
+            prompt has one row, and an object of drafts serves one stream at a time.
 
     Raises ValueError for arguments out of range, at once, and with the first token for tokens outside the vocabulary.
     """

@@ -1,8 +1,8 @@
-"""Speculative decoding: guesses at the next tokens, which the model reads in one step and keeps while they are right.
+"""Speculative decoding: the model reads several draft tokens in one step, and accepts those that it draws itself.
 
-A guess is right where the model draws that very token. So guesses change no token that is drawn, neither the likeliest
-nor one by chance, whose draws are the same and in the same order: they change how many steps it takes. (As far as
-roundings go: products of several tokens are not rounded as those of one are.)
+A draft token is accepted if the model's own draw is that token. So drafts change no token that is drawn, at any
+temperature: the draws use the same random numbers in the same order. Drafts change how many steps the tokens take. (A
+step of several tokens rounds differently from steps of one token each.)
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from torch import Tensor
 
 from sympow.models.lm import LanguageModel, ModelState
 
-_MOST = 16  # tokens guessed at a time
+_MOST = 16  # draft tokens in a step
 _LEAST = 3
 _LONGEST_PAUSE = 64  # tokens
 
 
 class Drafts(ABC):
-    """Something that guesses the next tokens of one text.
+    """Proposes the next tokens of one text. Subclasses say how.
 
     Attributes:
-        proposed: tokens guessed since `begin`.
-        accepted: how many of them were right.
+        proposed: draft tokens since `begin`.
+        accepted: how many of them the model has accepted.
     """
 
     proposed = 0
     accepted = 0
 
     def begin(self, model: LanguageModel) -> None:
-        """Forgets everything; a text of `model` follows. Raises ValueError where it cannot guess for that model."""
+        """Forgets the last text; a text of `model` follows. Raises ValueError if the drafts do not fit the model."""
         self.proposed = self.accepted = 0
 
     @abstractmethod
     def propose(self, new: Sequence[int], most: int) -> list[int]:
-        """Guesses what follows.
+        """Returns at most `most` draft tokens.
 
         Args:
             new: the tokens of the text since the last call.
-            most: tokens to guess at most; 0 to take notice of `new` alone.
+            most: 0 to take notice of `new` alone.
         """
 
 
 class NgramDrafts(Drafts):
-    """Guesses that what followed the last tokens before, in the prompt or in what was written, follows again.
+    """Prompt lookup: finds an earlier occurrence of the last tokens, and proposes the tokens that followed it.
 
     Args:
-        longest, shortest: how many last tokens are looked for, the longest first.
+        longest, shortest: how many last tokens are looked up, the longest first.
     """
 
     def __init__(self, longest: int = 5, shortest: int = 2):
@@ -74,20 +74,20 @@ class NgramDrafts(Drafts):
         found = next((self._next[key] for key in self._ends() if key in self._next), None)
         if found is None:
             return []
-        guess: list[int] = []
-        for at in range(found, found + most):  # past the end of the text its own beginning follows: a period
-            guess.append(text[at] if at < len(text) else guess[at - len(text)])
-        return guess
+        draft: list[int] = []
+        for at in range(found, found + most):  # behind the end of the text the draft itself goes on: a period
+            draft.append(text[at] if at < len(text) else draft[at - len(text)])
+        return draft
 
     def _ends(self) -> Iterator[tuple[int, ...]]:
         return (tuple(self._text[-size:]) for size in self.sizes if size <= len(self._text))
 
 
 class ModelDrafts(Drafts):
-    """Guesses what a smaller model of the same tokens finds likeliest.
+    """Proposes the likeliest tokens of a smaller model, the draft model.
 
     Args:
-        model: the smaller model. What a `context` holds it has not read: it reads the prompt and what is written.
+        model: the draft model. It reads the prompt and the new text, but not the `context` of a stream.
     """
 
     def __init__(self, model: LanguageModel):
@@ -111,17 +111,17 @@ class ModelDrafts(Drafts):
         for piece in torch.tensor([self._unread], device=device).split(1024, dim=1):
             logits, self._state = self.model.step(piece, self._state)
         self._unread, state = [], self._state.clone()
-        guess = [logits.argmax(-1)]
-        while len(guess) < most:
-            logits, state = self.model.step(guess[-1][:, None], state)
-            guess.append(logits.argmax(-1))
-        return torch.cat(guess).tolist()
+        draft = [logits.argmax(-1)]
+        while len(draft) < most:
+            logits, state = self.model.step(draft[-1][:, None], state)
+            draft.append(logits.argmax(-1))
+        return torch.cat(draft).tolist()
 
 
 class Pace:
-    """Decides how many tokens to guess: more while guesses are right, none for a while where they cost time.
+    """Decides how many tokens to draft: more while drafts are accepted, none for a while if they cost time.
 
-    Time is counted in steps without guesses, whose duration is the shortest of late.
+    The unit of time is a step without drafts, the shortest of the last ones.
     """
 
     def __init__(self) -> None:
@@ -131,16 +131,16 @@ class Pace:
         self._waiting, self._pause = 0, 1
 
     def length(self) -> int:
-        """How many tokens to guess now; 0 for none."""
+        """Returns how many tokens to draft now; 0 for none."""
         return 0 if self._plain is None or self._waiting else self._length
 
     def stepped(self, seconds: float) -> None:
-        """Takes notice of a step without guesses."""
+        """Records a step without drafts."""
         self._plain = seconds if self._plain is None else min(seconds, 1.05 * self._plain)
         self._waiting = max(0, self._waiting - 1)
 
     def tried(self, seconds: float, proposed: int, accepted: int) -> None:
-        """Takes notice of a step with guesses, the time to guess included."""
+        """Records a step with drafts; `seconds` include the time to make them."""
         full = accepted == proposed
         self._length = min(_MOST, 2 * self._length) if full else max(_LEAST, min(self._length, accepted + 1))
         gained = accepted + 1 - seconds / (self._plain or seconds)
@@ -168,27 +168,27 @@ def speculative_steps(
         drafts: begun.
         text: the prompt and `token`.
 
-    Yields tokens [1], and the state, which has read the tokens before the one yielded, and perhaps some behind it.
+    Yields tokens [1], each with a state. The state has read the tokens before it, and maybe accepted ones after it.
     """
     pace, new = Pace(), list(text)
     while count:
         started = perf_counter()
-        guess = drafts.propose(new, min(pace.length(), count - 1))
-        if guess:
-            tokens = torch.cat([token, token.new_tensor(guess)])[None]
+        draft = drafts.propose(new, min(pace.length(), count - 1))
+        if draft:
+            tokens = torch.cat([token, token.new_tensor(draft)])[None]
             logits, after = model.try_step(tokens, state)
             drawn: list[Tensor] = []
-            while not drawn or (len(drawn) <= len(guess) and int(drawn[-1]) == guess[len(drawn) - 1]):
+            while not drawn or (len(drawn) <= len(draft) and int(drawn[-1]) == draft[len(drawn) - 1]):
                 drawn.append(draw(logits[:, len(drawn)]))
             state = after(len(drawn))
-            drafts.proposed += len(guess)
+            drafts.proposed += len(draft)
             drafts.accepted += len(drawn) - 1
-            pace.tried(perf_counter() - started, len(guess), len(drawn) - 1)
+            pace.tried(perf_counter() - started, len(draft), len(drawn) - 1)
         else:
             logits, state = model.step(token[:, None], state)
             drawn = [draw(logits)]
         new = [int(each) for each in drawn]
-        if not guess:
+        if not draft:
             pace.stepped(perf_counter() - started)
         for each in drawn:
             yield each, state

@@ -252,7 +252,8 @@ def try_on_state(
     k, v_wide = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
     gates = k.new_zeros(k.shape[:3]) if log_g is None else log_g.transpose(1, 2).to(dtype)
     held = torch.ones(time, time, dtype=torch.bool, device=k.device).tril()
-    out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
+    with torch.autocast(q.device.type, enabled=False):
+        out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
 
     def after(n: int) -> PowerState:
         return _folded(state, k[:, :, :n], v_wide[:, :, :n], gates[:, :, :n], None, dtype)

@@ -1,4 +1,4 @@
-"""The benchmarks of guesses and of restored contexts on a very small run: what is compared, and what the rows hold."""
+"""The benchmarks of drafts and of restored contexts on a very small run: what is compared, and what the rows hold."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("guesses")
+    folder = tmp_path_factory.mktemp("drafts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         (folder / "corpus").mkdir()
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
         yield str(folder / "run")
 
 
-def test_rows_of_guesses(run, tmp_path, monkeypatch, capsys):
+def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Pace, "length", lambda self: 5)
     file = tmp_path / "rows.json"
     words = ["speculation", run, "--draft", run, "--prompts", "4", "--prompt", "20", "--tokens", "12"]
@@ -57,7 +57,7 @@ def test_rows_of_guesses(run, tmp_path, monkeypatch, capsys):
         expected = 4 if (row["text"], row["temperature"]) == ("documents", 0) else 1
         assert row["same_tokens"] == row["prompts"] == expected
         assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["plain_tokens_per_second"])
-        assert 0 < row["kinds"] <= 1 and row["accepted"] <= row["proposed"]
+        assert 0 < row["distinct"] <= 1 and row["accepted"] <= row["proposed"]
     itself = next(row for row in rows if row["drafts"] == "tiny" and row["temperature"] == 0)
     assert itself["accepted"] == itself["proposed"] > 0
     assert "same tokens for 4 of 4" in capsys.readouterr().out

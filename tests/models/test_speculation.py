@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens are those without guesses, whoever guesses and however well."""
+"""Speculative decoding: the tokens are those without drafts, whatever the drafts."""
 
 import random
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def prompt(time: int = 9, seed: int = 1) -> torch.Tensor:
 
 
 class Knowing(Drafts):
-    """Guesses tokens known beforehand, some of them wrong, and as many as it likes."""
+    """Drafts tokens known beforehand, some of them wrong, and a random number of them."""
 
     def __init__(self, prompt: torch.Tensor, tokens: torch.Tensor, seed: int = 0):
         self.known = [*prompt[0].tolist(), *tokens[0].tolist()]
@@ -63,17 +63,17 @@ class Knowing(Drafts):
 
     def propose(self, new: Sequence[int], most: int) -> list[int]:
         self.read += len(new)
-        guess = self.known[self.read : self.read + self.draw.randint(0, most)]
-        return [(token + 1) % VOCAB if self.draw.random() < 0.2 else token for token in guess]
+        draft = self.known[self.read : self.read + self.draw.randint(0, most)]
+        return [(token + 1) % VOCAB if self.draw.random() < 0.2 else token for token in draft]
 
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Guesses at every step: how many does not depend on time."""
+    """Drafts at every step: how many does not depend on time."""
     monkeypatch.setattr(Pace, "length", lambda self: 7)
 
 
-def test_200_prompts_give_the_tokens_without_guesses(eager):
+def test_200_prompts_give_the_tokens_without_drafts(eager):
     built, proposed, accepted, kinds = model(n_layers=1).float(), 0, 0, set()
     for seed in range(200):
         x = prompt(6, seed).repeat(1, 2)
@@ -88,7 +88,7 @@ def test_200_prompts_give_the_tokens_without_guesses(eager):
 @pytest.mark.parametrize("tail", [False, True], ids=["no-tail", "tail"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_any_guesses_give_the_tokens_without(case, temperature, tail, eager, monkeypatch):
+def test_any_drafts_give_the_tokens_without(case, temperature, tail, eager, monkeypatch):
     if tail:
         monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
     built, options = model(case), {"temperature": temperature, "top_p": 0.9, "seed": 3}
@@ -147,13 +147,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(eager):
     assert other.accepted < other.proposed
 
 
-def test_guesses_stop_where_they_cost_time_and_come_back_where_they_save_it():
+def test_drafts_stop_where_they_cost_time_and_come_back_where_they_save_it():
     pace, lengths = Pace(), []
     assert pace.length() == 0  # as long as nobody knows how long a step takes
     pace.stepped(1.0)
 
     def drafted(steps: int, accepted: float) -> int:
-        """Steps with guesses of `steps`, if a step with them takes twice as long."""
+        """Steps with drafts of `steps`, if a step with them takes twice as long."""
         count = 0
         for _ in range(steps):
             length = pace.length()
@@ -188,8 +188,8 @@ def test_what_does_not_fit_is_refused():
         stream(built, x, 3, drafts=ModelDrafts(model(vocab=32)))
 
 
-def test_time_is_what_stops_guesses(monkeypatch):
-    """With a clock for which guesses are slow, hardly any are made; with one for which they are free, many."""
+def test_time_is_what_stops_drafts(monkeypatch):
+    """With a clock for which drafts are slow, hardly any are made; with one for which they are free, many."""
     built, x = model(), prompt(6).repeat(1, 4)
     expected = generate(built, x, 120, temperature=0).tokens
     counts = []
@@ -198,9 +198,9 @@ def test_time_is_what_stops_guesses(monkeypatch):
 
         class Slow(Knowing):
             def propose(self, new, most, seconds=seconds, clock=clock):
-                guess = super().propose(new, most)
-                clock[0] += seconds if guess else 1.0
-                return guess
+                draft = super().propose(new, most)
+                clock[0] += seconds if draft else 1.0
+                return draft
 
         monkeypatch.setattr(speculation, "perf_counter", lambda clock=clock: clock[0])
         drafts = Slow(x, expected)
