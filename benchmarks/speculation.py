@@ -4,8 +4,8 @@ Prompts are parts of held-out documents ("documents"), or tokens drawn at random
 drafts and with them, at temperature 0 and at temperature 1 with one seed. The two take turns, so that a machine that
 slows down does so for both. Their tokens have to be the same. Times are of decoding alone.
 
-A small model repeats itself at temperature 0, which suits prompt lookup. `distinct`, the share of distinct tokens in the
-new text, tells how much it does.
+A small model repeats itself at temperature 0, which suits prompt lookup. `distinct` tells how much: it is the share of
+distinct tokens in the new text.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def main() -> None:
     """Prints a row each for texts, temperatures and drafts, and writes them to a file."""
     parser = options("benchmarks.speculation", __doc__)
     parser.add_argument("run", help="a run's folder or a checkpoint")
-    parser.add_argument("--draft", metavar="RUN", help="a smaller run with the same tokenizer, for rows with its drafts")
-    parser.add_argument("--prompts", type=int, default=200, 
+    parser.add_argument("--draft", metavar="RUN", help="a smaller run with the same tokenizer, for more rows")
+    parser.add_argument("--prompts", type=int, default=200,
                         help="documents at temperature 0; elsewhere a quarter (default: 200)")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt (default: 256)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens written behind it (default: 64)")
@@ -108,8 +108,8 @@ def main() -> None:
                 print(
                     f"{text}, temperature {temperature:g}, {row['drafts']}: {row['ratio']:.2f}x "
                     f"({row['plain_tokens_per_second']:,.0f} to {row['tokens_per_second']:,.0f} tokens/s), "
-                    f"{row['accepted']:,} of {row['proposed']:,} draft tokens accepted, distinct {row['distinct']:.2f}, "
-                    f"same tokens for {row['same_tokens']} of {row['prompts']}"
+                    f"{row['accepted']:,} of {row['proposed']:,} draft tokens accepted, "
+                    f"distinct {row['distinct']:.2f}, same tokens for {row['same_tokens']} of {row['prompts']}"
                 )
                 write(arguments.json, rows)
 

@@ -442,7 +442,7 @@ def test_runs_with_different_tokenizers_do_not_compare(folder, fails, tmp_path):
     assert main(["train", f"{folder}/tiny.py:power", *bpe, "--out", str(tmp_path / "bpe"), "--quiet"]) == 0
     assert "power and bpe have different tokenizers" in fails("evaluate", folder / "power", tmp_path / "bpe")
     draft = ["--prompt", "x", "--draft", tmp_path / "bpe"]
-    line = f"the draft model {tmp_path}/bpe has another tokenizer than the run: its tokens mean something else"
+    line = f"the run and the draft model {tmp_path}/bpe have different tokenizers: their tokens mean different things"
     assert fails("generate", folder / "power", *draft) == line
     assert "not allowed with argument --draft" in fails("generate", folder / "power", *draft, "--speculate")
 

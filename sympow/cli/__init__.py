@@ -113,8 +113,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
-                         help="draft tokens by prompt lookup: the same text in fewer steps")  # fmt: skip
-    drafts.add_argument("--draft", metavar="RUN", type=_path, help="draft tokens with a smaller run that has the same tokenizer")
+                        help="draft tokens by prompt lookup: the same text in fewer steps")  # fmt: skip
+    drafts.add_argument("--draft", metavar="RUN", type=_path,
+                        help="draft tokens with a smaller run that has the same tokenizer")  # fmt: skip
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
     read = command("read", "read a text into a context file", READ)
