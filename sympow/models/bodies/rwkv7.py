@@ -122,13 +122,13 @@ class RWKV7Block(Block):
         self.context_group = group
 
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
-        x, mixer, y, z = self._continued(lambda *of: step_mixer(self.mixer, *of, tokens), x, state)
+        x, mixer, y, z = self._continued(lambda y, held: step_mixer(self.mixer, y, held, tokens), x, state)
         last = x.shape[1] - 1
         return x, RWKV7BlockState(mixer, _input(y, state.mixer_last, last), _input(z, state.mlp_last, last))
 
     def try_step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
         extras = self.mixer.extras(tokens)
-        x, mixer, y, z = self._continued(lambda *of: self.mixer.try_step(*of, **extras), x, state)
+        x, mixer, y, z = self._continued(lambda y, held: self.mixer.try_step(y, held, **extras), x, state)
 
         def after(n: int) -> RWKV7BlockState:
             if n == 0:
