@@ -19,7 +19,8 @@ from sympow.recall.results import chosen, read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("mqar.md", "results/chunks.md", "results/speed.md", "results/training.md", "serving.md")
+NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/speed.md", "results/training.md",
+         "serving.md")  # fmt: skip
 PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
@@ -82,6 +83,32 @@ def decoding_gpu_table(rows: list[dict]) -> str:
     softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows))
     run = f"{row['processor']}; torch {row['torch']}, commit {row['commit']}"
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
+
+
+def speculation_table(rows: list[dict]) -> str:
+    """Returns a row for each kind of prompts, temperature and drafts."""
+    lines = ["| prompts | temperature | drafts | tokens/s | with drafts | ratio | accepted | distinct | same |"]
+    lines.append("|---|---:|---|" + "---:|" * 6)
+    for row in rows:
+        accepted = f"{row['accepted']:,} of {row['proposed']:,}"
+        cells = [row["text"], f"{row['temperature']:g}", row["drafts"], f"{row['plain_tokens_per_second']:,.0f}"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['ratio']:.2f}x", accepted, f"{row['distinct']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {row['same_tokens']} of {row['prompts']} |")
+    row = rows[0]
+    shape = f"{row['model']}, {row['prompt_tokens']} tokens read, {row['new_tokens']} written"
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
+def restore_table(rows: list[dict]) -> str:
+    """Returns a row for each number of tokens read."""
+    lines = ["| tokens read | reading, s | file, bytes | restoring, ms | same continuation |"]
+    lines.append("|---:|---:|---:|---:|---|")
+    for row in rows:
+        cells = [f"{row['tokens_read']:,}", f"{row['read_seconds']:,.1f}", f"{row['bytes']:,}"]
+        cells += [f"{1e3 * row['restore_seconds']:.1f}", "yes" if row["same_continuation"] else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    row = rows[0]
+    return "\n".join([*lines, "", f"{row['processor']}; torch {row['torch']}, commit {row['commit']}."])
 
 
 def chunks_table(rows: list[dict]) -> str:
@@ -218,6 +245,8 @@ TABLES = {
     "ops_h200.json": gpu_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
+    "speculation_cpu.json": speculation_table,
+    "context_restore_cpu.json": restore_table,
     "chunks_h200.json": chunks_table,
     "chunks_no_gate_h200.json": chunks_table,
     "mqar_widths_h200.csv": widths_table,

@@ -15,6 +15,7 @@ import zarr
 
 from sympow.cli import commands, main, runs
 from sympow.cli.runs import load_run
+from sympow.models.speculation import Pace
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
 
@@ -188,6 +189,23 @@ def test_generate_is_reproducible_and_says_what_it_cost(folder, tmp_path, capsys
     monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt").open(encoding="utf-8"))
     assert main([*arguments, "--prompt-file", "-"]) == 0
     assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("drafts", [["--speculate"], ["--draft", "softmax"], ["--draft", "power"]])
+def test_drafts_change_nothing_but_the_speed(drafts, temperature, folder, capsys, monkeypatch):
+    monkeypatch.setattr(Pace, "length", lambda self: 5)  # how many does not depend on time
+    command = ["generate", str(folder / "power"), "--prompt", "the quick the quick", "--max-new-tokens", "40"]
+    command += ["--temperature", temperature, "--top-k", "3"]
+    assert main(command) == 0
+    expected = capsys.readouterr().out
+    assert main([*command, *(str(folder / x) if x in ("softmax", "power") else x for x in drafts)]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected
+    accepted, proposed = re.search(r", ([\d,]+) of ([\d,]+) draft tokens accepted$", err).groups()
+    assert int(proposed) > 0 or drafts == ["--speculate"]
+    if (drafts[-1], temperature) == ("power", "0"):
+        assert accepted == proposed
 
 
 def test_generated_state_of_softmax_grows(folder, capsys):
@@ -423,6 +441,10 @@ def test_runs_with_different_tokenizers_do_not_compare(folder, fails, tmp_path):
     bpe = ["data.tokenizer=bpe", "data.vocab_size=260", "model.vocab_size=260", "training.steps=1"]
     assert main(["train", f"{folder}/tiny.py:power", *bpe, "--out", str(tmp_path / "bpe"), "--quiet"]) == 0
     assert "power and bpe have different tokenizers" in fails("evaluate", folder / "power", tmp_path / "bpe")
+    draft = ["--prompt", "x", "--draft", tmp_path / "bpe"]
+    line = f"the run and the draft model {tmp_path}/bpe have different tokenizers: their tokens mean different things"
+    assert fails("generate", folder / "power", *draft) == line
+    assert "not allowed with argument --draft" in fails("generate", folder / "power", *draft, "--speculate")
 
 
 def test_traceback_on_request(folder):

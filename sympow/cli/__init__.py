@@ -111,6 +111,11 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", metavar="P", type=float, help="draw from the fewest tokens that hold probability P"
     )
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    drafts = generate.add_mutually_exclusive_group()
+    drafts.add_argument("--speculate", action="store_true",
+                        help="draft tokens by prompt lookup: the same text in fewer steps")  # fmt: skip
+    drafts.add_argument("--draft", metavar="RUN", type=_path,
+                        help="draft tokens with a smaller run that has the same tokenizer")  # fmt: skip
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
     read = command("read", "read a text into a context file", READ)
@@ -220,7 +225,8 @@ and a value, then every key once more among filler. Prints loss and accuracy on 
 
 GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
 output, the state's size and the speed to standard error. With --context the prompt follows what `sympow read`
-has read."""
+has read. With --speculate or --draft the model reads several draft tokens in one step, as long as this saves time. It
+takes back those that it would not have drawn itself, so the text is the same."""
 
 READ = """Reads a text in chunks, in memory that does not grow with it but for caches of the model, and writes
 the state of every layer into a context file, from which `sympow generate --context` continues as often as one

@@ -22,7 +22,7 @@ from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus,
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
-from sympow.models import BODIES, Context, load_context, preset, stream
+from sympow.models import BODIES, Context, Drafts, ModelDrafts, NgramDrafts, load_context, preset, stream
 from sympow.models.generation import StreamOptions
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
@@ -104,6 +104,7 @@ def generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
         context=context,
+        drafts=NgramDrafts() if options.speculate else _draft_model(options.draft, run),
     )
 
 
@@ -306,6 +307,7 @@ def _generate(
     top_p: float | None = None,
     seed: int = 0,
     context: Context | None = None,
+    drafts: Drafts | None = None,
 ) -> None:
     """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
     if run.tokenizer is None:
@@ -316,7 +318,7 @@ def _generate(
     decoder = StreamDecoder(run.tokenizer)
     started = time.perf_counter()
     options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options["context"] = context
+    options |= {"context": context, "drafts": drafts}
     drawn = stream(run.model, tokens, max_new_tokens, **options)
     print(prompt, end="", flush=True)
     for count, last in enumerate(drawn):
@@ -327,11 +329,22 @@ def _generate(
     ended = time.perf_counter()
     print(decoder.finish())
     speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
+    if drafts is not None:
+        speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
     print(
         f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
         f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
         file=sys.stderr,
     )
+
+
+def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
+    """Loads the draft model of a run, on the device of the run; None without a path."""
+    if path is None:
+        return None
+    draft = load_run(path, run.model.embedding.weight.device)
+    check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
+    return ModelDrafts(draft.model)
 
 
 def _read_text(file: str) -> str:

@@ -103,7 +103,7 @@ def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
     (first, tokenizer), *others = tokenizers.items()
     for label, other in others:
         if (other and other.fingerprint) != (tokenizer and tokenizer.fingerprint):
-            raise ValueError(f"{first} and {label} have different tokenizers: losses per token do not compare")
+            raise ValueError(f"{first} and {label} have different tokenizers: their tokens mean different things")
 
 
 def saved_tokenizer(run_dir: Path) -> Tokenizer | None:

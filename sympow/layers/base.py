@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.state import MixerState
+from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.gated_norm import gated_norm
 
@@ -105,6 +105,14 @@ class Mixer(nn.Module, ABC):
         Equal to `forward` on the whole sequence, however it is cut. Where gradients are off the given state
         may be overwritten.
         """
+
+    def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back: x [B, T', d] -> (y [B, T', d], `After`).
+
+        y is that of `step`, and after(n) the state after the first n tokens, 0 to T'. The given state is used up.
+        Gradients must be off. By default copies of the state are stepped, token by token.
+        """
+        return try_by_copies(self.step, x, state, extras)
 
     @abstractmethod
     def state_size(self, context: int) -> int:
@@ -292,6 +300,10 @@ class AttentionMixer(Mixer):
     def mix_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Continues `mix` by x [B, T', d]: the heads' outputs [B, T', H, V], and the state after them."""
 
+    def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back, as `try_step` does: y [B, T', H, V]."""
+        return try_by_copies(self.mix_step, x, state, extras)
+
     @abstractmethod
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -324,6 +336,15 @@ class AttentionMixer(Mixer):
         x, past = self.convolution.step(x, state.past)
         y, behind = self.mix_step(x, state.behind, **extras)
         return self.output(x, y), ShortConvolutionState(past, behind)
+
+    def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        self.check_input(x, self.qkv.weight)
+        if self.convolution is None:
+            y, after = self.try_mix_step(x, state, **extras)
+            return self.output(x, y), after
+        x, past = self.convolution.try_step(x, state.past)
+        y, behind = self.try_mix_step(x, state.behind, **extras)
+        return self.output(x, y), lambda n: ShortConvolutionState(past(n), behind(n))
 
     def state_size(self, context: int) -> int:
         convolution = 0 if self.convolution is None else self.convolution.state_size()

@@ -29,8 +29,8 @@ def capacity(length: int, limit: int | None = None) -> int:
 class KVCache(MixerState):
     """Rotated keys and values of `length` tokens; with a `limit`, of the last `limit` ones, as a ring.
 
-    k is [B, G, room, K] and v [B, G, room, V], room = capacity(length, limit); token t lies at t, or at t %
-    limit.
+    k is [B, G, room, K] and v [B, G, room, V], room = capacity(length, limit), or more where tokens were taken
+    back; token t lies at t, or at t % limit.
     """
 
     k: Tensor

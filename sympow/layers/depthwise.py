@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sympow.layers.initial import draw_uniform
-from sympow.layers.state import MixerState
+from sympow.layers.state import After, MixerState
 from sympow.ops.context import previous_tokens
 from sympow.ops.short_convolution import short_convolution
+
+_FEW = 16  # tokens
 
 
 class DepthwiseConvolution(nn.Module):
@@ -69,12 +71,18 @@ class DepthwiseConvolution(nn.Module):
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs."""
         seen = torch.cat([past.to(x.dtype), x], dim=1)
-        if x.shape[1] == 1 and not torch.is_autocast_enabled(x.device.type):
-            # A sum of k rows: calling a convolution takes longer than computing it.
-            y = ((seen * self.weight.T).sum(1, keepdim=True) + self._offset()).to(x.dtype)
+        if x.shape[1] <= _FEW and not torch.is_autocast_enabled(x.device.type):
+            # Sums of k rows: calling a convolution takes longer than computing it.
+            y = ((seen.unfold(1, self.width, 1) * self.weight).sum(-1) + self._offset()).to(x.dtype)
         else:
             y = short_convolution(x, self.weight, self._offset(), past=past)
         return y, seen[:, seen.shape[1] - past.shape[1] :].to(past.dtype, copy=True)  # a view would hold all inputs
+
+    def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
+        """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""
+        y, _ = self.step(x, past)
+        seen = torch.cat([past, x.to(past.dtype)], dim=1)
+        return y, lambda n: seen[:, n : n + past.shape[1]].clone()
 
     def _offset(self) -> Tensor:
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document
-from sympow.layers.power import continue_power, initial_memory, memory_size
-from sympow.layers.state import MixerState
+from sympow.layers.power import continue_power, initial_memory, memory_size, try_power
+from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
@@ -85,13 +85,20 @@ class LinearAttention(AttentionMixer):
     def mix_step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
         q, k, v, features = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, None, state.memory, **self._options())
-        feature_sum = state.feature_sum
-        if features is not None and feature_sum is not None:
-            q, k = features
-            sums = feature_sum[:, None] + _running_sum(k)
-            feature_sum = sums[:, -1].clone()  # a view would hold all sums
-            y = _normalized(y, q, sums)
+        y, sums = self._divided(y, features, state)
+        feature_sum = None if sums is None else sums[:, -1].clone()  # a view would hold all sums
         return y, LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
+
+    def try_mix_step(self, x: Tensor, state: LinearAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        q, k, v, features = self._inputs(x, state.position)
+        y, memory = try_power(q, k, v, None, state.memory, **self._options())
+        y, sums = self._divided(y, features, state)
+
+        def after(n: int) -> LinearAttentionState:
+            feature_sum = state.feature_sum if sums is None or n == 0 else sums[:, n - 1].clone()
+            return LinearAttentionState(memory(n), state.position + n, feature_sum)
+
+        return y, after
 
     def mix_state_size(self, context: int) -> int:
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
@@ -112,6 +119,16 @@ class LinearAttention(AttentionMixer):
         q, k, v = self.heads(x)
         q, k = F.elu(q) + 1, F.elu(k) + 1
         return *self.rotate(q, k, position), v, (q, k)
+
+    def _divided(
+        self, y: Tensor, features: tuple[Tensor, Tensor] | None, state: LinearAttentionState
+    ) -> tuple[Tensor, Tensor | None]:
+        """y over the sums of the weights, and the sums of the keys' features [B, T, G, K], if it has features."""
+        if features is None or state.feature_sum is None:
+            return y, None
+        q, k = features
+        sums = state.feature_sum[:, None] + _running_sum(k)
+        return _normalized(y, q, sums), sums
 
     def _options(self) -> dict[str, Any]:
         scale = None if self.feature_map == "identity" else 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
-from sympow.layers.state import MixerState
+from sympow.layers.state import After, MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
@@ -25,7 +26,7 @@ from sympow.ops import (
 )
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
-from sympow.ops.decoding import tail_elements
+from sympow.ops.decoding import tail_elements, try_on_state
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options
 
@@ -158,9 +159,16 @@ class PowerAttention(AttentionMixer):
         return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
 
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
-        q, k, v, log_g, position = self._inputs(x, state.position)
+        q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
-        return y, PowerAttentionState(memory, position)
+        return y, PowerAttentionState(memory, _moved(state.position, positions, x.shape[1]))
+
+    def try_mix_step(
+        self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None
+    ) -> tuple[Tensor, After]:
+        q, k, v, log_g, positions = self._inputs(x, state.position)
+        y, memory = try_power(q, k, v, log_g, state.memory, **self._options())
+        return y, lambda n: PowerAttentionState(memory(n), _moved(state.position, positions, n))
 
     def mix_state_size(self, context: int) -> int:
         position = self.n_kv_heads if self.rotation == "data" else 0
@@ -175,8 +183,9 @@ class PowerAttention(AttentionMixer):
 
     def _inputs(
         self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
-        """Rotated q and k, v, log_g, and the position after x, given the one before it, or the ranks that hold it."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Rotated q and k, v, log_g, and data-dependent positions after every token of x [B, T, G], given the position
+        before x, or the ranks that hold it."""
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
@@ -185,10 +194,10 @@ class PowerAttention(AttentionMixer):
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
-            return *self.rotated_heads(x, positions), log_g, positions[:, -1].clone()  # a view would hold all positions
+            return *self.rotated_heads(x, positions), log_g, positions
         if isinstance(position, Tensor) and position.is_floating_point():
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
-        return *self.rotated_heads(x, position), log_g, position + x.shape[1]
+        return *self.rotated_heads(x, position), log_g, None
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
@@ -197,6 +206,13 @@ class PowerAttention(AttentionMixer):
 def _is_product(linear: nn.Module) -> bool:
     """Tells whether calling `linear` is a product and its bias alone: no adapter in its place, and no hook on it."""
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Tensor:
+    """The position n tokens later; positions [B, T, G] are those after every token, if they depend on the data."""
+    if positions is None:
+        return position + n
+    return positions[:, n - 1].clone() if n else position  # a view would hold all positions
 
 
 def initial_memory(
@@ -246,3 +262,40 @@ def continue_power(
     if isinstance(state, DecodingState):
         return out, DecodingState.from_state(after, dtype=state.dtype, capacity=state.capacity)
     return out, after
+
+
+def try_power(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | DecodingState,
+    *,
+    impl: str,
+    chunk_size: int | None,
+    **options: Any,
+) -> tuple[Tensor, After]:
+    """Continues `state` by tokens that stay in a tail until it is known which of them count, see `After`."""
+    time = q.shape[1]
+    if isinstance(state, DecodingState) and time <= state.capacity:
+        out, tail = power_attention_step(q, k, v, log_g, state=state, inplace=True, impl=impl, **options)
+        return out, partial(_rolled_back, tail, time)
+    before = state.folded() if isinstance(state, DecodingState) else state
+    out, folded = try_on_state(q, k, v, log_g, before, **options)
+    if impl == "reference":
+        out = power_attention_step(q, k, v, log_g, state=before, impl=impl, **options).out
+
+    def after(n: int) -> PowerState | DecodingState:
+        if n == 0:
+            return state
+        if isinstance(state, PowerState):
+            return folded(n)
+        return DecodingState.from_state(folded(n), dtype=state.dtype, capacity=state.capacity)
+
+    return out, after
+
+
+def _rolled_back(tail: DecodingState, time: int, n: int) -> DecodingState:
+    """The tail with the first n of its last `time` tokens."""
+    tail.rollback(time - n)
+    return tail

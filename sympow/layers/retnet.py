@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from sympow.layers.base import AttentionMixer, HeadOptions, head_normed, state_options
 from sympow.layers.initial import draw_uniform
-from sympow.layers.power import PowerAttentionState, continue_power
+from sympow.layers.power import PowerAttentionState, continue_power, try_power
+from sympow.layers.state import After
 from sympow.ops import PowerState, power_attention
 
 
@@ -73,6 +74,11 @@ class RetNet(AttentionMixer):
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
         return y, PowerAttentionState(memory, state.position + x.shape[1])
+
+    def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        q, k, v = self.rotated_heads(x, state.position)
+        y, memory = try_power(q, k, v, self._decay(k), state.memory, **self._options())
+        return y, lambda n: PowerAttentionState(memory(n), state.position + n)
 
     def mix_state_size(self, context: int) -> int:
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)

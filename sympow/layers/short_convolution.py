@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sympow.layers.base import Mixer
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.state import After
 
 
 class ShortConvolution(Mixer):
@@ -77,6 +78,14 @@ class ShortConvolution(Mixer):
         if self.mixer is not None:
             y, behind = self.mixer.step(y, behind, **self.extras(tokens))
         return y, ShortConvolutionState(past, behind)
+
+    def try_step(self, x: Tensor, state: ShortConvolutionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        self.check_input(x, self.convolution.weight)
+        y, past = self.convolution.try_step(x, state.past)
+        if self.mixer is None or state.behind is None:
+            return y, lambda n: ShortConvolutionState(past(n), None)
+        y, behind = self.mixer.try_step(y, state.behind, **extras)
+        return y, lambda n: ShortConvolutionState(past(n), behind(n))
 
     def state_size(self, context: int) -> int:
         behind = 0 if self.mixer is None else self.mixer.state_size(context)

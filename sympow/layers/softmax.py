@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Unpack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
-from sympow.layers.state import MixerState
+from sympow.layers.state import After, MixerState
 from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
@@ -80,13 +81,23 @@ class SoftmaxAttention(AttentionMixer):
 
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
         if self.gate is not None:
-            return self._gated_step(x, state, self.gate)
+            y, cache, sums = self._gated_step(x, state, self.gate)
+            return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
         if not isinstance(state, KVCache):
             raise TypeError("the state was made by a layer with a gate; this one has none")
         q, k, v = self.rotated_heads(x, state.length)
         state = state.extend(k.transpose(1, 2), v.transpose(1, 2))
         y = attend_to_past(q.transpose(1, 2).to(state.k.dtype), *state.filled())
         return y.transpose(1, 2).to(x.dtype), state
+
+    def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        if self.gate is None:
+            before: KVCache = state
+            y, cache = self.mix_step(x, before)
+            return y, partial(_cut, before, cache)
+        y, cache, sums = self._gated_step(x, state, self.gate)
+        sums = torch.cat([state.log_sum[:, None], sums], dim=1)
+        return y, lambda n: GatedCache(_cut(state.cache, cache, n), sums[:, n].clone())
 
     def mix_state_size(self, context: int) -> int:
         if self.gate is None:
@@ -97,7 +108,10 @@ class SoftmaxAttention(AttentionMixer):
     def training_flops(self, time: int) -> int:
         return both_ways(time, self)
 
-    def _gated_step(self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear) -> tuple[Tensor, GatedCache]:
+    def _gated_step(
+        self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear
+    ) -> tuple[Tensor, KVCache, Tensor]:
+        """The heads' outputs, the cache, and the sum of log_g up to every token [B, T', G]."""
         if not isinstance(state, GatedCache):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
@@ -108,8 +122,7 @@ class SoftmaxAttention(AttentionMixer):
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
         with torch.autocast(x.device.type, enabled=False):  # it would round the sums in the keys
             y = attend_to_past(q.transpose(1, 2), *cache.filled(), scale=self.head_dim**-0.5)
-        y = y.transpose(1, 2).to(x.dtype)
-        return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
+        return y.transpose(1, 2).to(x.dtype), cache, sums
 
 
 def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:
@@ -175,6 +188,11 @@ def empty_cache(
     k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim if key_dim is None else key_dim, **options)
     v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)
     return KVCache(k, v, limit=limit)
+
+
+def _cut(before: KVCache, after: Any, n: int) -> KVCache:
+    """The cache `after` without the tokens behind the first n that it has more than `before`."""
+    return before if n == 0 else replace(after, length=before.length + n)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
+
+# after(n) is the state after the first n of the tokens that a `try_step` has read: the others are taken back, and leave
+# no trace. It can be called once, as it may use up the tensors it is made of.
+After = Callable[[int], Any]
 
 
 @dataclass
@@ -65,3 +70,19 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return value
     held = {field.name: getattr(value, field.name) for field in fields(value)}
     return replace(value, **{name: _mapped(item, function) for name, item in held.items()})
+
+
+def try_by_copies(
+    step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: MixerState, extras: Mapping[str, Tensor | None]
+) -> tuple[Tensor, After]:
+    """Tries a step of x [B, T', d] token by token on copies of the state: right for any step, and slow.
+
+    `extras` are keywords of the step, [B, T'] each or None.
+    """
+    states, outs = [state], []
+    for i in range(x.shape[1]):
+        now = {name: value if value is None else value[:, i : i + 1] for name, value in extras.items()}
+        y, after = step(x[:, i : i + 1], states[-1].clone(), **now)
+        outs.append(y)
+        states.append(after)
+    return torch.cat(outs, dim=1), states.__getitem__

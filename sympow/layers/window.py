@@ -11,6 +11,7 @@ from sympow.layers.base import AttentionMixer, HeadOptions, per_document
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
+from sympow.layers.state import After
 
 # Queries computed at once: a block of them and the keys it sees are one attention call.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
@@ -66,19 +67,28 @@ class WindowAttention(WindowMixer):
             state = state.extend(k, v)
             y = attend(q.to(state.k.dtype), *state.filled())
         else:
-            seen = min(state.length, self.window - 1)
-            past_k, past_v = (past[:, :, past.shape[2] - seen :] for past in state.ordered())
-            k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)
-            v_seen = torch.cat([past_v, v.to(past_v.dtype)], dim=2)
-            y = attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
+            y = self._behind(state, q, k, v)
             state = state.extend(k, v)  # after the past was read: it may be overwritten
         return y.transpose(1, 2).to(x.dtype), state
+
+    def try_mix_step(self, x: Tensor, state: KVCache, **extras: Tensor | None) -> tuple[Tensor, After]:
+        q, k, v = (part.transpose(1, 2) for part in self.rotated_heads(x, state.length))
+        y = self._behind(state, q, k, v).transpose(1, 2).to(x.dtype)
+        return y, lambda n: state.extend(k[:, :, :n], v[:, :, :n]) if n else state
 
     def mix_state_size(self, context: int) -> int:
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
 
     def training_flops(self, time: int) -> int:
         return both_ways(time, self, self.window)
+
+    def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, H, T', K], [B, G, T', K], [B, G, T', V] behind the tokens of `past` -> [B, H, T', V]."""
+        seen = min(past.length, self.window - 1)
+        past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
+        k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)
+        v_seen = torch.cat([past_v, v.to(past_v.dtype)], dim=2)
+        return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""

@@ -7,18 +7,22 @@ from sympow.models.generation import Drawn, Generation, generate, stream
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.presets import PRESETS, preset
 from sympow.models.recall import RecallModel
+from sympow.models.speculation import Drafts, ModelDrafts, NgramDrafts
 
 __all__ = [
     "BODIES",
     "PRESETS",
     "Context",
     "ContextError",
+    "Drafts",
     "Drawn",
     "Generation",
     "LanguageModel",
     "MixerConfig",
     "ModelConfig",
+    "ModelDrafts",
     "ModelState",
+    "NgramDrafts",
     "RecallModel",
     "generate",
     "load_context",

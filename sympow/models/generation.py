@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sympow.models.context_file import Context
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.speculation import Drafts, speculative_steps
 
 
 class Drawn(NamedTuple):
@@ -21,7 +22,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         token: int64 [B], the next of every row.
-        state: what it was drawn from, the token itself not yet read. The next token overwrites it.
+        state: what it was drawn from, the token itself not yet read; with drafts the state may have read accepted
+            tokens too. The next token overwrites it.
     """
 
     token: Tensor
@@ -56,6 +58,7 @@ class StreamOptions(TypedDict, total=False):
     seed: int
     prefill_chunk: int
     context: Context | None
+    drafts: Drafts | None
 
 
 def generate(model: LanguageModel, prompt: Tensor, max_new_tokens: int, **options: Unpack[StreamOptions]) -> Generation:
@@ -90,6 +93,7 @@ def stream(
     seed: int = 0,
     prefill_chunk: int = 1024,
     context: Context | None = None,
+    drafts: Drafts | None = None,
 ) -> Iterator[Drawn]:
     """Continues every row of a prompt: the tokens as they are drawn.
 
@@ -102,6 +106,8 @@ def stream(
         seed: of the draws: the same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
         context: what the model has read before the prompt; a copy is continued, and it stays as it is.
+        drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
+            prompt has one row, and an object of drafts serves one stream at a time.
 
     Raises ValueError for arguments out of range, at once, and with the first token for tokens outside the vocabulary.
     """
@@ -110,6 +116,8 @@ def stream(
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
     if context is not None and context.rows != prompt.shape[0]:
         raise ValueError(f"the context has {context.rows} rows; got a prompt of {prompt.shape[0]}")
+    if drafts is not None and prompt.shape[0] != 1:
+        raise ValueError(f"drafts are of a single row; got a prompt of {prompt.shape[0]}")
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
     for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
         if not isinstance(value, int) or value < 1:
@@ -123,7 +131,9 @@ def stream(
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    return _steps(model, prompt, context, prefill_chunk, max_new_tokens, draw)
+    if drafts is not None:
+        drafts.begin(model)
+    return _steps(model, prompt, context, prefill_chunk, max_new_tokens, draw, drafts)
 
 
 def sample(
@@ -156,6 +166,7 @@ def _steps(
     chunk: int,
     max_new_tokens: int,
     draw: Callable[[Tensor], Tensor],
+    drafts: Drafts | None,
 ) -> Iterator[Drawn]:
     """`chunk` is in tokens of the prompt; `draw` takes logits [B, vocab] to tokens [B]."""
     before = Context.begin(model, prompt.shape[0]) if context is None else context.clone()
@@ -165,8 +176,14 @@ def _steps(
             logits, state = model.step(piece, state)
     if logits is None:
         raise RuntimeError("nothing was read before the first token was drawn")
-    for remaining in range(max_new_tokens - 1, -1, -1):
+    token = draw(logits)
+    yield Drawn(token, state)
+    if drafts is not None:
+        text = [*prompt[0].tolist(), int(token)]
+        more = speculative_steps(model, token, state, max_new_tokens - 1, draw, drafts, text)
+        yield from (Drawn(*each) for each in more)
+        return
+    for _ in range(max_new_tokens - 1):
+        logits, state = model.step(token[:, None], state)
         token = draw(logits)
         yield Drawn(token, state)
-        if remaining:
-            logits, state = model.step(token[:, None], state)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
+from sympow.layers.state import After
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import reset_norm
 from sympow.models.config import ModelConfig
@@ -158,6 +159,26 @@ class LanguageModel(nn.Module):
             x, after = block.step(x, before, tokens)
             layers.append(after)
         return self._head(self.final_norm(x[:, -1])), ModelState(layers)
+
+    @torch.no_grad()
+    def try_step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, After]:
+        """Reads T' >= 1 tokens [B, T'] that can still be taken back: the logits after each, [B, T', vocab_size], and
+        `after`. after(n) is the state after the first n of them, 0 to T', as if the others had never been read.
+
+        The given state is used up, and `after` can be called once. Power attention folds what is kept into its state;
+        caches are cut; mixers that know no better step copies of their states, token by token.
+        """
+        x, afters = self._embed(tokens), []
+        for block, before in zip(self.blocks, state.layers, strict=True):
+            x, after = block.try_step(x, before, tokens)
+            afters.append(after)
+
+        def state_after(n: int) -> ModelState:
+            if not 0 <= n <= tokens.shape[1]:
+                raise ValueError(f"of {tokens.shape[1]} tokens that were tried 0 to all can be kept; got {n}")
+            return ModelState([after(n) for after in afters])
+
+        return self._head(self.final_norm(x)), state_after
 
     def state_size(self, context: int) -> int:
         """Elements the state holds per sequence after `context` tokens."""

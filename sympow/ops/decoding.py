@@ -1,17 +1,21 @@
 """Decoding with a tail: a state that is read for every token and written only now and then.
 
 A state is large, and a token changes all of it. New tokens are therefore kept as they are, in a tail of fixed room, and
-attended to score by score; when the tail is full, its tokens are folded into the state at once, (M12):
+attended to score by score; when a step finds no room, the tail's tokens are folded into the state at once, (M12):
 
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
 L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
 step never waits for it and can be captured in a CUDA graph. Here are the state and the step in plain torch; that of the
 kernels is in `triton/decode.py`.
+
+What stands in the tail can be taken back (`DecodingState.rollback`), which a state alone cannot. So a step of several
+tokens, at most as many as the tail has room for, folds before it and not within: all its tokens stand in the tail.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
@@ -54,7 +58,8 @@ class DecodingState:
         s: [B, G, D, V] and z: [B, G, D], as in PowerState, after the last folded token.
         tail_k: [B, G, C, K] and tail_v: [B, G, C, V], the tokens since, in any dtype of the inputs.
         tail_g: [B, G, C], their log gates, in the dtype of s; 0 for tokens without a gate.
-        count: int32 [B, G], how many they are, 0 to C. A full tail is folded by the next step.
+        count: int32 [B, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
+            more than C tokens folds on its way, too.
         arrived: int32 [B, G], 0 between steps: a counter of the kernel's.
         p: the power; D = spow_dim(K, p).
         key_dim: K.
@@ -144,6 +149,25 @@ class DecodingState:
     def clone(self) -> DecodingState:
         return self._replaced({name: x.clone() for name, x in self.tensors().items()})
 
+    def rollback(self, tokens: int) -> None:
+        """Takes back the last `tokens` tokens, in place, as if they had never been read.
+
+        Those of the last step always stand in the tail, if they were at most C.
+
+        Raises ValueError where the tail holds fewer. On a GPU, where to count would be to wait, it is emptied instead.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")
+        held = tokens if self.count.is_cuda or not self.count.numel() else int(self.count.min())
+        if tokens > held:
+            raise ValueError(f"only tokens of the tail can be taken back, and it holds {held}; got {tokens}")
+        self.count.sub_(tokens).clamp_(min=0)
+        # A weight of 0 does not hide what is not finite.
+        gone = torch.arange(self.capacity, device=self.count.device) >= self.count[..., None]
+        self.tail_g.masked_fill_(gone, 0)
+        self.tail_k.masked_fill_(gone[..., None], 0)
+        self.tail_v.masked_fill_(gone[..., None], 0)
+
     def folded(self, dtype: torch.dtype | None = None) -> PowerState:
         """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
 
@@ -151,11 +175,8 @@ class DecodingState:
         """
         dtype = self.s.dtype if dtype is None else dtype
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
-        left, kept = decays(self.tail_g.to(dtype).masked_fill(~held, 0))
-        with torch.autocast(self.s.device.type, enabled=False):
-            phi = spow(self.tail_k.to(dtype), self.p) * (kept * held)[..., None]  # [B, G, C, D]
-            s = self.s * left[..., None, None] + phi.transpose(2, 3) @ self.tail_v.to(dtype)
-        return PowerState(s, self.z * left[..., None] + phi.sum(2), self.p, self.key_dim)
+        tail_g = self.tail_g.masked_fill(~held, 0)
+        return _folded(PowerState(self.s, self.z, self.p, self.key_dim), self.tail_k, self.tail_v, tail_g, held, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors held, by name."""
@@ -178,39 +199,113 @@ def step_with_tail(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """One token after another on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients."""
+    """New tokens on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients.
+
+    As many at a time as the tail has room for when it is empty.
+    """
     s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
     slots = torch.arange(state.capacity, device=q.device)
-    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)) * scale  # [B, T, G, R, K]
+    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    gates = k.new_zeros(k.shape[:3], dtype=s.dtype) if log_g is None else log_g.transpose(1, 2).to(s.dtype)
     outs = []
-    for i in range(k.shape[1]):
-        full = state.count == state.capacity
+    for start in range(0, k.shape[2], state.capacity):
+        now = slice(start, start + state.capacity)
+        new = k[:, :, now].shape[2]
+        full = state.count + new > state.capacity
         # What a GPU counts is not known here, and to ask would be to wait.
         if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
             after = state.folded()
             s.copy_(torch.where(full[..., None, None], after.s, s))
             z.copy_(torch.where(full[..., None], after.z, z))
-        slot = state.count % state.capacity  # [B, G]
-        state.count.copy_(slot + 1)
-        own = slots == slot[..., None]
-        tail_k.copy_(torch.where(own[..., None], k[:, i, :, None].to(tail_k.dtype), tail_k))
-        tail_v.copy_(torch.where(own[..., None], v[:, i, :, None].to(tail_v.dtype), tail_v))
-        tail_g.copy_(torch.where(own, 0 if log_g is None else log_g[:, i, :, None].to(s.dtype), tail_g))
+            state.count.masked_fill_(full, 0)
+        slot = state.count[..., None].long() + slots[:new]  # [B, G, T]
+        state.count.add_(new)
+        tail_k.scatter_(2, slot[..., None].expand(*slot.shape, k.shape[3]), k[:, :, now].to(tail_k.dtype))
+        tail_v.scatter_(2, slot[..., None].expand(*slot.shape, v.shape[3]), v[:, :, now].to(tail_v.dtype))
+        tail_g.scatter_(2, slot, gates[:, :, now])
 
-        held = slots <= slot[..., None]
-        left, kept = decays(tail_g.masked_fill(~held, 0))
-        score = q[:, i] @ tail_k.to(s.dtype).transpose(2, 3)  # [B, G, R, C]
-        weight = (score**p * kept[:, :, None]).masked_fill(~held[:, :, None], 0)
-        phi = spow(q[:, i], p) * left[..., None, None]  # [B, G, R, D]
-        out = weight @ tail_v.to(s.dtype) + phi @ s
-        if normalize:
-            out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
-        outs.append(out.flatten(1, 2))
-    return torch.stack(outs, 1).to(v.dtype)
+        held = slots <= slot[..., None]  # [B, G, T, C]
+        query = q[:, :, :, now]
+        outs.append(_attended(query, s, z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
+    return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
+
+
+def try_on_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState,
+    *,
+    p: int,
+    scale: float | None = None,
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Callable[[int], PowerState]]:
+    """New tokens behind `state`, which stays as it is: out [B, T, H, V] in the dtype of v, and a function of n that
+    gives the state after the first n tokens, n >= 1. No gradients.
+    """
+    time, dtype = k.shape[1], state.s.dtype
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q = q.to(dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
+    k, v_wide = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
+    gates = k.new_zeros(k.shape[:3]) if log_g is None else log_g.transpose(1, 2).to(dtype)
+    held = torch.ones(time, time, dtype=torch.bool, device=k.device).tril()
+    with torch.autocast(q.device.type, enabled=False):
+        out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
+
+    def after(n: int) -> PowerState:
+        return _folded(state, k[:, :, :n], v_wide[:, :, :n], gates[:, :, :n], None, dtype)
+
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype), after
+
+
+def _attended(
+    q: Tensor,
+    s: Tensor,
+    z: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    tail_g: Tensor,
+    held: Tensor,
+    *,
+    p: int,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """What T tokens, q [B, G, R, T, K] times the scale, read of a state and a tail: [B, G, R, T, V].
+
+    `held` [..., T, C] tells which of the tail each of them sees: those up to itself.
+    """
+    left, kept = decays(tail_g[:, :, None].masked_fill(~held, 0))  # [B, G, T], [B, G, T, C]
+    kept = kept.masked_fill(~held, 0)
+    shape, q = q.shape[2:4], q.flatten(2, 3)  # [B, G, R T, K]
+    score = (q @ tail_k.to(s.dtype).transpose(2, 3)).unflatten(2, shape)
+    weight = (score**p * kept[:, :, None]).flatten(2, 3)
+    phi = (spow(q, p).unflatten(2, shape) * left[:, :, None, :, None]).flatten(2, 3)
+    out = weight @ tail_v.to(s.dtype) + phi @ s
+    if normalize:
+        out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
+    return out.unflatten(2, shape)
+
+
+def _folded(
+    state: PowerState, k: Tensor, v: Tensor, log_g: Tensor, held: Tensor | None, dtype: torch.dtype
+) -> PowerState:
+    """(M12): the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C]; if `held`
+    [B, G, C] is given, after those it marks.
+    """
+    left, kept = decays(log_g.to(dtype))
+    kept = kept if held is None else kept * held
+    with torch.autocast(state.s.device.type, enabled=False):
+        phi = spow(k.to(dtype), state.p) * kept[..., None]  # [B, G, C, D]
+        s = state.s * left[..., None, None] + phi.transpose(2, 3) @ v.to(dtype)
+    return PowerState(s, state.z * left[..., None] + phi.sum(2), state.p, state.key_dim)
 
 
 def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log gates [B, G, C]: what they leave of what was before them [B, G], and of each token at their end [B, G, C].
+    """Of log gates [..., C]: what they leave of what was before them [...], and of each token at their end [..., C].
 
     The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
     gates behind a large one.

@@ -191,10 +191,8 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
             return triton.step_with_tail(q, k, v, log_g, state, **options), state
         if impl != "reference":
             return step_with_tail(q, k, v, log_g, state, **options), state
-        out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
-        state.s.copy_(new.s)
-        state.z.copy_(new.z)
-        state.count.zero_()
+        out, _ = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
+        step_with_tail(q, k, v, log_g, state, **options)
         return out.to(v.dtype), state
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sympow.layers import MIXERS, AttentionMixer, Mixer
+from sympow.layers import MIXERS, AttentionMixer, Mixer, power
+from sympow.layers.serialized import serialize
 
 D_MODEL, HEADS = 24, 4
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
@@ -219,6 +220,62 @@ def test_any_cut_is_the_sequence(case, cuts, batch):
     x = sequence(batch, sum(cuts))
     with torch.no_grad():
         torch.testing.assert_close(in_steps(mixer, x, cuts), run(mixer, x), **TIGHT)
+
+
+@torch.no_grad()
+def tried(mixer: Mixer, state, x: torch.Tensor, kept: int):
+    """A copy of the state after the tokens of x that are kept."""
+    return mixer.try_step(x, state.clone(), **mixer.extras(tokens_of(x)))[1](kept)
+
+
+def contents(state) -> dict[str, torch.Tensor]:
+    """What a state holds, without spare room."""
+    return serialize(state).tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", STEPPED)
+@torch.no_grad()
+def test_tokens_that_are_taken_back_leave_no_trace(case, dtype):
+    """The state is exactly that of other tokens behind those that are kept, and exactly that before if none is."""
+    mixer, x, other = make(case).to(dtype), sequence().to(dtype), sequence(seed=2).to(dtype)
+    for read in (20, 0):
+        state = mixer.init_state(2)
+        if read:
+            _, state = mixer.step(x[:, :read], state, **mixer.extras(tokens_of(x[:, :read])))
+        before = contents(state.clone())
+        for kept in (0, 1, 4, 9):
+            now = torch.cat([x[:, read : read + kept], other[:, kept:9]], dim=1)
+            whole = x[:, read : read + 9].contiguous()  # as `now` is: products of other layouts round otherwise
+            first, second = (tried(mixer, state, each, kept) for each in (whole, now))
+            held = contents(first)
+            expected = before if kept == 0 else contents(second)
+            assert held.keys() == expected.keys() and all(torch.equal(held[n], x) for n, x in expected.items())
+            rest = x[:, read + kept : read + kept + 1]
+            (a, _), (b, _) = (mixer.step(rest, each, **mixer.extras(tokens_of(rest))) for each in (first, second))
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", [case for case in STEPPED if case.values[0][0] in ("power", "linear")])
+def test_what_is_kept_of_a_tail_is_the_sequence(case, monkeypatch):
+    monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+    test_what_is_kept_is_the_sequence(case)
+
+
+@pytest.mark.parametrize("case", STEPPED)
+@torch.no_grad()
+def test_what_is_kept_is_the_sequence(case):
+    mixer, x = make(case), sequence()
+    state, outs, read = mixer.init_state(2), [], 0
+    for count, kept in ((1, 1), (3, 2), (9, 9), (2, 0), (9, 3), (1, 0), (4, 4), (3, 1), (18, 15)):
+        piece = x[:, read : read + count]
+        y, after = mixer.try_step(piece, state, **mixer.extras(tokens_of(piece)))
+        state, read = after(kept), read + kept
+        outs.append(y[:, :kept])
+    torch.testing.assert_close(torch.cat(outs, dim=1), run(mixer, x)[:, :read], **TIGHT)
+    rest = x[:, read:]
+    y, _ = mixer.step(rest, state, **mixer.extras(tokens_of(rest)))
+    torch.testing.assert_close(y, run(mixer, x)[:, read:], **TIGHT)
 
 
 @pytest.mark.parametrize("case", STEPPED)

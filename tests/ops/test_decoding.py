@@ -83,10 +83,10 @@ def test_kernel_errs_within_budget(name, dtype):
     pytest.importorskip("triton", reason="needs triton")
     case = KERNEL[name]
     inputs = make_inputs(case, dtype=dtype)
-    results = decode(case, inputs, "triton", tokens=2)
+    results = decode(case, inputs, "triton", tokens=3)  # folds a tail that is not full
     assert_within_budget(results, case, inputs)
     if GPU:
-        again = decode(case, inputs, "triton", tokens=2)
+        again = decode(case, inputs, "triton", tokens=3)
         assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
 
 
@@ -110,6 +110,60 @@ def test_continues_a_state_made_by_any_implementation(impl):
     rest, state = power_attention_step(*parts[1], state=state, inplace=True)
     last, state = power_attention(*parts[2], initial_state=state.folded(), return_state=True, impl=impl)
     assert_within_budget({"out": torch.cat([first, rest, last], 1), "s": state.s, "z": state.z}, case, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("impl", ["eager", "triton", "reference"])
+def test_what_is_taken_back_was_never_read(impl, dtype):
+    """Bit for bit, as long as there was room for it; without room the tail was folded earlier, which is all."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+        if dtype == torch.float64:
+            return  # which the kernels do not take
+    case = Case(B=2, T=9, H=4, G=2, K=3, V=4, state=True)
+    inputs = make_inputs(case, dtype=dtype)
+    options = {"p": case.p, "normalize": case.divides, "eps": case.eps, "inplace": True, "impl": impl}
+    for capacity, exact in ((8, True), (4, False)):
+
+        def states(a, b, capacity=capacity):
+            """After b tokens in one step, and before it, after a."""
+            state = initial_state(case, inputs, capacity)
+            power_attention_step(*(x[:, :a] for x in tensors(inputs)), state=state, **options)
+            before = state.clone()
+            power_attention_step(*(x[:, a:b] for x in tensors(inputs)), state=state, **options)
+            return state, before
+
+        for a, b, back in ((3, 7, 4), (3, 7, 1), (1, 2, 1), (3, 6, 0)):
+            state, before = states(a, b)
+            state.rollback(back)
+            expected = before if back == b - a else states(a, b - back)[0]
+            last = [x[:, b - back : b - back + 1] for x in tensors(inputs)]
+            outs = [power_attention_step(*last, state=each, **options)[0] for each in (state, expected)]
+            close = {"rtol": 0, "atol": 0} if exact else {}
+            torch.testing.assert_close(*outs, **close)
+            torch.testing.assert_close(state.folded().s, expected.folded().s, **close)
+
+
+def test_a_token_that_is_taken_back_leaves_nothing_behind():
+    """Not even if it is not finite, which a weight of 0 would not hide."""
+    state = DecodingState.from_state(PowerState.zeros(1, 1, 2, 2), capacity=4)
+    one = torch.ones(1, 1, 1, 2)
+    expected = power_attention_step(one, one, one, state=state).out
+    power_attention_step(one, one, one * torch.inf, state=state, inplace=True)
+    state.rollback(1)
+    assert torch.equal(power_attention_step(one, one, one, state=state).out, expected)
+
+
+def test_what_the_tail_does_not_hold_cannot_be_taken_back():
+    state = DecodingState.from_state(PowerState.zeros(1, 1, 2, 2), capacity=4)
+    x = torch.ones(1, 3, 1, 2)
+    power_attention_step(x, x, x, state=state, inplace=True)
+    with pytest.raises(ValueError, match="only tokens of the tail can be taken back, and it holds 3; got 4"):
+        state.rollback(4)
+    with pytest.raises(ValueError, match=r"must be an integer >= 0; got -1"):
+        state.rollback(-1)
+    state.rollback(3)
+    assert state.count.item() == 0
 
 
 @pytest.mark.parametrize("impl", ["eager", "triton"])

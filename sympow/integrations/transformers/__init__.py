@@ -16,10 +16,12 @@ if int(_transformers.__version__.split(".")[0]) < 5:
 
 from sympow.integrations.transformers.cache import SympowCache, SympowCacheLayer
 from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.integrations.transformers.contexts import LoadedContext, load_context, save_context
 from sympow.integrations.transformers.folders import from_transformers, to_native, to_transformers
 from sympow.integrations.transformers.modeling import SympowForCausalLM, SympowModel, SympowPreTrainedModel
 
 __all__ = [
+    "LoadedContext",
     "SympowCache",
     "SympowCacheLayer",
     "SympowConfig",
@@ -27,7 +29,9 @@ __all__ = [
     "SympowModel",
     "SympowPreTrainedModel",
     "from_transformers",
+    "load_context",
     "register",
+    "save_context",
     "to_native",
     "to_transformers",
 ]

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from sympow.layers import MixerState
 from sympow.layers.linear import LinearAttentionState
 from sympow.layers.power import PowerAttentionState
+from sympow.models.context_file import NO_TOKENS
 
 Value = TypeVar("Value")
 
@@ -88,12 +89,14 @@ class SympowCache(Cache):
     Attributes:
         groups: the rows of each group.
         columns: tokens seen, those left out included.
+        before: how many tokens were read before those, and their hash, if the cache comes from a context file.
     """
 
     def __init__(self, config: Any):
         layers = config if isinstance(config, int) else config.num_hidden_layers
         self.groups: list[list[int]] = []
         self.columns = 0
+        self.before = (0, NO_TOKENS)
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
 
     @property
@@ -181,7 +184,7 @@ class SympowCache(Cache):
         self.select([row for row in range(max(0, self.batch_size)) for _ in range(repeats)])
 
     def reset(self) -> None:
-        self.groups, self.columns = [], 0
+        self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

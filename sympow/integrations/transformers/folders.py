@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.modeling import SympowForCausalLM, native_name, weights
+from sympow.integrations.transformers.modeling import SympowForCausalLM, Undrawn, native_name, weights
 from sympow.models import LanguageModel
 from sympow.training import Checkpoint, load_model, save_checkpoint
 from sympow.training.config import RunConfig
@@ -105,11 +105,18 @@ def from_native(model: LanguageModel) -> SympowForCausalLM:
 
 def to_native(model: SympowForCausalLM) -> LanguageModel:
     """Makes a native model of a `SympowForCausalLM`, in evaluation mode, with a copy of its weights."""
-    config = model.config.model_config
-    native = LanguageModel(config, seed=0)
+    native, view = LanguageModel(model.config.model_config, seed=0), weights(native_view(model))
+    for name, tensor in weights(native).items():
+        tensor.data = view[name].clone()
+    return native.eval()
+
+
+def native_view(model: SympowForCausalLM) -> LanguageModel:
+    """Makes a native model with the very weights of a `SympowForCausalLM`, in evaluation mode."""
+    native = Undrawn(model.config.model_config)
     state = {native_name(name): tensor for name, tensor in weights(model).items()}
     for name, tensor in weights(native).items():
-        tensor.data = state[name].detach().clone()
+        tensor.data = state[name].detach()
     return native.eval()
 
 

@@ -20,7 +20,7 @@ from sympow.models import LanguageModel
 from sympow.models.bodies import Block
 
 
-class _Undrawn(LanguageModel):
+class Undrawn(LanguageModel):
     """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -90,7 +90,7 @@ class SympowModel(SympowPreTrainedModel):
 
     def __init__(self, config: SympowConfig):
         super().__init__(config)
-        native = _Undrawn(replace(config.model_config, tie_embeddings=True))
+        native = Undrawn(replace(config.model_config, tie_embeddings=True))
         self.embedding = native.embedding
         self.embedding_norm = native.embedding_norm
         self.layers = nn.ModuleList(SympowBlock(block) for block in native.blocks)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from sympow.layers import MixerState, make_mixer
 from sympow.layers.base import Mixer
 from sympow.layers.initial import init_linear
-from sympow.layers.state import Rows
+from sympow.layers.state import After, Rows
 from sympow.models.config import ModelConfig
 
 
@@ -49,6 +49,10 @@ class Block(nn.Module, ABC):
     @abstractmethod
     def step(self, x: Tensor, state: Any, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         """Continues sequences by T' >= 1 tokens, as `Mixer.step` does: x [B, T', d], int64 tokens [B, T']."""
+
+    @abstractmethod
+    def try_step(self, x: Tensor, state: Any, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back, as `Mixer.try_step` does."""
 
     @abstractmethod
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
@@ -112,6 +116,10 @@ class PreNormBlock(Block):
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
         return self._mlp(x + y), state
+
+    def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        y, after = self.mixer.try_step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
+        return self._mlp(x + y), after
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
         """Draws as GPT-2 does: N(0, std), but N(0, residual_std) into the residual stream; biases 0, norms 1."""

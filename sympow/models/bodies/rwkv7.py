@@ -6,8 +6,9 @@ architecture: it exchanges the attention of RWKV-7 and leaves the rest as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.rwkv7 import LowRank, low_rank
+from sympow.layers.state import After
 from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
@@ -120,18 +122,37 @@ class RWKV7Block(Block):
         self.context_group = group
 
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
+        x, mixer, y, z = self._continued(lambda y, held: step_mixer(self.mixer, y, held, tokens), x, state)
+        last = x.shape[1] - 1
+        return x, RWKV7BlockState(mixer, _input(y, state.mixer_last, last), _input(z, state.mlp_last, last))
+
+    def try_step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        extras = self.mixer.extras(tokens)
+        x, mixer, y, z = self._continued(lambda y, held: self.mixer.try_step(y, held, **extras), x, state)
+
+        def after(n: int) -> RWKV7BlockState:
+            if n == 0:
+                return RWKV7BlockState(mixer(0), state.mixer_last, state.mlp_last)
+            return RWKV7BlockState(mixer(n), _input(y, state.mixer_last, n - 1), _input(z, state.mlp_last, n - 1))
+
+        return x, after
+
+    def _continued(
+        self, step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: RWKV7BlockState
+    ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
+        """The block's output, what `step` of the mixer gives beside its own, and the inputs of mixer and MLP."""
         y = self.mixer_norm(x)
         if state.mixer_last is None:
-            out, mixer = step_mixer(self.mixer, y, state.mixer, tokens)
+            out, mixer = step(y, state.mixer)
         else:
             mixed, gate = self._gated(y, shifted(y, state.mixer_last))
-            out, mixer = step_mixer(self.mixer, mixed, state.mixer, tokens)
+            out, mixer = step(mixed, state.mixer)
             out = gate * out
         x, z = x + out, None
         if state.mlp_last is not None:
             z = self.mlp_norm(x)
             x = x + self._channels_mixed(z, shifted(z, state.mlp_last))
-        return x, RWKV7BlockState(mixer, _last(y, state.mixer_last), _last(z, state.mlp_last))
+        return x, mixer, y, z
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         y = self.mixer_norm(x)
@@ -176,6 +197,6 @@ def tokens_before(x: Tensor, last: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return before.masked_fill(begins[:time, None], 0)
 
 
-def _last(y: Tensor | None, before: Tensor | None) -> Tensor | None:
-    """The last token of y [B, T', d], in the dtype of the one before; None where no state is held."""
-    return None if y is None or before is None else y[:, -1].to(before.dtype, copy=True)
+def _input(y: Tensor | None, before: Tensor | None, token: int) -> Tensor | None:
+    """Token `token` of y [B, T', d], in the dtype of the one before; None where no state is held."""
+    return None if y is None or before is None else y[:, token].to(before.dtype, copy=True)

@@ -2,8 +2,8 @@
 
 A program owns some rows of one kv head's state, reads them once and multiplies them by phi(q) of all the query heads
 that share them; one more program a kv head attends to the tail. The program that arrives last adds the parts up, in the
-order of the rows, divides by the normalizer, writes the output and appends the new token to the tail. If the tail was
-full, every program folded it into its own rows before it read them.
+order of the rows, divides by the normalizer, writes the output and appends the new token to the tail. If the tail had
+no room for it and what follows it in its step, every program folded it into its own rows before it read them.
 """
 
 from functools import lru_cache
@@ -34,11 +34,11 @@ def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
 
 @triton.jit
 def _fold(
-    s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, D,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, CAPACITY: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, held, D,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(M12): the tail into the tiles [first, last) of a state. `left` [1] is what its gates leave of the state."""
+    """(M12): the `held` tokens of a tail into the tiles [first, last) of a state. `left` [1] is what their gates leave
+    of the state."""
     one = tl.arange(0, 1)
     col = tl.arange(0, COLUMNS)
     for i in range(first, last):
@@ -49,8 +49,8 @@ def _fold(
         total = tl.load(z + row, mask=row < D, other=0.0) * left
         root = tl.load(roots + row, mask=row < D, other=0.0)
         after = tl.zeros([1], tl.float32)  # the log decay since token j
-        for back in range(CAPACITY):
-            j = CAPACITY - 1 - back
+        for back in range(held):
+            j = held - 1 - back
             phi = tl.sum(_monomials(tail_k + j * K, 0, one, 1, row, index, D, P), 0) * root * tl.exp(after)
             value = tl.load(tail_v + j * V + col, mask=col < V, other=0.0).to(tl.float32)
             sums += phi[:, None] * value[None, :]
@@ -60,17 +60,17 @@ def _fold(
         tl.store(z + row, total, mask=row < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def decode(
     q, q_sb, q_sh, k, k_sb, k_sg, v, v_sb, v_sg, log_g, g_sb, g_sg, s, z, tail_k, tail_v, tail_g, count, arrived,
-    index, roots, parts, totals, out, out_sb, scale, eps, D, G, tiles,
+    index, roots, parts, totals, out, out_sb, scale, eps, D, G, tiles, room,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, R: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """out [B, H, V]. Grid: SPLITS + 1 programs a kv head. parts [B G, SPLITS + 1, R, V] and totals [B G, SPLITS + 1, R]
-    hold what each program has of numerator and normalizer. WIDTH, COLUMNS, HEADS and SLOTS are the powers of two that
-    hold K, V, R and CAPACITY.
+    hold what each program has of numerator and normalizer. `room`: this token and those to come that must not find the
+    tail full. WIDTH, COLUMNS, HEADS and SLOTS are the powers of two that hold K, V, R and CAPACITY.
     """
     pair = tl.program_id(0) // (SPLITS + 1)  # of a sequence and a kv head
     part = tl.program_id(0) % (SPLITS + 1)
@@ -86,7 +86,8 @@ def decode(
     tail_v += n * (CAPACITY * V)
     tail_g += n * CAPACITY
     held = tl.load(count + n)
-    length = held % CAPACITY  # of the tail, once it is folded if it was full
+    full = held + room > CAPACITY
+    length = tl.where(full, 0, held)  # of the tail, once it is folded if it is
     slot = tl.arange(0, SLOTS)
     gates = tl.load(tail_g + slot, mask=slot < held, other=0.0)
     gate = tl.zeros([1], tl.float32)
@@ -97,9 +98,9 @@ def decode(
     if part < SPLITS:
         first = part * tiles
         last = tl.minimum(first + tiles, tl.cdiv(D, ROWS))
-        if held == CAPACITY:
+        if full:
             left = tl.exp(gate * 0.0 + tl.sum(gates, 0))
-            _fold(s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, D, K, V, P, CAPACITY, COLUMNS, ROWS)
+            _fold(s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, held, D, K, V, P, COLUMNS, ROWS)
             tl.debug_barrier()  # threads read rows that others of this program wrote
         acc = tl.zeros([HEADS, ROWS, COLUMNS], tl.float32)
         total = tl.zeros([HEADS, ROWS], tl.float32)
@@ -211,13 +212,14 @@ def power_decode(
     dims |= {"WIDTH": width, "SLOTS": config.next_power_of_2(tail_k.shape[2])}
     dims |= {"HEADS": packed, "ROWS": launch.rows, "TOKENS": launch.tokens, "SPLITS": launch.splits}
     dims |= {"STAGES": launch.stages, "GATED": log_g is not None, "NORMALIZE": normalize, "num_warps": launch.warps}
+    together = time if time <= tail_k.shape[2] else 1
     with torch.cuda.device_of(q):
         for i in range(time):
             gate = (None, 0, 0) if log_g is None else (log_g[:, i], log_g.stride(0), log_g.stride(2))
             decode[(pairs * (launch.splits + 1),)](
                 q[:, i], q.stride(0), q.stride(2), k[:, i], k.stride(0), k.stride(2), v[:, i], v.stride(0), v.stride(2),
                 *gate, s, z, tail_k, tail_v, tail_g, count, arrived, index, roots, parts, totals, out[:, i],
-                out.stride(0), scale, eps, dim, groups, launch.tiles, **dims,
+                out.stride(0), scale, eps, dim, groups, launch.tiles, together if i == 0 else 1, **dims,
             )  # fmt: skip
     return out
 

@@ -83,14 +83,16 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
 
 
 def decoding_launches(key_dim: int) -> list[tuple]:
-    """Of a gated step: a batch of one and one with many heads, in bfloat16 and float32, and heads that share."""
+    """Of a gated step: a batch of one, also of two tokens, and one with many heads, in bfloat16 and float32, and heads
+    that share."""
+    shapes = ((1, 2, 2, torch.bfloat16), (4, 1, 2, torch.float32), (4, 1, 12, torch.bfloat16))
     with recording() as recorded:
-        for batch, heads, dtype in ((1, 2, torch.bfloat16), (4, 2, torch.float32), (4, 12, torch.bfloat16)):
+        for batch, time, heads, dtype in shapes:
             before = PowerState.zeros(batch, 2, key_dim, key_dim)
             state = DecodingState.from_state(before, dtype=dtype)
-            q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
+            q, k, v = (torch.empty(batch, time, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
-            step_with_tail(q, k, v, torch.empty(batch, 1, 2), state, **options)
+            step_with_tail(q, k, v, torch.empty(batch, time, 2), state, **options)
     return recorded
 
 

@@ -1,0 +1,195 @@
+"""Speculative decoding: the model reads several draft tokens in one step, and accepts those that it draws itself.
+
+A draft token is accepted if the model's own draw is that token. So drafts change no token that is drawn, at any
+temperature: the draws use the same random numbers in the same order. Drafts change how many steps the tokens take. (A
+step of several tokens rounds differently from steps of one token each.)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from sympow.models.lm import LanguageModel, ModelState
+
+_MOST = 16  # draft tokens in a step
+_LEAST = 3
+_LONGEST_PAUSE = 64  # tokens
+
+
+class Drafts(ABC):
+    """Proposes the next tokens of one text. Subclasses say how.
+
+    Attributes:
+        proposed: draft tokens since `begin`.
+        accepted: how many of them the model has accepted.
+    """
+
+    proposed = 0
+    accepted = 0
+
+    def begin(self, model: LanguageModel) -> None:
+        """Forgets the last text; a text of `model` follows. Raises ValueError if the drafts do not fit the model."""
+        self.proposed = self.accepted = 0
+
+    @abstractmethod
+    def propose(self, new: Sequence[int], most: int) -> list[int]:
+        """Returns at most `most` draft tokens.
+
+        Args:
+            new: the tokens of the text since the last call.
+            most: 0 to take notice of `new` alone.
+        """
+
+
+class NgramDrafts(Drafts):
+    """Prompt lookup: finds an earlier occurrence of the last tokens, and proposes the tokens that followed it.
+
+    Args:
+        longest, shortest: how many last tokens are looked up, the longest first.
+    """
+
+    def __init__(self, longest: int = 5, shortest: int = 2):
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"1 <= shortest <= longest is expected; got {shortest=}, {longest=}")
+        self.sizes = range(longest, shortest - 1, -1)
+        self._text: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # where the last occurrence before the end of the text goes on
+
+    def begin(self, model: LanguageModel) -> None:
+        super().begin(model)
+        self._text, self._next = [], {}
+
+    def propose(self, new: Sequence[int], most: int) -> list[int]:
+        text = self._text
+        for token in new:
+            for size in self.sizes:
+                if size <= len(text):
+                    self._next[tuple(text[-size:])] = len(text)
+            text.append(token)
+        found = next((self._next[key] for key in self._ends() if key in self._next), None)
+        if found is None:
+            return []
+        draft: list[int] = []
+        for at in range(found, found + most):  # behind the end of the text the draft itself goes on: a period
+            draft.append(text[at] if at < len(text) else draft[at - len(text)])
+        return draft
+
+    def _ends(self) -> Iterator[tuple[int, ...]]:
+        return (tuple(self._text[-size:]) for size in self.sizes if size <= len(self._text))
+
+
+class ModelDrafts(Drafts):
+    """Proposes the likeliest tokens of a smaller model, the draft model.
+
+    Args:
+        model: the draft model. It reads the prompt and the new text, but not the `context` of a stream.
+    """
+
+    def __init__(self, model: LanguageModel):
+        self.model = model
+        self._state = model.init_state(1)
+        self._unread: list[int] = []
+
+    def begin(self, model: LanguageModel) -> None:
+        super().begin(model)
+        own, other = self.model.config.vocab_size, model.config.vocab_size
+        if own != other:
+            raise ValueError(f"a draft model has the vocabulary of the model, {other} tokens; got {own}")
+        self._state, self._unread = self.model.init_state(1), []
+
+    @torch.no_grad()
+    def propose(self, new: Sequence[int], most: int) -> list[int]:
+        self._unread += new
+        if most == 0:
+            return []
+        device = self.model.embedding.weight.device
+        for piece in torch.tensor([self._unread], device=device).split(1024, dim=1):
+            logits, self._state = self.model.step(piece, self._state)
+        self._unread, state = [], self._state.clone()
+        draft = [logits.argmax(-1)]
+        while len(draft) < most:
+            logits, state = self.model.step(draft[-1][:, None], state)
+            draft.append(logits.argmax(-1))
+        return torch.cat(draft).tolist()
+
+
+class Pace:
+    """Decides how many tokens to draft: more while drafts are accepted, none for a while if they cost time.
+
+    The unit of time is a step without drafts, the shortest of the last ones.
+    """
+
+    def __init__(self) -> None:
+        self._length = 4
+        self._plain: float | None = None
+        self._gain = 0.0
+        self._waiting, self._pause = 0, 1
+
+    def length(self) -> int:
+        """Returns how many tokens to draft now; 0 for none."""
+        return 0 if self._plain is None or self._waiting else self._length
+
+    def stepped(self, seconds: float) -> None:
+        """Records a step without drafts."""
+        self._plain = seconds if self._plain is None else min(seconds, 1.05 * self._plain)
+        self._waiting = max(0, self._waiting - 1)
+
+    def tried(self, seconds: float, proposed: int, accepted: int) -> None:
+        """Records a step with drafts; `seconds` include the time to make them."""
+        full = accepted == proposed
+        self._length = min(_MOST, 2 * self._length) if full else max(_LEAST, min(self._length, accepted + 1))
+        gained = accepted + 1 - seconds / (self._plain or seconds)
+        self._gain = (self._gain + max(-2.0, gained)) / 2  # a step that compiles a kernel is not held against the next
+        if self._gain >= 0:
+            self._pause = 1
+        else:
+            self._waiting, self._pause = self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
+
+
+def speculative_steps(
+    model: LanguageModel,
+    token: Tensor,
+    state: ModelState,
+    count: int,
+    draw: Callable[[Tensor], Tensor],
+    drafts: Drafts,
+    text: Sequence[int],
+) -> Iterator[tuple[Tensor, ModelState]]:
+    """Draws `count` tokens more after `token` [1], as `draw` would from one step after another.
+
+    Args:
+        state: what has read all before `token`.
+        draw: logits [1, vocab] to a token [1].
+        drafts: begun.
+        text: the prompt and `token`.
+
+    Yields tokens [1], each with a state. The state has read the tokens before it, and maybe accepted ones after it.
+    """
+    pace, new = Pace(), list(text)
+    while count:
+        started = perf_counter()
+        draft = drafts.propose(new, min(pace.length(), count - 1))
+        if draft:
+            tokens = torch.cat([token, token.new_tensor(draft)])[None]
+            logits, after = model.try_step(tokens, state)
+            drawn: list[Tensor] = []
+            while not drawn or (len(drawn) <= len(draft) and int(drawn[-1]) == draft[len(drawn) - 1]):
+                drawn.append(draw(logits[:, len(drawn)]))
+            state = after(len(drawn))
+            drafts.proposed += len(draft)
+            drafts.accepted += len(drawn) - 1
+            pace.tried(perf_counter() - started, len(draft), len(drawn) - 1)
+        else:
+            logits, state = model.step(token[:, None], state)
+            drawn = [draw(logits)]
+        new = [int(each) for each in drawn]
+        if not draft:
+            pace.stepped(perf_counter() - started)
+        for each in drawn:
+            yield each, state
+        token, count = drawn[-1], count - len(drawn)
