@@ -193,6 +193,16 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
+    docs = command("doc-corpus", "make a corpus of long prose", DOC_CORPUS)
+    docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
+    docs.add_argument("--source", metavar="DIR", type=_path, help="a folder with Debian packages (*.deb)")
+    words = docs.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="of its BPE, in tokens (default: 16,384)")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
+                       help="one that is there, such as a teacher's: a tokenizer.json or its folder")  # fmt: skip
+    docs.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
+    docs.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
     demo = command("demo", "train, compare and sample two small models", DEMO)
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
@@ -247,6 +257,10 @@ as far as the results have data for them."""
 
 KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64: a directory a document, cut
 to rows of 65,536 tokens, whole subtrees held out. The source is Debian's package linux-source-6.1, fetched by apt-get,
+or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
+
+DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64: a directory of a manual a document, cut
+to rows of 65,536 tokens, whole packages held out. The source is documentation packages of Debian, fetched by apt-get,
 or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
 
 DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
