@@ -56,7 +56,10 @@ class SourceDocument:
 class Source(Protocol):
     """Where a corpus's texts come from. Each reading of them goes through the source once more."""
 
-    sizes: Mapping[str, int]  # bytes of each file's text by path, once surveyed
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each file's text by path, once surveyed."""
+        ...
 
     def survey(self) -> str:
         """Measure all files. Returns a hash of them."""

@@ -113,7 +113,7 @@ class _Reader(HTMLParser):
         return j
 
     def parse_marked_section(self, i: int, report: int = 1) -> int:  # as HTML has it; the library's own may raise
-        return self.parse_bogus_comment(i, report)
+        return self.parse_bogus_comment(i, bool(report))
 
     def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
         if self._skipped is not None:
