@@ -27,13 +27,13 @@ def test_rows_and_image(run, tmp_path, capsys):
     files = ["--csv", f"{tmp_path}/a.csv", "--plot", f"{tmp_path}/a.png"]
     assert main(["passkey", str(run), "--context", "200", "210", "--texts", "2", "--quiet", *files]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and out.splitlines()[0] == f"{run}: 200 tokens, depth 0%: 0% of 2 numbers"
+    assert err == "" and out.splitlines()[0] == "tiny: 200 tokens, depth 0%: 0% of 2 numbers"
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["context"], row["depth"]) for row in rows][:6] == [
         ("200", "0.0"), ("200", "0.25"), ("200", "0.5"), ("200", "0.75"), ("200", "1.0"), ("210", "0.0")
     ]  # fmt: skip
-    assert {row["model"] for row in rows} == {str(run)} and (tmp_path / "a.png").exists()
+    assert {row["model"] for row in rows} == {"tiny"} and (tmp_path / "a.png").exists()
 
 
 def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
