@@ -59,7 +59,7 @@ def test_fetching_the_package_is_told(words, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(progress, "_LOOK", 0.001)
     said = threading.Event()
 
-    def fetch(folder):
+    def fetch(name, folder):
         monkeypatch.setattr(sys, "stderr", Signal(said))
         assert said.wait(60)
         raise RuntimeError("no network")

@@ -96,6 +96,17 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
     probe.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
+    passkey = command("passkey", "recall of a number in a long text", PASSKEY)
+    passkey.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    passkey.add_argument("--context", metavar="N", type=_positive, nargs="+", default=[1024, 2048, 4096],
+                         help="tokens of a text (default: 1024 2048 4096)")  # fmt: skip
+    passkey.add_argument("--texts", metavar="N", type=_positive, default=20, help="at each depth (default: 20)")
+    passkey.add_argument("--seed", metavar="N", type=int, default=0, help="of the numbers (default: 0)")
+    passkey.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+    passkey.add_argument("--csv", metavar="FILE", type=_path, help="write the rows to a file")
+    passkey.add_argument("--plot", metavar="FILE", type=_path, help="draw accuracy by context and depth into an image")
+    passkey.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
     generate = command("generate", "continue a text", GENERATE)
     generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     generate.add_argument("--context", metavar="FILE", type=_path, help="what `sympow read` has read, in front")
@@ -198,6 +209,16 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
+    docs = command("doc-corpus", "make a corpus of long prose", DOC_CORPUS)
+    docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
+    docs.add_argument("--source", metavar="DIR", type=_path, help="a folder with Debian packages (*.deb)")
+    words = docs.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="of its BPE, in tokens (default: 16,384)")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
+                       help="one that is there, such as a teacher's: a tokenizer.json or its folder")  # fmt: skip
+    docs.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
+    docs.add_argument("--quiet", action="store_true", help="no progress, only the result")
+
     demo = command("demo", "train, compare and sample two small models", DEMO)
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
@@ -222,6 +243,10 @@ intervals."""
 
 RECALL_PROBE = """Asks for values behind keys in passages of random tokens of the model's own vocabulary: pairs of a key
 and a value, then every key once more among filler. Prints loss and accuracy on the values asked for and on filler."""
+
+PASSKEY = """How often a model names a number of five digits that stands in a long text, by the text's length and the
+number's depth in it: at the beginning, a quarter, half, three quarters and the end. Runs of sympow and models of
+Hugging Face transformers are measured alike."""
 
 GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
 output, the state's size and the speed to standard error. With --context the prompt follows what `sympow read`
@@ -253,6 +278,10 @@ as far as the results have data for them."""
 
 KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64: a directory a document, cut
 to rows of 65,536 tokens, whole subtrees held out. The source is Debian's package linux-source-6.1, fetched by apt-get,
+or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
+
+DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64: a directory of a manual a document, cut
+to rows of 65,536 tokens, whole packages held out. The source is documentation packages of Debian, fetched by apt-get,
 or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
 
 DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
@@ -316,8 +345,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
     top = parser()
     options, more = top.parse_known_args(arguments)
-    lists = {"train": "overrides", "evaluate": "runs", "ar-hits": "runs", "recall-probe": "runs", "mqar": "overrides",
-             "mqar-figures": "results"}  # fmt: skip
+    lists = {"train": "overrides", "evaluate": "runs", "ar-hits": "runs", "recall-probe": "runs", "passkey": "runs",
+             "mqar": "overrides", "mqar-figures": "results"}  # fmt: skip
     if more and (options.command not in lists or any(word.startswith("-") for word in more)):
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:

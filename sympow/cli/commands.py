@@ -10,18 +10,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sympow.cli import serving
+from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import OPENING, Run, check_tokenizers, labels_of, load_run, train_run
 from sympow.cli.scored import load_scored
-from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
-from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
+from sympow.data import (
+    Corpus,
+    StreamDecoder,
+    build_doc_corpus,
+    build_kernel_corpus,
+    load_tokenizer,
+    open_corpus,
+    plot_document_lengths,
+)
+from sympow.data.corpus_folder import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
+from sympow.evaluation.passkey import plot_passkeys, write_passkeys
 from sympow.models import BODIES, Context, Drafts, ModelDrafts, NgramDrafts, load_context, preset, stream
 from sympow.models.generation import StreamOptions
 from sympow.ops.cost import ModelShape, format_bytes
@@ -86,6 +97,25 @@ def recall_probe(options: argparse.Namespace) -> None:
     """`sympow recall-probe`."""
     models = load_scored(options.runs, resolve_device(options.device))
     print(probe_runs(models, options.pairs, options.queries, options.seed))
+
+
+def passkey(options: argparse.Namespace) -> None:
+    """`sympow passkey`."""
+    for file in filter(None, (options.csv, options.plot)):
+        _check_writable(file)
+    rows = measure_passkeys(
+        load_scored(options.runs, resolve_device(options.device)),
+        options.context,
+        texts=options.texts,
+        seed=options.seed,
+        quiet=options.quiet,
+    )
+    for row in rows:
+        print(f"{row.model}: {row.context:,} tokens, depth {row.depth:.0%}: {row.accuracy:.0%} of {row.texts} numbers")
+    if options.csv:
+        write_passkeys(options.csv, rows)
+    if options.plot:
+        plot_passkeys(rows, options.plot)
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -197,6 +227,25 @@ def kernel_corpus(options: argparse.Namespace) -> None:
     made = build_kernel_corpus(
         options.out, options.source, vocab_size=options.vocab_size or VOCAB_SIZE, progress=not options.quiet
     )
+    _tell_corpus(made, options)
+
+
+def doc_corpus(options: argparse.Namespace) -> None:
+    """`sympow doc-corpus`."""
+    if options.plot:
+        _check_writable(options.plot)
+    made = build_doc_corpus(
+        options.out,
+        options.source,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        progress=not options.quiet,
+    )
+    _tell_corpus(made, options)
+
+
+def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
+    """What a corpus has, and the image of its documents' lengths where one is asked for."""
     for split in SPLITS:
         counts = made[split]
         print(

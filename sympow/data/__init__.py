@@ -3,6 +3,7 @@
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig
 from sympow.data.corpus import Corpus, Subset, TokenCorpus
+from sympow.data.doc_corpus import build_doc_corpus
 from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
 from sympow.data.length_plot import plot_document_lengths
@@ -30,6 +31,7 @@ __all__ = [
     "TokenCorpus",
     "Tokenizer",
     "ZarrCorpus",
+    "build_doc_corpus",
     "build_kernel_corpus",
     "default_cache_dir",
     "encode_stream",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sympow.data.kernel_corpus import SPLITS, Entry, read_entries, read_summary
+from sympow.data.corpus_folder import SPLITS, Entry, read_entries, read_summary
 
 _COLOURS = {"train": "#0072B2", "heldout": "#E69F00"}  # of Okabe and Ito's palette
 _NAMES = {"train": "training", "heldout": "held out"}
@@ -18,7 +18,7 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
     """Draw histograms of a corpus's documents over their tokens before cutting: their number, and their tokens.
 
     Args:
-        corpus: folder that `build_kernel_corpus` wrote.
+        corpus: folder that `write_corpus` wrote.
         path: of the image, whose format follows from its suffix (.png, .svg, .pdf).
 
     Raises FileNotFoundError where there is no corpus, ValueError for a damaged one, ImportError without matplotlib.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import os
 import re
 import tarfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from sympow.data.debian_package import DAMAGE, MAGIC, package_archive
 from sympow.data.text import files_below
 
 _PACKAGED = re.compile(r"(\./)?usr/src/[^/]+\.tar\.(xz|gz|bz2)")
-_DAMAGE = (tarfile.TarError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
 
 
 def read_files(source: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
@@ -40,27 +37,19 @@ def read_files(source: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
         return
     try:
         with path.open("rb") as file:
-            if file.read(8) == b"!<arch>\n":
-                yield from _read_package(file, path)
-            else:
+            packaged = file.read(len(MAGIC)) == MAGIC
+            if not packaged:
                 file.seek(0)
                 yield from _read_archive(file, path)
-    except _DAMAGE as error:
+        if packaged:
+            yield from _read_package(path)
+    except DAMAGE as error:
         raise ValueError(f"source {path}: expected a tar archive or a Debian package, got {error}") from None
 
 
-def _read_package(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes]]:
-    """From a Debian package: an `ar` archive, in it data.tar, and in that the archive of the tree."""
-    while header := file.read(60):
-        name, size = header[:16].rstrip(b" /"), header[48:58].strip()
-        if not size.isdigit():
-            raise ValueError(f"source {path}: damaged after {file.tell()} bytes, expected the header of a member")
-        if name.startswith(b"data.tar"):
-            break
-        file.seek(int(size) + int(size) % 2, os.SEEK_CUR)
-    else:
-        raise ValueError(f"source {path}: expected a Debian package, got an archive without data.tar")
-    with tarfile.open(fileobj=file, mode="r|*") as package:
+def _read_package(path: Path) -> Iterator[tuple[str, bytes]]:
+    """From a Debian package that has the archive of the tree in /usr/src."""
+    with package_archive(path, "data.tar") as package:
         for member in package:
             content = package.extractfile(member) if _PACKAGED.fullmatch(member.name) else None
             if content is not None:

@@ -1,8 +1,8 @@
 """Tokenizers: bytes, and byte-level BPE by Hugging Face `tokenizers`.
 
-Both are lossless: every text has tokens, and a token stands for a fixed string of bytes. So decoding joins
-bytes and reads them as UTF-8, and a stream can be decoded token by token without ever showing half a
-character.
+A token stands for a fixed string of bytes. So decoding joins bytes and reads them as UTF-8, and a stream can be
+decoded token by token without ever showing half a character. Both are lossless, but for a BPE made elsewhere whose
+vocabulary lacks single bytes, as that of SmolLM2 does: characters with such a byte become U+FFFD.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class BPETokenizer:
     """Byte-level byte-pair encoding, as GPT-2's; made by `train` or `load`.
 
     Args:
-        serialized: the text of a `tokenizer.json`. It must hold a byte-level BPE whose vocabulary covers all
-            256 bytes and which adds no space of its own to the text; else ValueError. Truncation and padding
-            that the file may ask for are switched off, and no special tokens are added.
+        serialized: the text of a `tokenizer.json`. It must hold a byte-level BPE which adds no space of its own to
+            the text, and whose vocabulary covers all bytes but some of control characters and of characters
+            behind U+FFFF; else ValueError. Truncation and padding that the file may ask for are switched off, and
+            no special tokens are added.
     """
 
     def __init__(self, serialized: str):
@@ -93,7 +94,9 @@ class BPETokenizer:
             raise ValueError(f"expected a byte-level BPE tokenizer.json, got {_one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.token_bytes = _token_bytes(self._tokenizer.get_vocab(with_added_tokens=True))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._lacking = _lacking_bytes(vocabulary)
+        self.token_bytes = _token_bytes(vocabulary)
         self.vocab_size = len(self.token_bytes)
         self.name = f"bpe{self.vocab_size}"
         self._serialized = self._tokenizer.to_str()
@@ -131,7 +134,10 @@ class BPETokenizer:
             raise ValueError(f"tokenizer file {path}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
-        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates, as from a terminal
+        data = text.encode("utf-8", errors="replace")  # lone surrogates, as from a terminal
+        text = data.decode("utf-8")
+        if self._lacking is not None and self._lacking.search(data):
+            text = "".join("\ufffd" if self._lacking.search(each.encode()) else each for each in text)
         encodings = self._tokenizer.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
         return np.concatenate(
             [np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)]
@@ -262,11 +268,23 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def _lacking_bytes(vocabulary: dict[str, int]) -> re.Pattern[bytes] | None:
+    """Finds the bytes that the vocabulary lacks; None where it has all that UTF-8 uses.
+
+    Raises ValueError where a byte of ordinary text is among them.
+    """
+    lacking = {byte for character, byte in _byte_characters().items() if character not in vocabulary}
+    ordinary = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF0)}
+    if lacking & ordinary:
+        raise ValueError(
+            f"expected a vocabulary with all bytes of ordinary text, got one without {len(lacking & ordinary)} of them"
+        )
+    used = lacking - {0xC0, 0xC1, *range(0xF5, 0x100)}
+    return re.compile(b"[" + re.escape(bytes(sorted(used))) + b"]") if used else None
+
+
 def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
     characters = _byte_characters()
-    missing = characters.keys() - vocabulary.keys()
-    if missing:
-        raise ValueError(f"expected a vocabulary with all 256 bytes, got one without {len(missing)} of them")
     table = [b""] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
         if all(character in characters for character in token):

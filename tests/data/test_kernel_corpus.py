@@ -11,7 +11,9 @@ import pytest
 import zarr
 
 from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_tokenizer, open_corpus
-from sympow.data.kernel_corpus import HELD_OUT, fetch_package, plan_documents, read_entries
+from sympow.data.corpus_folder import HELD_OUT, read_entries
+from sympow.data.debian_package import fetch_package
+from sympow.data.kernel_corpus import plan_documents
 from tests.data.trees import source_tree, write_archive, write_folder, write_package
 
 FILES = source_tree()
@@ -161,7 +163,7 @@ def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path, archive, 
 def test_a_line_half_written_is_written_again(tmp_path, archive, corpus, monkeypatch):
     out = tmp_path / "kernel"
     with monkeypatch.context() as patch:
-        patch.setattr("sympow.data.kernel_corpus._Writer.finish", lambda self: 1 / 0)
+        patch.setattr("sympow.data.corpus_folder._Writer.finish", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build_kernel_corpus(out, archive, **OPTIONS)
     assert not out.exists()
@@ -265,41 +267,15 @@ def test_every_file_is_in_one_document_and_order_is_that_of_completion(seed):
     assert last == sorted(last)
 
 
-@pytest.fixture
-def apt_get(tmp_path, monkeypatch):
-    """apt_get(script) puts an apt-get on the path."""
-
-    def install(script: str) -> None:
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / "apt-get").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-
-    return install
-
-
 def test_the_package_is_fetched_once_and_removed_at_the_end(tmp_path, archive, corpus, apt_get):
     package = write_package(tmp_path / "made.deb", archive)
     apt_get(f'echo "$@" >> {tmp_path}/calls; cp {package} linux-source-6.1_6.1.0_all.deb')
     (tmp_path / "kernel.partial").mkdir()
-    fetched = fetch_package(tmp_path / "kernel.partial" / "package")
+    fetched = fetch_package("linux-source-6.1", tmp_path / "kernel.partial" / "package")
     assert fetched.read_bytes() == package.read_bytes()
     build_kernel_corpus(tmp_path / "kernel", **OPTIONS)
     assert (tmp_path / "calls").read_text() == "download linux-source-6.1\n"
     assert contents(tmp_path / "kernel") == contents(corpus)
-
-
-def test_a_package_that_cannot_be_fetched(tmp_path, apt_get, monkeypatch):
-    apt_get("echo begun > half.deb; echo W: first >&2; echo 'E: Unable to locate package' >&2; exit 100")
-    for _ in range(2):  # what a failure leaves is not taken for the package
-        with pytest.raises(RuntimeError, match=r"^apt-get download linux-source-6\.1 failed: E: Unable to locate"):
-            fetch_package(tmp_path / "package")
-    apt_get("exit 0")
-    with pytest.raises(RuntimeError, match=r"^expected one package in .*package, got 0: remove that folder$"):
-        fetch_package(tmp_path / "package")
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(RuntimeError, match=r"^no apt-get to fetch linux-source-6\.1: name the kernel's source as --so"):
-        fetch_package(tmp_path / "other")
 
 
 def test_damaged_lists_of_documents(tmp_path):

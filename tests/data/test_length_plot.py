@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from sympow.data.kernel_corpus import Entry
+from sympow.data.corpus_folder import Entry
 from sympow.data.length_plot import bin_edges, plot_document_lengths
 
 

@@ -53,13 +53,18 @@ def write_archive(path: Path, files: dict[str, bytes], top: str = "linux-source-
 
 def write_package(path: Path, data: Path, name: str = "./usr/src/linux-source-6.1.tar.xz") -> Path:
     """A Debian package that installs the file `data` as `name`."""
-    inner = path.with_suffix(".data")
-    write_archive(inner, {"./usr/share/doc/copyright": b"GPL\n", name: data.read_bytes()}, top="")
-    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": inner.read_bytes()}
+    return write_deb(path, {"./usr/share/doc/copyright": b"GPL\n", name: data.read_bytes()}, "Package: linux\n")
+
+
+def write_deb(path: Path, files: dict[str, bytes], control: str) -> Path:
+    """A Debian package that installs `files`."""
+    members = {"debian-binary": b"2.0\n"}
+    for name, held in (("control.tar.xz", {"./control": control.encode()}), ("data.tar.xz", files)):
+        members[name] = write_archive(path.with_suffix(".tar"), held, top="").read_bytes()
+    path.with_suffix(".tar").unlink()
     with path.open("wb") as file:
         file.write(b"!<arch>\n")
         for member, content in members.items():
             file.write(f"{member:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode())
             file.write(content + b"\n" * (len(content) % 2))
-    inner.unlink()
     return path

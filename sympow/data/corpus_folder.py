@@ -1,0 +1,366 @@
+"""A corpus of long documents as a folder: arrays of tokens in the layout of LongCrawl64, written so that no kill harms.
+
+The folder holds
+
+- `train.zarr`, `heldout.zarr`: uint16 [rows, row_tokens], zarr format 2, a chunk a row;
+- `tokenizer.json`;
+- `documents.jsonl`: a line a document, with its directory, split, number of files, bytes, tokens before cutting,
+  rows, and a hash of its rows;
+- `corpus.json`: the options, counts and hashes of all.
+
+It appears when the corpus is whole; until then it is `out` with `.partial` behind its name. What is left at a
+document's end, and a document shorter than a row, is in no array.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sympow.data.files import atomic_write, digest
+from sympow.data.text import BPE_TRAINING_CHARACTERS
+from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, load_tokenizer
+
+ROW_TOKENS = 65_536
+VOCAB_SIZE = 16_384
+HELD_OUT = 0.05
+SPLITS = ("train", "heldout")  # of the arrays' names: train.zarr and heldout.zarr, as LongCrawl64 has them
+SUMMARY = "corpus.json"
+DOCUMENTS = "documents.jsonl"
+
+_LARGEST_VOCABULARY = 1 << 16  # of uint16
+
+
+@dataclass(frozen=True)
+class SourceDocument:
+    """A directory, its files in the order of its text, the text's size in bytes, and whether it is held out."""
+
+    directory: str
+    files: tuple[str, ...]
+    size: int
+    held_out: bool
+
+    @property
+    def split(self) -> str:
+        return SPLITS[self.held_out]
+
+
+class Source(Protocol):
+    """Where a corpus's texts come from. Each reading of them goes through the source once more."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each file's text by path, once surveyed."""
+        ...
+
+    def survey(self) -> str:
+        """Measure all files. Returns a hash of them."""
+        ...
+
+    def plan(self) -> list[SourceDocument]:
+        """The documents, in the order in which `texts` gives them."""
+        ...
+
+    def sample(self, files: Collection[str]) -> Iterator[str]:
+        """The texts of these files, to train a tokenizer."""
+        ...
+
+    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
+        """The documents from number `start` on, in turn, with their texts."""
+        ...
+
+
+def write_corpus(
+    out: str | os.PathLike[str],
+    settings: dict[str, Any],
+    open_source: Callable[[Path], Source],
+    *,
+    row_tokens: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    kept: Collection[str] = (),
+) -> dict[str, Any]:
+    """Write a corpus into the folder `out`, or go on with it; a finished one is left as it is.
+
+    The same source and options give the same bytes, however often the work was stopped.
+
+    Args:
+        settings: what must agree for the work to go on; it goes to `corpus.json`, as does the source's hash.
+        open_source: gives the source; it may keep files of its own in the folder that it is given.
+        row_tokens: tokens of a row.
+        vocab_size: tokens of the BPE that is trained on the training documents, 256 to 65,536.
+        tokenizer: used in place of a trained one.
+        kept: names of the source's own files in the folder that belong to the corpus.
+
+    Returns what `corpus.json` holds. Raises ValueError for options out of range or others than a corpus in `out` was
+    made or begun with, and for a source that gives no row; FileExistsError where `out` holds something else;
+    ImportError naming the missing extra.
+    """
+    out = Path(out)
+    if not 256 <= vocab_size <= _LARGEST_VOCABULARY:
+        raise ValueError(f"vocab_size must be 256 to 65,536, as tokens are uint16; got {vocab_size}")
+    if tokenizer is not None and tokenizer.vocab_size > _LARGEST_VOCABULARY:
+        raise ValueError(f"expected a tokenizer of at most 65,536 tokens, as they are uint16; got {tokenizer.name}")
+    if row_tokens < 1:
+        raise ValueError(f"row_tokens must be positive, got {row_tokens}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        return _finished(out, settings)
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    source = open_source(partial)
+    _begin(partial, settings | {"source": source.survey()})
+    documents = source.plan()
+    tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
+    with _Writer(partial, documents, row_tokens) as writer:
+        for document, text in source.texts(documents, writer.finished):
+            writer.add(document, tokenizer.encode(text))
+        counts = writer.finish()
+    known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+    summary = read_summary(partial) | {"tokenizer": known} | counts
+    _write_summary(partial, summary)
+    _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
+    partial.replace(out)
+    return summary
+
+
+def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:
+    """The files of each directory, where one with less than `smallest` bytes joins the directory above.
+
+    Directories of `top` folders join none. Those that hold nothing are left out.
+    """
+    files: dict[str, list[str]] = defaultdict(list)
+    directories = {""}
+    for name in sizes:
+        files[directory := os.path.dirname(name)].append(name)
+        while directory not in directories:
+            directories.add(directory)
+            directory = os.path.dirname(directory)
+    kept: dict[str, list[str]] = {}
+    for directory in sorted(directories, key=lambda name: (-name.count("/"), not name, name)):  # from the leaves up
+        size = sum(sizes[name] for name in files[directory])
+        if len(list(filter(None, directory.split("/")))) > top and size < smallest:
+            files[os.path.dirname(directory)] += files.pop(directory)
+        elif size:
+            kept[directory] = files[directory]
+    return kept
+
+
+def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expected: str) -> set[str]:
+    """Directories to hold out, of all with their sizes in bytes: whole groups, in the order of a hash of their names,
+    each that still fits, until there is 5% of all.
+
+    Raises ValueError, which says what source is `expected`, where nothing can be held out.
+    """
+    totals = Counter[str]()
+    for directory, size in sizes.items():
+        totals[group(directory)] += size
+    left, chosen = HELD_OUT * sum(sizes.values()), set()
+    for name in sorted(totals, key=lambda name: digest([name])):
+        if totals[name] <= left:
+            chosen.add(name)
+            left -= totals[name]
+    if not chosen:
+        raise ValueError(
+            f"the source has {len(sizes)} long directories, too few to hold {HELD_OUT:.0%} of the text out: "
+            f"expected {expected}"
+        )
+    return {directory for directory in sizes if group(directory) in chosen}
+
+
+def _tokenizer(
+    file: Path, source: Source, documents: Sequence[SourceDocument], vocab_size: int, given: Tokenizer | None
+) -> Tokenizer:
+    """Trained on a sample of the training files, which a hash of their paths chooses; or what an earlier start left."""
+    if not file.exists():
+        if given is None:
+            files = {name for document in documents if not document.held_out for name in document.files}
+            share = BPE_TRAINING_CHARACTERS / sum(source.sizes[name] for name in files)
+            sample = {name for name in files if int(digest([name])[:8], 16) < share * 2**32}
+            given = BPETokenizer.train(source.sample(sample), vocab_size)
+        given.save(file)
+    return load_tokenizer(file)
+
+
+class Entry(NamedTuple):
+    """A document of a corpus, a line of documents.jsonl: its tokens before cutting, its rows, and a hash of these."""
+
+    directory: str
+    split: str
+    files: int
+    bytes: int
+    tokens: int
+    rows: int
+    hash: str
+
+
+def read_entries(corpus: str | os.PathLike[str]) -> list[Entry]:
+    """The documents of a corpus. Raises FileNotFoundError where there is none, ValueError for a damaged list."""
+    file = Path(corpus) / DOCUMENTS
+    try:
+        return _parse(file.read_bytes().splitlines(keepends=True))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no corpus at {corpus}: it has no {DOCUMENTS}") from None
+    except (ValueError, TypeError):
+        raise ValueError(f"{file} is damaged: expected a JSON object a line, one a document") from None
+
+
+def _parse(lines: Sequence[bytes]) -> list[Entry]:
+    return [Entry(**json.loads(line)) for line in lines]
+
+
+class _Writer:
+    """Adds documents to the arrays, and to documents.jsonl when their rows are written: what is listed there is done.
+
+    Args:
+        folder: of an unfinished corpus; what is listed in it already is kept.
+        documents: all of the corpus, in the order in which they are added.
+        row_tokens: tokens of a row.
+    """
+
+    def __init__(self, folder: Path, documents: Sequence[SourceDocument], row_tokens: int):
+        self._folder, self._row_tokens = folder, row_tokens
+        self._file = (folder / DOCUMENTS).open("a+b")
+        self._entries = self._read(documents)
+        capacity = Counter[str]()
+        for document in documents:
+            capacity[document.split] += document.size // row_tokens  # no token has less than a byte
+        self._arrays = {split: self._open(split, capacity[split]) for split in SPLITS}
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def finished(self) -> int:
+        """Documents done."""
+        return len(self._entries)
+
+    def add(self, document: SourceDocument, tokens: np.ndarray) -> None:
+        """Write the next document's rows."""
+        rows = tokens[: len(tokens) // self._row_tokens * self._row_tokens].reshape(-1, self._row_tokens)
+        rows = rows.astype("<u2")
+        start = sum(entry.rows for entry in self._entries if entry.split == document.split)
+        if len(rows):
+            self._arrays[document.split][start : start + len(rows)] = rows
+        entry = Entry(
+            document.directory,
+            document.split,
+            len(document.files),
+            document.size,
+            len(tokens),
+            len(rows),
+            digest([rows.tobytes()]),
+        )
+        self._file.write((json.dumps(entry._asdict()) + "\n").encode())
+        self._file.flush()
+        self._entries.append(entry)
+
+    def finish(self) -> dict[str, Any]:
+        """Cut the arrays to their rows and return counts and hashes."""
+        summary = {}
+        for split in SPLITS:
+            entries = [entry for entry in self._entries if entry.split == split]
+            rows = sum(entry.rows for entry in entries)
+            if not rows:
+                raise ValueError(f"the source gives no row of {self._row_tokens:,} tokens for {split}.zarr")
+            self._arrays[split].resize((rows, self._row_tokens))
+            chunks = {f"{row}.0" for row in range(rows)}
+            _keep_only(self._folder / f"{split}.zarr", {".zarray", ".zattrs"} | chunks)
+            summary[split] = {
+                "documents": len(entries),
+                "documents_without_a_row": sum(not entry.rows for entry in entries),
+                "files": sum(entry.files for entry in entries),
+                "bytes": sum(entry.bytes for entry in entries),
+                "tokens": sum(entry.tokens for entry in entries),
+                "rows": rows,
+                "tokens_in_rows": rows * self._row_tokens,
+                "hash": digest(entry.hash for entry in entries),
+            }
+        return summary
+
+    def _read(self, documents: Sequence[SourceDocument]) -> list[Entry]:
+        """The entries there are; a line that was not written to its end is cut off."""
+        self._file.seek(0)
+        lines = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        self._file.truncate(sum(map(len, lines)))
+        entries = _parse(lines)
+        if [entry.directory for entry in entries] != [each.directory for each in documents[: len(entries)]]:
+            raise ValueError(f"{self._file.name} lists other documents than the source has: remove {self._folder}")
+        return entries
+
+    def _open(self, split: str, rows: int) -> Any:
+        try:
+            import zarr
+            from numcodecs import Zstd
+        except ImportError:
+            raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
+        path = self._folder / f"{split}.zarr"
+        config: Any = {"write_empty_chunks": True}  # that a chunk is missing shall always mean a damaged corpus
+        if self._entries:
+            return zarr.open_array(path, mode="r+", config=config)
+        return zarr.create_array(
+            path,
+            shape=(rows, self._row_tokens),
+            dtype="<u2",
+            chunks=(1, self._row_tokens),
+            compressors=Zstd(level=5),
+            zarr_format=2,
+            config=config,
+            overwrite=True,
+        )
+
+
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Remove the package, and what writers leave when they are killed."""
+    for path in folder.iterdir():
+        if path.name in names:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _begin(folder: Path, settings: dict[str, Any]) -> None:
+    if not (folder / SUMMARY).exists():
+        _write_summary(folder, settings)
+    _check_settings(folder, settings)
+
+
+def _finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    if not (folder / SUMMARY).is_file():
+        raise FileExistsError(f"{folder} holds something else than a corpus (no {SUMMARY}); give another folder")
+    return _check_settings(folder, settings)
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The summary there. Raises ValueError where it is of a corpus with other settings."""
+    summary = read_summary(folder)
+    for name, value in settings.items():
+        if summary.get(name) != value:
+            raise ValueError(
+                f"{folder} holds a corpus of {name} {summary.get(name)}, not {value}: remove it or give another folder"
+            )
+    return summary
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{folder / SUMMARY} is not JSON: remove {folder}") from None
+
+
+def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    with atomic_write(folder / SUMMARY) as file:
+        file.write((json.dumps(summary, indent=2) + "\n").encode())

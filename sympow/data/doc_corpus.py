@@ -1,0 +1,209 @@
+"""Long prose without a network: the manuals in Debian's documentation packages, in the layout of LongCrawl64.
+
+A document is a directory of a manual. Its text is that of the pages directly in it, in the manual's order. A directory
+with less text than four bytes for each token of a row joins the directory above it in its package; so a document also
+holds the small directories below. `manuals.py` tells what of a package is read.
+
+A page is left out where at least half of its text, by lines of 40 characters or more, stands in pages before it: other
+versions of a manual, and other forms of the same page. Packages come in the order of their names.
+
+The packages are listed in `doc_packages.py`. Those whose names differ in digits alone are held out, or trained on,
+together; they are taken in the order of a hash of their names, each that still fits, until 5% of the text is held out.
+`packages.jsonl` in the corpus tells of every package its version, licences, a hash of its pages, and how many of them
+the corpus has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sympow.data.corpus_folder import (
+    ROW_TOKENS,
+    VOCAB_SIZE,
+    SourceDocument,
+    choose_held_out,
+    join_small,
+    write_corpus,
+)
+from sympow.data.debian_package import fetch_package
+from sympow.data.doc_packages import PACKAGES
+from sympow.data.files import atomic_write, digest
+from sympow.data.manuals import Manuals, read_manuals
+from sympow.data.tokens import Tokenizer
+from sympow.progress import Progress
+
+MANIFEST = "packages.jsonl"
+
+_SMALLEST = 4  # bytes a token of a row, as in prose about: a document fills a row, or nearly so
+_LINE = 40  # characters of a line that tells pages apart
+_REPEATED = 0.5  # of a page's text in such lines
+_VERSION = "manuals-1"  # of the rules here and in manuals.py: to be changed when a source would become another corpus
+
+
+def build_doc_corpus(
+    out: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    tokenizer: Tokenizer | None = None,
+    row_tokens: int = ROW_TOKENS,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Write the corpus into the folder `out`, or go on with it, as `write_corpus` does.
+
+    Args:
+        source: a folder with Debian packages; by default those of `PACKAGES`, by `apt-get download`.
+        vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
+        tokenizer: used in place of a BPE trained on the corpus, such as that of a model to distil.
+        row_tokens: tokens of a row.
+        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
+
+    Returns what `corpus.json` holds. Raises as `write_corpus` does; ValueError also for a source without packages or
+    with damaged ones; FileNotFoundError for a missing source; RuntimeError if a package cannot be fetched.
+    """
+
+    def open_source(partial: Path) -> _Packages:
+        files = _fetched(partial / "packages", progress) if source is None else _in_folder(Path(source))
+        return _Packages(partial, files, row_tokens, progress)
+
+    words = {"vocab_size": vocab_size} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
+    settings = {"version": _VERSION, "row_tokens": row_tokens, "words": words}
+    return write_corpus(
+        out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer, kept={MANIFEST}
+    )
+
+
+def _fetched(folder: Path, progress: bool) -> list[Path]:
+    with Progress("fetching", "package", total=len(PACKAGES), quiet=not progress) as task:
+        files = []
+        for name in PACKAGES:
+            files.append(fetch_package(name, folder / name))
+            task.advance()
+    return files
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"source is no folder with Debian packages: {folder}")
+    files = sorted(folder.glob("*.deb"))
+    if not files:
+        raise ValueError(f"source {folder} is empty: no Debian package (*.deb) in it")
+    return files
+
+
+class _Packages:
+    """The pages of all packages. What was read of a package is kept in the corpus's folder until that is whole."""
+
+    def __init__(self, partial: Path, packages: Sequence[Path], row_tokens: int, progress: bool):
+        self._partial, self._packages, self._row_tokens, self._progress = partial, packages, row_tokens, progress
+        self._read: dict[str, Path] = {}  # what was read of each package, in the order of their names
+        self.sizes: dict[str, int] = {}  # bytes of each page by path, in reading order, once surveyed
+
+    def survey(self) -> str:
+        self._read_all()
+        seen: set[bytes] = set()
+        lines, hashes = [], []
+        with self._reading("looking through") as progress:
+            for manuals in self._manuals(progress):
+                hashes.append(digest(part for page in manuals.pages for part in page))
+                kept = [(path, text) for path, text in manuals.pages if _is_new(text, seen)]
+                self.sizes |= {path: len(_page(text).encode()) for path, text in kept}
+                lines.append({
+                    "package": manuals.package,
+                    "version": manuals.version,
+                    "licences": manuals.licences,
+                    "hash": hashes[-1],
+                    "pages": len(kept),
+                    "duplicates": len(manuals.pages) - len(kept),
+                    "bytes": sum(self.sizes[path] for path, _ in kept),
+                })  # fmt: skip
+        if not self.sizes:
+            raise ValueError("the source is empty: no page of English text in its packages")
+        with atomic_write(self._partial / MANIFEST) as file:
+            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+        return digest([json.dumps(lines)])
+
+    def plan(self) -> list[SourceDocument]:
+        files = join_small(self.sizes, _SMALLEST * self._row_tokens, top=1)
+        kept = {directory: sum(self.sizes[name] for name in names) for directory, names in files.items()}
+        held_out = choose_held_out(kept, _family, "more packages with manuals")
+        rank = {name: place for place, name in enumerate(self.sizes)}
+        documents = [
+            SourceDocument(each, tuple(sorted(names, key=rank.__getitem__)), kept[each], each in held_out)
+            for each, names in files.items()
+        ]
+        return sorted(documents, key=lambda document: rank[document.files[0]])
+
+    def sample(self, files: Collection[str]) -> Iterator[str]:
+        with self._reading("training the tokenizer") as progress:
+            for manuals in self._manuals(progress):
+                yield from (_page(text) for path, text in manuals.pages if path in files)
+
+    def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
+        of_package: dict[str, list[SourceDocument]] = defaultdict(list)
+        for document in documents[start:]:
+            of_package[_package(document.directory)].append(document)
+        with self._reading("tokenizing") as progress:
+            for manuals in self._manuals(progress):
+                texts = dict(manuals.pages) if manuals.package in of_package else {}
+                for document in of_package[manuals.package]:
+                    yield document, "".join(_page(texts[path]) for path in document.files)
+
+    def _reading(self, task: str) -> Progress:
+        return Progress(task, "package", total=len(self._packages), quiet=not self._progress)
+
+    def _read_all(self) -> None:
+        with self._reading("reading") as progress:
+            for package in self._packages:
+                self._read[package.name] = keep_manuals(package, self._partial / "manuals")
+                progress.advance(note=package.name.partition("_")[0])
+
+    def _manuals(self, progress: Progress) -> Iterator[Manuals]:
+        for name in sorted(self._read):
+            fields = json.loads(self._read[name].read_bytes())
+            pages = tuple((path, text) for path, text in fields.pop("pages"))
+            yield Manuals(pages=pages, licences=tuple(fields.pop("licences")), **fields)
+            progress.advance(note=name.partition("_")[0])
+
+
+def keep_manuals(package: Path, folder: Path) -> Path:
+    """What is read of a package, in a file that is named by a hash of the package; it is read if that is not there."""
+    with package.open("rb") as file:
+        kept = folder / f"{hashlib.file_digest(file, 'blake2b').hexdigest()[:32]}.json"
+    if not kept.exists():
+        with atomic_write(kept) as written:
+            written.write(json.dumps(asdict(read_manuals(package))).encode())
+    return kept
+
+
+def _page(text: str) -> str:
+    """A page's text as a part of a document: an empty line stands between it and the next."""
+    return f"{text}\n"
+
+
+def _package(directory: str) -> str:
+    return directory.partition("/")[0]
+
+
+def _family(directory: str) -> str:
+    """What versions of a package have in common: its name without digits."""
+    return re.sub(r"[\d.]+", "", _package(directory))
+
+
+def _is_new(text: str, seen: set[bytes]) -> bool:
+    """Whether less than half of a page's text, by its long lines, is in `seen`; then its lines are put there."""
+    lines = [line.strip() for line in text.splitlines()]
+    long = {hashlib.blake2b(line.encode(), digest_size=8).digest(): len(line) for line in lines if len(line) >= _LINE}
+    repeated = sum(length for line, length in long.items() if line in seen)
+    if repeated and repeated >= _REPEATED * sum(long.values()):
+        return False
+    seen.update(long)
+    return True

@@ -1,0 +1,203 @@
+"""Passkey recall: whether a model finds a number in a long text, by the text's length and the number's place in it.
+
+A text of filler sentences holds one that names a number of five digits; at the end stands the beginning of a sentence
+that asks for it, and the model continues by its likeliest tokens [Mohtashami & Jaggi, Landmark Attention, 2023]. The
+filler says nothing that helps, so the number has to come through the whole context.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sympow.models import LanguageModel, generate
+from sympow.progress import Progress
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DIGITS = 5
+FILLER = "The river runs past the mill. The wind is calm today. Boats wait at the pier. Nobody is in a hurry. "
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = "What is the pass key? The pass key is"
+BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one text
+
+Continue = Callable[[Tensor, int], Tensor]
+"""Continues texts [B, T], int64, by their n likeliest tokens, one after another: int64 [B, n]."""
+
+
+class Words(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+
+class PasskeyRow(NamedTuple):
+    """How often a model named the number.
+
+    context: tokens of the text with the answer; depth: of the number, from 0, the beginning, to 1, the end; texts:
+    how many; accuracy: share in which all of the number was right; digits: share of the answer's tokens that were.
+    """
+
+    model: str
+    context: int
+    depth: float
+    texts: int
+    accuracy: float
+    digits: float
+
+
+def passkey_recall(
+    name: str,
+    continues: Continue,
+    tokenizer: Words,
+    contexts: Sequence[int],
+    *,
+    depths: Sequence[float] = DEPTHS,
+    texts: int = 20,
+    seed: int = 0,
+    quiet: bool = True,
+) -> list[PasskeyRow]:
+    """Recall at every context and depth.
+
+    All models of one tokenizer get the same texts.
+
+    Args:
+        name: of the model, in the rows.
+        continues: the model, such as from `native` or `transformers`.
+        contexts: tokens of a text, the answer with it.
+        depths: places of the number, each in [0, 1].
+        texts: for each context and depth, with a number each.
+        seed: of the numbers.
+        quiet: tell no progress.
+
+    Raises ValueError for values out of range and for contexts too short to hold the number and the question.
+    """
+    if texts < 1 or not contexts or not depths:
+        raise ValueError(f"expected at least one text, context and depth; got {texts}, {contexts}, {depths}")
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"a depth must be from 0 to 1, got {depth}")
+    rows = []
+    with Progress(f"passkeys, {name}", "text", total=len(contexts) * len(depths) * texts, quiet=quiet) as progress:
+        for context in contexts:
+            for depth in depths:
+                right = []
+                for keys in _batches(_keys(texts, seed), max(1, BATCH_TOKENS // context)):
+                    right += [_right(continues, *group) for group in _grouped(tokenizer, keys, context, depth)]
+                    progress.advance(len(keys))
+                hits = np.concatenate(right)
+                shares = float((hits == 1).mean()), float(hits.mean())
+                rows.append(PasskeyRow(name, context, depth, texts, *shares))
+    return rows
+
+
+def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
+    """A text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
+
+    Raises ValueError where they do not fit.
+    """
+    needle, question, answer = (
+        tokenizer.encode(text).astype(np.int64) for text in (NEEDLE.format(key=key), QUESTION, f" {key}")
+    )
+    filler = tokenizer.encode(FILLER).astype(np.int64)
+    room = context - len(needle) - len(question) - len(answer)
+    if room < 0:
+        raise ValueError(f"a passkey needs a context of at least {context - room} tokens, got {context}")
+    before = round(depth * room)
+    # whole sentences stand next to the number: what is cut off is at the beginning and at the end
+    front = np.tile(filler, before // len(filler) + 1)[len(filler) - before % len(filler) :]
+    behind = np.resize(filler, room - before) if room > before else filler[:0]
+    return np.concatenate([front, needle, behind, question]), answer
+
+
+def native(model: LanguageModel) -> Continue:
+    """A model of sympow, which reads in chunks and continues from its state."""
+
+    def continues(texts: Tensor, count: int) -> Tensor:
+        return generate(model, texts, count, temperature=0.0).tokens
+
+    return continues
+
+
+def transformers(model: Any) -> Continue:
+    """A causal language model of Hugging Face transformers: softmax teachers and models of sympow alike."""
+
+    def continues(texts: Tensor, count: int) -> Tensor:
+        texts = texts.to(model.device)
+        made = model.generate(
+            texts, attention_mask=torch.ones_like(texts), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+        return made[:, texts.shape[1] :].cpu()
+
+    return continues
+
+
+def write_passkeys(path: str | os.PathLike[str], rows: Iterable[PasskeyRow]) -> None:
+    """The rows as a table, a line each."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(PasskeyRow._fields)
+        for row in rows:
+            writer.writerow([*row[:4], f"{row.accuracy:.4f}", f"{row.digits:.4f}"])
+
+
+def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:
+    """Draw accuracy over context and depth, a panel a model, into an image whose format follows from its suffix.
+
+    Raises ValueError without rows, ImportError without matplotlib.
+    """
+    if not rows:
+        raise ValueError("a plot needs at least one row")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing passkeys needs matplotlib: pip install 'sympow[eval]'") from error
+    models = list(dict.fromkeys(row.model for row in rows))
+    contexts, depths = sorted({row.context for row in rows}), sorted({row.depth for row in rows})
+    figure = Figure(figsize=(1.5 + 3.5 * len(models), 3.5), dpi=150, layout="constrained")
+    for n, model in enumerate(models):
+        axes = figure.add_subplot(1, len(models), n + 1)
+        table = np.full((len(depths), len(contexts)), np.nan)
+        for row in rows:
+            if row.model == model:
+                place = depths.index(row.depth), contexts.index(row.context)
+                table[place] = row.accuracy
+                axes.text(place[1], place[0], f"{row.accuracy:.0%}", ha="center", va="center", fontsize=8)
+        axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts], rotation=45)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("depth of the number" if n == 0 else "")
+        axes.set_title(model, fontsize=10)
+    figure.savefig(path)
+
+
+def _keys(count: int, seed: int) -> list[str]:
+    drawn = np.random.default_rng(seed).integers(10 ** (DIGITS - 1), 10**DIGITS, size=count)
+    return [str(key) for key in drawn]
+
+
+def _batches(keys: Sequence[str], size: int) -> Iterable[Sequence[str]]:
+    return (keys[start : start + size] for start in range(0, len(keys), size))
+
+
+def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
+    """Texts and answers as batches: numbers of one tokenization together, as a batch has one length."""
+    groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for key in keys:
+        text, answer = passkey_text(tokenizer, key, context, depth)
+        groups.setdefault(len(answer), []).append((text, answer))
+    for pairs in groups.values():
+        texts, answers = (torch.from_numpy(np.stack(each)) for each in zip(*pairs, strict=True))
+        yield texts, answers
+
+
+def _right(continues: Continue, texts: Tensor, answers: Tensor) -> np.ndarray:
+    """The share of each answer's tokens that the model names: float64 [B]."""
+    made = continues(texts, answers.shape[1]).cpu()
+    return (made == answers).double().mean(1).numpy()

@@ -1,0 +1,52 @@
+"""`sympow passkey` on a small run."""
+
+import csv
+import sys
+
+import pytest
+
+from sympow.cli import main
+from sympow.cli.runs import train_run
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training import RunConfig, TrainingConfig
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("the pass key is 12345. " * 40)
+    model = ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig("power"),))
+    data = DataConfig(kind="text", path=str(folder / "text.txt"), tokenizer="bytes")
+    training = TrainingConfig(context=32, batch_size=2, steps=1, warmup_steps=0)
+    train_run(RunConfig("tiny", model, data, training), folder / "tiny", quiet=True)
+    return folder / "tiny"
+
+
+def test_rows_and_image(run, tmp_path, capsys):
+    files = ["--csv", f"{tmp_path}/a.csv", "--plot", f"{tmp_path}/a.png"]
+    assert main(["passkey", str(run), "--context", "200", "210", "--texts", "2", "--quiet", *files]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.splitlines()[0] == "tiny: 200 tokens, depth 0%: 0% of 2 numbers"
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["context"], row["depth"]) for row in rows][:6] == [
+        ("200", "0.0"), ("200", "0.25"), ("200", "0.5"), ("200", "0.75"), ("200", "1.0"), ("210", "0.0")
+    ]  # fmt: skip
+    assert {row["model"] for row in rows} == {"tiny"} and (tmp_path / "a.png").exists()
+
+
+def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "sympow.integrations.transformers", raising=False)
+    for words, line in (
+        ([str(run), "--context", "50"], "a passkey needs a context of at least 1"),
+        ([str(tmp_path / "hf")], "models in Hugging Face transformers need transformers: pip install 'sympow[trans"),
+        ([str(tmp_path / "nothing")], ""),
+        ([str(run), "--csv", f"{tmp_path}/no/a.csv"], f"{tmp_path}/no/a.csv cannot be written"),
+    ):
+        assert main(["passkey", *words, "--quiet"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"sympow: error: {line}") and err.count("\n") == 1
