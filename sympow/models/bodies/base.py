@@ -110,7 +110,7 @@ class PreNormBlock(Block):
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         y, state = self.mixer.step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
-        return self._mlp(x + y), state
+        return self.with_mlp(x + y), state
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
         """Draws as GPT-2 does: N(0, std), but N(0, residual_std) into the residual stream; biases 0, norms 1."""
@@ -121,11 +121,16 @@ class PreNormBlock(Block):
             init_linear(self.mlp_in, std, generator)
             init_linear(self.mlp_out, residual_std, generator)
 
-    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
+    def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Computes what the mixer adds to the input x [B, T, d] of the block; arguments as for `forward`."""
+        return self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens))
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def with_mlp(self, x: Tensor) -> Tensor:
+        """Computes the second half of the block: x [B, T, d], the mixer's output added, with what the MLP adds."""
         return x + self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x))) if self.has_mlp else x
+
+    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        return self.with_mlp(x + self.mixed(x, cu_seqlens, tokens))
 
     @abstractmethod
     def _narrowed(self, hidden: Tensor) -> Tensor:
