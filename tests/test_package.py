@@ -26,10 +26,12 @@ MAY_IMPORT = {
     "evaluation": {"progress", "ops", "layers", "models"},
     "training": {"progress", "ops", "layers", "models"},
     "integrations": {"progress", "ops", "layers", "models", "training"},
+    "conversion": {"ops", "layers", "models", "training"},
     "recall": {"progress", "ops", "layers", "models", "data", "evaluation", "training"},
     "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {
-        "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations"
+        "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations",
+        "conversion",
     },
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from sympow.cli.conversion import convert_model
 from sympow.cli.reading import read_text
 from sympow.cli.runs import OPENING, Run, load_run, train_run
+from sympow.conversion import distillation_run
 from sympow.data import Corpus, StreamDecoder, build_kernel_corpus, open_corpus, plot_document_lengths
 from sympow.data.kernel_corpus import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_context_losses, size_tables, write_csv
@@ -28,6 +30,7 @@ from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
 from sympow.training.loop import resolve_device
 from sympow.training.ranks import is_main
+from sympow.training.run_folder import read_config
 
 
 def train(options: argparse.Namespace) -> int | None:
@@ -96,6 +99,22 @@ def export(options: argparse.Namespace) -> None:
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """`sympow convert`."""
+    folder, model = convert_model(
+        options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
+    )
+    kinds = [model.config.mixer(layer).name for layer in range(model.config.n_layers)]
+    layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
+    print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
+
+
+def distill(options: argparse.Namespace) -> int | None:
+    """`sympow distill`."""
+    run = distillation_run(read_config(options.run), options.run, options.teacher)
+    return _train(override(run, options.overrides), Path(options.out), options.quiet)
 
 
 def sizes(options: argparse.Namespace) -> None:
