@@ -66,6 +66,7 @@ def swap_mixers(
     kinds = [pattern[layer % len(pattern)] for layer in range(config.n_layers)]
     alike = kinds if len(set(kinds)) > 1 else kinds[:1]
     student = LanguageModel(replace(config, mixers=tuple(mixers[kind] for kind in alike)), seed=0)
+    student.to(teacher.embedding.weight)  # before weights are copied, which it would round
     weights = teacher.state_dict()
     with torch.no_grad():
         for name, parameter in student.named_parameters():
@@ -76,7 +77,7 @@ def swap_mixers(
         for block in student.blocks:
             if isinstance(block.mixer, PowerAttention):
                 _make_neutral(block.mixer)
-    return student.to(teacher.embedding.weight.dtype).train(teacher.training)
+    return student.train(teacher.training)
 
 
 def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:

@@ -123,14 +123,18 @@ class PreNormBlock(Block):
 
     def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Computes what the mixer adds to the input x [B, T, d] of the block; arguments as for `forward`."""
-        return self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens))
+        return self._mixed(x, cu_seqlens, tokens)
 
     def with_mlp(self, x: Tensor) -> Tensor:
         """Computes the second half of the block: x [B, T, d], the mixer's output added, with what the MLP adds."""
         return x + self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x))) if self.has_mlp else x
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
-        return self.with_mlp(x + self.mixed(x, cu_seqlens, tokens))
+        return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))
+
+    def _mixed(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        # Apart from `mixed`, which FSDP makes a forward of its own, with weights gathered before and let go after it.
+        return self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens))
 
     @abstractmethod
     def _narrowed(self, hidden: Tensor) -> Tensor:
