@@ -12,7 +12,6 @@ import argparse
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 QUESTION = "What is the pass key? The pass key is"
 
 
-def compare_logits(source: str, text: Path, lengths: list[int]) -> list[dict[str, Any]]:
+def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the largest differences between the logits in transformers and here, both in float32 on the CPU.
 
     The native model in float64 tells how far each of the two is from the exact result.
@@ -43,64 +42,65 @@ def compare_logits(source: str, text: Path, lengths: list[int]) -> list[dict[str
 
     from sympow.integrations.transformers.pretrained import load_pretrained
 
-    path = Path(source)
+    path = Path(options.model)
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if path.suffix == ".gguf" else {
-        "pretrained_model_name_or_path": source
+        "pretrained_model_name_or_path": options.model
     }  # fmt: skip
     theirs = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    tokens = AutoTokenizer.from_pretrained(**where)(text.read_text(), return_tensors="pt").input_ids
-    ours = load_pretrained(source).model
-    rows = []
-    for length in lengths:
+    tokens = AutoTokenizer.from_pretrained(**where)(options.text.read_text(), return_tensors="pt").input_ids
+    ours = load_pretrained(options.model).model
+    for length in options.lengths:
         row = tokens[:, :length]
         with torch.no_grad():
             expected, found = theirs(row).logits, ours(row)
             exact = ours.double()(row)
             ours.float()
-        rows.append(
-            {"kind": "logits", "model": path.stem, "text": text.name, "tokens": row.shape[1]}
+        yield (
+            {"kind": "logits", "model": path.stem, "text": options.text.name, "tokens": row.shape[1]}
             | {"difference": (found - expected).abs().max().item(), "largest": expected.abs().max().item()}
             | {"ours_to_exact": (found - exact).abs().max().item()}
             | {"theirs_to_exact": (expected - exact).abs().max().item()}
         )
-    return rows
 
 
-def measure(path: str, teacher_path: str, data: list[str], parts: list[str], options: argparse.Namespace) -> list[dict]:
-    """Rows of one converted model and its teacher."""
+def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of one converted model and its teacher, as they come."""
     device = resolve_device(options.device)
-    run, teacher = load_run(path, device), load_teacher(teacher_path).to(device).eval()
+    run, teacher = load_run(path, device), load_teacher(options.teacher).to(device).eval()
     if run.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: passkeys are text")
     names = [run.model.config.mixer(layer).name for layer in range(run.model.config.n_layers)]
     about = {"run": Path(path).name, "layers": ",".join(names)}
-    held_out = None
-    if {"loss", "positions"} & set(parts):
-        held_out = open_corpus(override(run.config.data, data), tokenizer=run.tokenizer).held_out
-    rows: list[dict[str, Any]] = []
-    if "stages" in parts:
-        kept = ("step", "stage", "tokens", "seconds", "held_out_loss", "teacher_loss", "gap")
-        rows += [{"kind": "stage"} | {name: row[name] for name in kept} for row in read_metrics(path) if "gap" in row]
     models = {"converted": run.model, "teacher": teacher}
-    with _precision(device):
-        if "loss" in parts:
-            loss = {name: context_losses(model, held_out, options.context, options.rows).loss  # type: ignore[arg-type]
-                    for name, model in models.items()}  # fmt: skip
-            rows.append({"kind": "loss", "context": options.context, "rows": options.rows} | loss)
-        if "passkey" in parts:
-            for name, model in models.items():
-                rows.append({"kind": "passkey", "model": name} | passkeys(model, run.tokenizer, options.passkey))
-        if "positions" in parts:
-            for name, model in models.items():
-                found = context_losses(model, held_out, options.positions, options.position_rows)  # type: ignore[arg-type]
-                bins = [{"start": each.start, "end": each.end, "loss": each.loss} for each in found.bins]
-                rows.append({"kind": "positions", "model": name, "rows": options.position_rows, "bins": bins})
-    if "decoding" in parts:
-        for name, model in models.items():
+    if {"loss", "positions"} & set(options.parts):
+        held_out = open_corpus(override(run.config.data, options.data), tokenizer=run.tokenizer).held_out
+    if "stages" in options.parts:
+        kept = ("step", "stage", "tokens", "seconds", "held_out_loss", "teacher_loss", "gap")
+        for row in read_metrics(path):
+            if "gap" in row:
+                yield about | {"kind": "stage"} | {name: row[name] for name in kept}
+    precision = "bf16" if device.type == "cuda" else "float32"
+    if "loss" in options.parts:
+        with autocast(precision, device):
+            losses = {each: context_losses(model, held_out, options.context, options.rows).loss
+                      for each, model in models.items()}  # fmt: skip
+        yield about | {"kind": "loss", "context": options.context, "rows": options.rows} | losses
+    for each, model in models.items():
+        own = about | {"model": each}
+        if "passkey" in options.parts:
+            with autocast(precision, device):
+                found = passkeys(model, run.tokenizer, options.passkey)
+            yield own | {"kind": "passkey"} | found
+        if "positions" in options.parts:
+            with autocast(precision, device):
+                curve = context_losses(model, held_out, options.positions, options.position_rows)
+            bins = [{"start": piece.start, "end": piece.end, "loss": piece.loss} for piece in curve.bins]
+            yield own | {"kind": "positions", "rows": options.position_rows, "bins": bins}
+    if "decoding" in options.parts:
+        for each, model in models.items():
             model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
             for context in options.decode:
-                rows.append({"kind": "decoding", "model": name} | decoding(model, options.batch, context))
-    return [about | row for row in rows]
+                yield about | {"model": each, "kind": "decoding"} | decoding(model, options.batch, context)
 
 
 @torch.no_grad()
@@ -159,12 +159,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def _precision(device: torch.device) -> Iterator[None]:
-    with autocast("bf16" if device.type == "cuda" else "float32", device):
-        yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -192,15 +186,14 @@ def main() -> None:
     if options.command == "report":
         print(write_report())
         return
-    if options.command == "logits":
-        rows, device = compare_logits(options.model, options.text, options.lengths), "cpu"
-    else:
-        rows = measure(options.run, options.teacher, options.data, options.parts, options)
-        device = resolve_device(options.device).type
+    device = "cpu" if options.command == "logits" else resolve_device(options.device).type
     about = {"processor": processor(device), "torch": torch.__version__, "commit": commit()}
-    write(options.json, [row | about for row in rows])
-    for row in rows:
-        print(row)
+    found = compare_logits(options) if options.command == "logits" else measure(options.run, options)
+    rows: list[dict[str, Any]] = []
+    for row in found:
+        rows.append(row | about)
+        write(options.json, rows)  # each as it comes: what follows may take long
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
