@@ -50,7 +50,7 @@ def test_python_of_a_guide_runs_from_top_to_bottom(page):
 def test_every_public_name_has_its_place_in_the_api():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     missing = []
-    for package in ("", ".ops", ".layers", ".models", ".data", ".training", ".evaluation", ".recall"):
+    for package in ("", ".ops", ".layers", ".models", ".data", ".training", ".evaluation", ".recall", ".conversion"):
         module = importlib.import_module(f"sympow{package}")
         for name in module.__all__:
             if callable(getattr(module, name)) and not re.search(rf"^::: sympow\S*\.{name}$", pages, re.M):

@@ -27,11 +27,13 @@ MAY_IMPORT = {
     "training": {"progress", "ops", "layers", "models"},
     "integrations": {"progress", "ops", "layers", "models", "training"},
     "serving": {"data", "models"},
+    "conversion": {"ops", "layers", "models", "training"},
     "recall": {"progress", "ops", "layers", "models", "data", "evaluation", "training"},
     "recipes": {"ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {
         "progress", "ops", "layers", "models", "data", "evaluation", "training", "recall", "recipes", "integrations",
         "serving",
+        "conversion",
     },
     "__main__": {"cli"},
     "__init__": {"ops", "layers", "models"},

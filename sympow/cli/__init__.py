@@ -166,6 +166,23 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights (default: 5GB)")
 
+    convert = command("convert", "turn a pretrained model into one with power attention", CONVERT)
+    convert.add_argument("model", metavar="MODEL", type=_path, help="a folder or id of Hugging Face, or a GGUF file")
+    convert.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
+    convert.add_argument("--pattern", metavar="LAYERS", default="power",
+                         help="repeated over the layers, such as power*5,softmax (default: power)")  # fmt: skip
+    convert.add_argument("--p", metavar="P", type=_positive, default=2, help="the power (default: 2)")
+    convert.add_argument("--window", metavar="N", type=_positive, default=1024, help="in tokens (default: 1024)")
+
+    distill = command("distill", "train a converted model on its teacher, or continue", DISTILL)
+    distill.add_argument("run", metavar="DIR", type=_path, help="what `sympow convert` wrote")
+    distill.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="such as data.path=docs/train.zarr"
+    )
+    distill.add_argument("--teacher", metavar="MODEL", type=_path, required=True, help="a run's folder, or as above")
+    distill.add_argument("--out", metavar="DIR", type=_path, required=True, help="the folder of the trained model")
+    distill.add_argument("--quiet", action="store_true", help="no progress, only the last line")
+
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
     sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="(default: gpt2)")
@@ -266,6 +283,16 @@ EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from
 reads after `import sympow.integrations.transformers`."""
 
 
+CONVERT = """Reads Llama, SmolLM, Qwen2 or Qwen3 and exchanges the softmax attention of its layers for power attention
+or for windows. A pattern of power, window and softmax says which layers; softmax stays as it is. All other weights
+stay. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate, read, evaluate and
+export."""
+
+DISTILL = """Trains a converted model in three stages: first every layer's attention on that of the teacher, then the
+predictions on those of the teacher, at last the model on text. Each field of the run, such as those of its data, is set
+by key=value. Ctrl-C saves a checkpoint; the same command continues. The metrics hold the held-out loss, that of the
+teacher and the gap between them. On several GPUs: torchrun -m sympow.cli distill ..."""
+
 SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
 for a model shape: a preset, in a body, with single sizes changed."""
 
@@ -345,8 +372,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
     top = parser()
     options, more = top.parse_known_args(arguments)
-    lists = {"train": "overrides", "evaluate": "runs", "ar-hits": "runs", "recall-probe": "runs", "passkey": "runs",
-             "mqar": "overrides", "mqar-figures": "results"}  # fmt: skip
+    lists = {"train": "overrides", "distill": "overrides", "evaluate": "runs", "ar-hits": "runs",
+             "recall-probe": "runs", "passkey": "runs", "mqar": "overrides", "mqar-figures": "results"}  # fmt: skip
     if more and (options.command not in lists or any(word.startswith("-") for word in more)):
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:

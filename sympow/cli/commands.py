@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from sympow.cli import serving
+from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import OPENING, Run, check_tokenizers, labels_of, load_run, train_run
 from sympow.cli.scored import load_scored
+from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
     StreamDecoder,
@@ -43,6 +45,7 @@ from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
 from sympow.training.loop import resolve_device
 from sympow.training.ranks import is_main
+from sympow.training.run_folder import read_config
 
 
 def train(options: argparse.Namespace) -> int | None:
@@ -170,6 +173,22 @@ def export(options: argparse.Namespace) -> None:
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
+
+
+def convert(options: argparse.Namespace) -> None:
+    """`sympow convert`."""
+    folder, model = convert_model(
+        options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
+    )
+    kinds = [model.config.mixer(layer).name for layer in range(model.config.n_layers)]
+    layers = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
+    print(f"{folder}: {model.num_parameters():,} parameters, layers {layers}")
+
+
+def distill(options: argparse.Namespace) -> int | None:
+    """`sympow distill`."""
+    run = distillation_run(read_config(options.run), options.run, options.teacher)
+    return _train(override(run, options.overrides), Path(options.out), options.quiet)
 
 
 def sizes(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from sympow.cli.conversion import Lesson, check_tokenizer, open_lesson
 from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
 from sympow.models import LanguageModel
 from sympow.progress import Progress
@@ -43,12 +44,20 @@ def train_run(
             return TrainingResult(settings.steps, settings.steps, None, None)
         with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
             batches, held_out = _open_batches(config, folder, save=ranks.main)
-        return train(config, batches, folder, held_out=held_out, quiet=quiet, ranks=ranks)
+        lesson = Lesson() if config.distillation is None else open_lesson(config.distillation, settings.steps, device)
+        return train(
+            config, batches, folder, held_out=held_out, start=lesson.start, objective=lesson.objective, quiet=quiet,
+            ranks=ranks,
+        )  # fmt: skip
 
 
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
     """Of the training and the held-out documents; saves the tokenizer into the run's folder if asked."""
-    settings, splits = config.training, open_corpus(config.data, tokenizer=saved_tokenizer(folder))
+    tokenizer = saved_tokenizer(folder)
+    if config.distillation is not None:
+        tokenizer = saved_tokenizer(Path(config.distillation.start))
+        check_tokenizer(config.data.tokenizer, tokenizer)
+    settings, splits = config.training, open_corpus(config.data, tokenizer=tokenizer)
     if splits.train.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "

@@ -43,6 +43,7 @@ class HeadOptions(TypedDict, total=False):
     short_convolution: int
     head_norm: bool
     output_gate: bool
+    output_gate_bias: bool
 
 
 class Mixer(nn.Module, ABC):
@@ -212,6 +213,7 @@ class AttentionMixer(Mixer):
         short_convolution: taps of a causal depthwise convolution of x, in front of everything else; 0: none.
         head_norm: RMSNorm over the channels of every head's output.
         output_gate: multiply every head's output by silu(W_g c).
+        output_gate_bias: silu(W_g c + b) instead, b = 0 at first.
 
     Raises ValueError for a width that the heads do not divide and for options it does not know.
     """
@@ -240,6 +242,7 @@ class AttentionMixer(Mixer):
         short_convolution: int = 0,
         head_norm: bool = False,
         output_gate: bool = False,
+        output_gate_bias: bool = False,
     ):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
@@ -263,6 +266,8 @@ class AttentionMixer(Mixer):
             raise ValueError(f"short_convolution is a number of taps, 0 for none; got {short_convolution!r}")
         if self.own_output and (head_norm or output_gate):
             raise ValueError(f"{type(self).__name__} has an output of its own: no head_norm and no output_gate")
+        if output_gate_bias and not output_gate:
+            raise ValueError("output_gate_bias is of the output gate: it needs output_gate")
         self.n_kv_heads = n_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
@@ -283,7 +288,8 @@ class AttentionMixer(Mixer):
         self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
         self.head_norm = nn.RMSNorm(value_dim, eps=1e-6) if head_norm else None
-        self.output_gate = nn.Linear(d_model, n_heads * value_dim, bias=False) if output_gate else None
+        gate = nn.Linear(d_model, n_heads * value_dim, bias=output_gate_bias) if output_gate else None
+        self.output_gate = gate
 
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None

@@ -1,13 +1,15 @@
-"""Cross-entropy behind a large vocabulary: the sum over all tokens, its gradient formed slice by slice of the tokens.
+"""Losses behind a large vocabulary: the sum over all tokens, its gradient formed slice by slice of the tokens.
 
-The gradient of a sum of losses is known as soon as the logits are, but for the factor that comes from above. So the
-forward forms it, slice by slice, in three matrix products; the backward only multiplies by the factor. Recomputing the
-logits in the backward would take a fourth product, and keeping them T x V elements (as Liger's fused linear
-cross-entropy, Hsu et al., 2024, arXiv 2410.10989).
+They are the cross-entropy of tokens, and the divergence from what another model predicts. The gradient of a sum of
+losses is known as soon as the logits are, but for the factor that comes from above. So the forward forms it, slice by
+slice, in three matrix products; the backward only multiplies by the factor. Recomputing the logits in the backward
+would take a fourth product, and keeping them T x V elements (as Liger's fused linear cross-entropy, Hsu et al., 2024,
+arXiv 2410.10989).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ IGNORE = -100
 # Rows of logits are padded to a multiple of so many elements: 128 bytes of bfloat16, a cache line. Without, matrix
 # products of odd widths (a vocabulary of 50,257) run on slower kernels.
 _ALIGN = 64
+
+# logits [N, W] of the tokens of a slice, and the slice -> losses [N]; the logits become the gradients.
+Losses = Callable[[Tensor, slice], Tensor]
 
 # Whether addmm on CUDA adds products of half precision to a sum in float32. Versions are compared, not strings.
 _ADDS_IN_FLOAT32 = torch.__version__ >= "2.11"
@@ -54,6 +59,21 @@ class CrossEntropy(nn.Module):
         return losses
 
 
+class Divergence(nn.Module):
+    """Kullback-Leibler divergences of rows of logits from a teacher's, and their gradients; see `CrossEntropy`."""
+
+    def forward(self, logits: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
+        """logits and teacher [N, W] (-inf: no token), real bool [N] -> sums over tokens of p (log p - log q) [N], p the
+        teacher's and q the student's, in float32 (float64 for such logits), 0 where not real. The logits are
+        overwritten with the gradients of the divergences by them."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        own, other = logits.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
+        p = other.exp()
+        divergences = torch.where(p > 0, p * (other - own), 0.0).sum(-1)
+        logits.copy_((own.exp() - p) * real[:, None])
+        return torch.where(real, divergences, 0.0)
+
+
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int, cross_entropy: CrossEntropy
 ) -> Tensor:
@@ -66,10 +86,58 @@ def cross_entropy_sum(
         targets: int64 [N].
         rows: tokens of a slice.
     """
+    return _sliced_sum(hidden, weight, rows, lambda logits, here: cross_entropy(logits, targets[here]))
+
+
+def divergence_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    real: Tensor,
+    *,
+    rows: int,
+    divergence: Divergence,
+) -> Tensor:
+    """The sum over tokens of KL(softmax(teacher_hidden teacher_weight^T) || softmax(hidden weight^T)) in nats, a scalar
+    as that of `cross_entropy_sum`, differentiable in hidden and weight.
+
+    Args:
+        hidden, weight, rows: as for `cross_entropy_sum`.
+        teacher_hidden: [N, d'].
+        teacher_weight: [V, d'].
+        real: bool [N], which tokens count.
+    """
+    dtype = _dtype(hidden)
+    padded = _padded(teacher_weight, dtype)
+
+    def losses(logits: Tensor, here: slice) -> Tensor:
+        teacher = _logits(teacher_hidden[here].to(dtype), padded, len(teacher_weight))
+        return divergence(logits, teacher, real[here])
+
+    return _sliced_sum(hidden, weight, rows, losses)
+
+
+def _sliced_sum(hidden: Tensor, weight: Tensor, rows: int, losses: Losses) -> Tensor:
+    dtype = _dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _SlicedSum.apply(hidden, weight, rows, dtype, torch.is_grad_enabled(), losses)
+
+
+def _dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of products of `hidden`."""
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):
-        return _CrossEntropySum.apply(hidden, weight, targets, rows, dtype, torch.is_grad_enabled(), cross_entropy)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return pad(weight.to(dtype), (0, 0, 0, -len(weight) % _ALIGN))
+
+
+def _logits(hidden: Tensor, padded: Tensor, vocabulary: int) -> Tensor:
+    logits = hidden @ padded.T
+    logits[:, vocabulary:] = -torch.inf
+    return logits
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -80,24 +148,22 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _SlicedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, dtype: torch.dtype, grad: bool,
-        cross_entropy: CrossEntropy,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: int, dtype: torch.dtype, grad: bool, losses: Losses
+    ) -> Tensor:
         vocabulary = len(weight)
-        padded = pad(weight.to(dtype), (0, 0, 0, -vocabulary % _ALIGN))
+        padded = _padded(weight, dtype)
         sums = torch.promote_types(dtype, torch.float32)
-        losses = torch.empty(targets.shape, dtype=sums, device=hidden.device)
+        found = torch.empty(len(hidden), dtype=sums, device=hidden.device)
         dhidden = torch.empty_like(hidden, dtype=dtype) if grad else None
         dweight = torch.zeros_like(padded, dtype=sums) if grad else None
         for first in range(0, len(hidden), rows):
             here = slice(first, first + rows)
             part = hidden[here].to(dtype)
-            logits = part @ padded.T
-            logits[:, vocabulary:] = -torch.inf
-            losses[here] = cross_entropy(logits, targets[here])
+            logits = _logits(part, padded, vocabulary)
+            found[here] = losses(logits, here)
             if dhidden is not None and dweight is not None:
                 dlogits = logits
                 torch.mm(dlogits, padded, out=dhidden[here])
@@ -105,10 +171,10 @@ class _CrossEntropySum(torch.autograd.Function):
         if dhidden is not None and dweight is not None:
             ctx.save_for_backward(dhidden, dweight[:vocabulary])
             ctx.dtypes = hidden.dtype, weight.dtype
-        return losses.sum()
+        return found.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         grads = (g.to(dtype) * factor for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return *grads, *[None] * 5
+        return *grads, *[None] * 4

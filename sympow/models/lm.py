@@ -20,9 +20,9 @@ from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After
 from sympow.models.bodies import BODIES, Block
-from sympow.models.bodies.base import reset_norm
+from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
-from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
+from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 _LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
             self.final_norm = norm(config)
             untied = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
             self.head = untied
-        self.cross_entropy = CrossEntropy()
+        self.cross_entropy, self.divergence = CrossEntropy(), Divergence()
         # Not to_empty: an empty_like of a meta tensor imports sympy.
         empty = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in self.state_dict().items()}
         self.load_state_dict(empty, assign=True)
@@ -122,6 +122,63 @@ class LanguageModel(nn.Module):
         rows, weight = self._logit_rows(hidden), self.head_weight
         return cross_entropy_sum(hidden, weight, targets.flatten(), rows=rows, cross_entropy=self.cross_entropy)
 
+    def divergence_sum(
+        self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """The sum over all tokens whose target is not -100 of KL(teacher || model), in nats: a scalar, as `loss_sum`.
+
+        Args:
+            tokens, targets, cu_seqlens: as for `token_losses`.
+            teacher: a model of the same vocabulary, on the same device; it gets no gradient.
+
+        Raises ValueError where the vocabularies differ.
+        """
+        self._check_targets(targets, tokens)
+        self._check_teacher(teacher)
+        with torch.no_grad():
+            expected = teacher._hidden(tokens, cu_seqlens).flatten(0, 1)
+        hidden, real = self._hidden(tokens, cu_seqlens).flatten(0, 1), targets.flatten() != IGNORE
+        weights = self.head_weight, teacher.head_weight.detach()
+        rows = self._logit_rows(hidden)
+        return divergence_sum(hidden, weights[0], expected, weights[1], real, rows=rows, divergence=self.divergence)
+
+    def mixing_error_sum(
+        self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """The sum over all tokens whose target is not -100 of the error of what mixers add to their blocks' inputs.
+
+        Every block gets the input that it has in the teacher. The error of a token is its squared difference to what
+        the teacher's mixer adds, over the mean square of that in all tokens, as a mean over the layers. Layers whose
+        mixers have the configuration of the teacher's are left out. There the error is 0 as long as nothing was
+        trained.
+
+        Args:
+            tokens, targets, cu_seqlens: as for `token_losses`.
+            teacher: a model of the same blocks but for the mixers, on the same device; it gets no gradient.
+
+        Raises ValueError where blocks, width or vocabularies differ, or the body is not of norm, mixer and MLP.
+        """
+        self._check_targets(targets, tokens)
+        self._check_teacher(teacher)
+        real = targets != IGNORE
+        errors: list[Tensor] = []
+        with torch.no_grad():
+            x = teacher._embed(tokens)
+        for layer, (own, other) in enumerate(zip(self.blocks, teacher.blocks, strict=True)):
+            if not isinstance(own, PreNormBlock) or not isinstance(other, PreNormBlock):
+                raise ValueError(f"mixers are compared in the bodies gpt2 and llama; got {self.config.body!r}")
+            with torch.no_grad():
+                expected = other.mixed(x, cu_seqlens, tokens)
+                size = expected.float().square().mean()
+            if self.config.mixer(layer) != teacher.config.mixer(layer):
+                error = (own.mixed(x, cu_seqlens, tokens) - expected).float().square().mean(-1)
+                errors.append((error * real).sum() / size)
+            with torch.no_grad():
+                x = other.with_mlp(x + expected)
+        if not errors:
+            raise ValueError("all mixers are those of the teacher: there is nothing to compare")
+        return torch.stack(errors).mean()
+
     def split_context(self, group: dist.ProcessGroup) -> None:
         """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row, see
         `Mixer.split_context`."""
@@ -139,7 +196,7 @@ class LanguageModel(nn.Module):
         Args:
             options: of torch.compile.
         """
-        for part in (*self.blocks, *self._norms(), self.cross_entropy):
+        for part in (*self.blocks, *self._norms(), self.cross_entropy, self.divergence):
             part.compile(**options)
 
     def init_state(
@@ -237,6 +294,12 @@ class LanguageModel(nn.Module):
         """
         self._check_vocabulary(tokens, "tokens")
         self._check_targets(targets, tokens)
+
+    def _check_teacher(self, teacher: LanguageModel) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "body"):
+            own, other = getattr(self.config, name), getattr(teacher.config, name)
+            if own != other:
+                raise ValueError(f"a model and its teacher must have one {name}; got {own} and {other}")
 
     def _check_targets(self, targets: Tensor, tokens: Tensor) -> None:
         if targets.shape != tokens.shape:

@@ -7,17 +7,20 @@ from sympow.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from sympow.training.config import ExecutionConfig, RunConfig, TrainingConfig
+from sympow.training.config import DistillationConfig, ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.loop import NonFiniteError, TrainingResult, train
 from sympow.training.metrics import read_metrics
+from sympow.training.objective import Objective
 from sympow.training.overrides import override
 from sympow.training.run_folder import load_model
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "DistillationConfig",
     "ExecutionConfig",
     "NonFiniteError",
+    "Objective",
     "RunConfig",
     "TrainingConfig",
     "TrainingResult",

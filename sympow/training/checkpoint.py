@@ -9,7 +9,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -192,7 +192,7 @@ def load_header(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(**{name: content[name] for name in names})
 
 
-def restore_model(model: nn.Module, state: dict[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
+def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
     """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`."""
     own = model.state_dict()
     state = _with_names_of_today(state, own)
@@ -210,7 +210,7 @@ def restore_model(model: nn.Module, state: dict[str, torch.Tensor], path: str | 
         raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
 
 
-def _with_names_of_today(state: dict[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:
+def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:
     """`state` with the name of a weight that version 0.1 called otherwise: the norm of the heads' outputs."""
     renamed = {name.replace(".head_norm.", ".out_norm."): name for name in own if ".head_norm." in name}
     return {renamed.get(name, name): tensor for name, tensor in state.items()}

@@ -166,14 +166,54 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True)
+class DistillationConfig:
+    """How a converted model learns from the model it was made of, in three stages over the steps of a run.
+
+    start        the folder of the converted model, with whose weights the run begins
+    teacher      a run's folder, or what `sympow convert` reads
+    layer_steps  steps of stage 1: the output of every layer's mixer against the teacher's, on the teacher's inputs
+    text_steps   steps of stage 3, the last ones: the loss of the text itself. Stage 2, between them, is the
+                 divergence of the predictions from the teacher's
+
+    Raises TypeError for a value of a wrong type and ValueError for one out of range.
+    """
+
+    start: str
+    teacher: str
+    layer_steps: int = 0
+    text_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "teacher"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"distillation.{name} must be a path, got {getattr(self, name)!r}")
+        for name in ("layer_steps", "text_steps"):
+            _check_integer(name, getattr(self, name), 0, "distillation")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-clean fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DistillationConfig":
+        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        check_fields(cls, values, "distillation")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run: its name, the model, the data and the training; and how it is executed."""
+    """Everything that decides a run: its name, the model, the data and the training; and how it is executed.
+
+    `distillation` is None but for runs of `sympow distill`.
+    """
 
     name: str
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    distillation: DistillationConfig | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -188,6 +228,8 @@ class RunConfig:
                 raise TypeError(f"RunConfig.{name} must be a {kind.__name__}, got a {type(value).__name__}")
         if not self.name or self.name != self.name.strip() or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"a run's name must be usable as a folder name, got {self.name!r}")
+        if self.distillation is not None:
+            self._check_distillation(self.distillation)
         parts = self.execution.context_parallel
         if parts > 1 and self.data.pack:
             raise ValueError(
@@ -208,13 +250,14 @@ class RunConfig:
             "data": self.data.to_dict(),
             "training": self.training.to_dict(),
             "execution": self.execution.to_dict(),
-        }
+        } | ({} if self.distillation is None else {"distillation": self.distillation.to_dict()})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """The inverse of `to_dict`; a field it does not know, or a missing one, raises ValueError."""
         check_fields(cls, values, "run")
-        missing = [f.name for f in fields(cls) if f.name not in values and f.name != "execution"]
+        optional = ("execution", "distillation")
+        missing = [f.name for f in fields(cls) if f.name not in values and f.name not in optional]
         if missing:
             raise ValueError(f"a run's config needs the field {missing[0]!r}")
         return cls(
@@ -223,7 +266,21 @@ class RunConfig:
             data=DataConfig.from_dict(values["data"]),
             training=TrainingConfig.from_dict(values["training"]),
             execution=ExecutionConfig.from_dict(values.get("execution", {})),  # runs of version 0.1.0 have none
+            distillation=DistillationConfig.from_dict(values["distillation"]) if "distillation" in values else None,
         )
+
+    def _check_distillation(self, distillation: Any) -> None:
+        if not isinstance(distillation, DistillationConfig):
+            kind = type(distillation).__name__
+            raise TypeError(f"RunConfig.distillation must be a DistillationConfig or None, got a {kind}")
+        stages, steps = distillation.layer_steps + distillation.text_steps, self.training.steps
+        if stages > steps:
+            raise ValueError(
+                f"distillation.layer_steps and distillation.text_steps must be at most training.steps together, "
+                f"got {distillation.layer_steps} and {distillation.text_steps} of {steps}"
+            )
+        if self.execution.context_parallel > 1:
+            raise ValueError("distillation does not split rows over ranks: execution.context_parallel must be 1")
 
 
 def without_execution(values: dict[str, Any]) -> dict[str, Any]:

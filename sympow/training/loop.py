@@ -4,9 +4,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -28,6 +29,7 @@ from sympow.training.checkpoint import (
 from sympow.training.config import RunConfig, TrainingConfig
 from sympow.training.interrupt import StopRequest
 from sympow.training.metrics import MetricsWriter
+from sympow.training.objective import Objective
 from sympow.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from sympow.training.ranks import ALONE, Part, Ranks, Rows, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+LossSum = Callable[[LanguageModel, Rows], torch.Tensor]
 
 
 class NonFiniteError(RuntimeError):
@@ -79,6 +82,8 @@ def train(
     *,
     held_out: RowSource | None = None,
     observe: Callable[[LanguageModel, int], object] | None = None,
+    start: Mapping[str, torch.Tensor] | None = None,
+    objective: Objective | None = None,
     quiet: bool = False,
     ranks: Ranks | None = None,
 ) -> TrainingResult:
@@ -93,6 +98,10 @@ def train(
     all its real targets, however they fall into passes. `held_out` gives the first `evaluation_batches` of its
     batches to the held-out loss; without it there is none. `observe(model, step)` is called every `evaluate_every`
     steps and after the last, on every rank; its time does not count.
+
+    `start` are the weights to begin with, by name; without it they are drawn from the seed. `objective` gives the
+    loss of the steps; without it that is `LanguageModel.loss_sum`. With it the metrics hold the stage, and beside a
+    held-out loss that of the objective's reference and the gap between them.
 
     On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
     SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
@@ -110,14 +119,18 @@ def train(
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
         torch.manual_seed(settings.seed)
-        model = LanguageModel(config.model, seed=settings.seed).to(device)
+        model = LanguageModel(config.model, seed=settings.seed)
+        if start is not None:
+            restore_model(model, start, "the start")
+        model.to(device)
         flops, peak = token_flops(model, settings.context), peak_flops(device, settings.precision)
         prepare(model, config, ranks)
         optimizer = make_optimizer(model, settings)
-        start = _restore(run_dir, config, batches, model, optimizer, device, ranks)
-        step, tokens, seconds = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
+        resumed = _restore(run_dir, config, batches, model, optimizer, device, ranks)
+        step, tokens, seconds = (resumed.step, resumed.tokens, resumed.seconds) if resumed else (0, 0, 0.0)
         logged_tokens, logged_seconds = tokens, seconds
         loss: float | None = None
+        reference_loss: float | None = None
 
         def load(index: int) -> list[Pass]:
             first = index * settings.passes_per_step
@@ -129,14 +142,16 @@ def train(
             stack.callback(metrics.close)
         silent = quiet or not ranks.main
         progress = stack.enter_context(Progress("training", "step", total=settings.steps, done=step, quiet=silent))
-        if start:
+        if resumed:
             progress.say(f"continuing from step {step} of {settings.steps}")
         stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
         tracing = stack.enter_context(trace(run_dir, config.execution.profile_steps if ranks.main else 0))
         for passes in _ahead(load, range(step, settings.steps)):
             began = time.perf_counter()
-            rate = learning_rate(step, settings)
-            loss, norm, targets = train_step(model, optimizer, passes, rate, settings, device, ranks)
+            stage, stage_start = (0, 0) if objective is None else objective.stage(step)
+            rate = learning_rate(step, settings, stage_start)
+            loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
+            loss, norm, targets = train_step(model, optimizer, passes, rate, settings, device, ranks, loss_sum)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteError(
                     f"the loss is {loss} and the norm of its gradient {norm} at step {step + 1} "
@@ -149,7 +164,8 @@ def train(
             tracing()
 
             last = step == settings.steps
-            evaluates = last or step % settings.evaluate_every == 0
+            ends_stage = objective is not None and not last and objective.stage(step)[0] != stage
+            evaluates = last or ends_stage or step % settings.evaluate_every == 0
             if observe and evaluates:
                 observe(model, step)
             evaluates = evaluates and held_out is not None
@@ -162,8 +178,14 @@ def train(
                        "tokens_per_second": speed, "seconds": seconds}  # fmt: skip
                 if flops and peak:
                     row["mfu"] = speed * flops / (peak * ranks.size)
+                if objective is not None:
+                    row["stage"] = stage
                 if held_out is not None and evaluates:
                     row["held_out_loss"] = held_out_loss(model, held_out, settings, device, ranks)
+                    if objective is not None:
+                        if reference_loss is None:
+                            reference_loss = held_out_loss(objective.reference, held_out, settings, device, ranks)
+                        row |= {"teacher_loss": reference_loss, "gap": row["held_out_loss"] - reference_loss}
                     progress.say(_summary(row, settings.steps))
                 if metrics:
                     metrics.write(row)
@@ -207,10 +229,12 @@ def train_step(
     settings: TrainingConfig,
     device: torch.device,
     ranks: Ranks = ALONE,
+    loss_sum: LossSum | None = None,
 ) -> tuple[float, float, int]:
     """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
 
-    The device is waited for once, at the end.
+    `loss_sum` gives the loss of rows, summed up over their targets; None: `LanguageModel.loss_sum`. The device is
+    waited for once, at the end.
     """
     targets = int(ranks.sum(sum(each.targets for each in passes)))
     if targets == 0:
@@ -219,7 +243,7 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in [_moved(each.rows, device) for each in passes]:  # all before the first, whose end a copy would await
         with auxiliary_losses() as extra:
-            loss = _loss_sum(model, rows, settings, device)
+            loss = _loss_sum(model, rows, settings, device, loss_sum)
         # FSDP takes the mean of the ranks' gradients.
         (loss * ranks.size / targets + sum(extra) / len(passes)).backward()
         total += loss.detach()
@@ -278,8 +302,12 @@ def _each(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
     return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
 
 
-def _loss_sum(model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device) -> torch.Tensor:
+def _loss_sum(
+    model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device, loss_sum: LossSum | None = None
+) -> torch.Tensor:
     with autocast(settings.precision, device):
+        if loss_sum is not None:
+            return loss_sum(model, rows)
         return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)
 
 
@@ -335,7 +363,8 @@ def _ahead(load: Callable[[int], T], indices: Iterable[int]) -> Iterator[T]:
 
 
 def _summary(row: dict[str, Any], steps: int) -> str:
+    gap = f" ({row['gap']:+.4f} to the teacher)" if "gap" in row else ""
     return (
-        f"step {row['step']} of {steps}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}, "
+        f"step {row['step']} of {steps}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}{gap}, "
         f"{row['tokens_per_second']:,.0f} tokens/s"
     )

@@ -8,14 +8,17 @@ from torch import nn
 from sympow.training.config import TrainingConfig
 
 
-def learning_rate(step: int, config: TrainingConfig) -> float:
+def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> float:
     """Learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
 
     It rises over `warmup_steps` steps to `learning_rate`, which the last of them uses, and falls to
-    `min_lr_ratio * learning_rate`, which the last step of the run uses.
+    `min_lr_ratio * learning_rate`, which the last step of the run uses. Where a later stage of the run begins, at
+    step `stage_start`, it rises again over as many steps from near 0 to the half cosine.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
+    if stage_start and step - stage_start < config.warmup_steps:
+        return learning_rate(stage_start + config.warmup_steps, config) * (step - stage_start + 1) / config.warmup_steps
     progress = (step + 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sympow.models import LanguageModel
+from sympow.models.bodies.base import PreNormBlock
 from sympow.training.config import RunConfig
 
 GATHERED = 1 << 25  # weights: every gather takes the host time, however little it brings
@@ -220,5 +221,8 @@ def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
     for blocks in gathered_together(model.blocks):
         fully_shard(blocks, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for method in ("loss_sum", "token_losses"):
+    for method in ("loss_sum", "token_losses", "divergence_sum", "mixing_error_sum"):
         register_fsdp_forward_method(model, method)
+    for block in model.blocks:
+        if isinstance(block, PreNormBlock):
+            register_fsdp_forward_method(block, "mixed")

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.models import LanguageModel
-from sympow.training.checkpoint import atomic_write, is_checkpoint, latest, load_checkpoint, restore_model
+from sympow.training.checkpoint import (
+    Checkpoint,
+    atomic_write,
+    is_checkpoint,
+    latest,
+    load_checkpoint,
+    restore_model,
+    save_checkpoint,
+)
 from sympow.training.config import RunConfig, first_difference, without_execution
 from sympow.training.ranks import ALONE, Ranks
 
@@ -74,6 +82,43 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
     if not file.is_file():
         raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
     return RunConfig.from_dict(_read_json(file))
+
+
+def write_run_folder(
+    run_dir: str | os.PathLike[str], config: RunConfig, model: LanguageModel, *, step: int = 0, tokenizer: str | None
+) -> Path:
+    """Makes the folder of a run that stands at `step`, with weights that come from elsewhere.
+
+    What is not known, the state of the optimizer and of the data, is left empty: the run is one to evaluate, to
+    generate with and to begin others from.
+
+    Args:
+        run_dir: a new or an empty folder.
+        config: of the run.
+        model: its weights are written as they are.
+        step: optimizer steps done.
+        tokenizer: the text of its tokenizer.json, None for a run without one.
+
+    Raises FileExistsError where the folder is not empty, CheckpointError where the disk refuses.
+    """
+    path = new_folder(run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        (path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
+    save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
+    with atomic_write(path / "config.json") as out:  # last: a folder without it is no run
+        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    return path
+
+
+def new_folder(path: str | os.PathLike[str]) -> Path:
+    """The path of a folder that is new or empty; FileExistsError for another."""
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
+    return folder
 
 
 class LoadedModel(NamedTuple):

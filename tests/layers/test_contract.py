@@ -27,6 +27,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"normalize": False, "impl": "reference", "rotation": "data", "position_rate": 1.0},
         {"short_convolution": 0, "head_norm": False, "output_gate": False},
         {"short_convolution": 1, "output_gate": False, "rotary_fraction": 0.5, "rotation": "data"},
+        {"output_gate_bias": True, "head_norm": False, "rotary_fraction": 1.0},
     ],
     "softmax": [
         {},

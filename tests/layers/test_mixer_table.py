@@ -13,7 +13,7 @@ CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES
 ROWS = {cells[0]: cells[1:] for cells in CELLS[1:]}  # after the heading
 HEADS = {
     "n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "rope_base", "rotary_fraction",
-    "qk_norm", "qk_norm_eps", "bias", "out_bias", "short_convolution", "head_norm", "output_gate",
+    "qk_norm", "qk_norm_eps", "bias", "out_bias", "short_convolution", "head_norm", "output_gate", "output_gate_bias",
 }  # fmt: skip
 REQUIRED = {
     "window": {"window": 24},

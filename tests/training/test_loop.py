@@ -378,7 +378,7 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     fast = dataclasses.replace(config, execution=ExecutionConfig(compile=True))
     train(fast, make_batches(config), tmp_path / "compiled", quiet=True)
-    assert compiled == ["GPT2Block", "LayerNorm", "LayerNorm", "CrossEntropy"]
+    assert compiled == ["GPT2Block", "LayerNorm", "LayerNorm", "CrossEntropy", "Divergence"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("run", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert load_model(tmp_path / "compiled").step == 3

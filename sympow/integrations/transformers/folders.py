@@ -11,8 +11,9 @@ from typing import Any
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM, Undrawn, native_name, weights
 from sympow.models import LanguageModel
-from sympow.training import Checkpoint, load_model, save_checkpoint
+from sympow.training import load_model
 from sympow.training.config import RunConfig
+from sympow.training.run_folder import new_folder, write_run_folder
 
 RUN_FILE = "sympow_run.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -33,7 +34,7 @@ def to_transformers(
     Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty.
     """
     loaded = load_model(run_folder)
-    folder = _new_folder(out)
+    folder = new_folder(out)
     source = loaded.run_dir / _TOKENIZER
     if not source.is_file() and loaded.config.data.tokenizer != "none":
         raise FileNotFoundError(f"{source} is missing: the run's config names a tokenizer, saved there")
@@ -73,23 +74,16 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     if kind != SympowConfig.model_type:
         raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
     run = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))
-    target = _new_folder(out)
+    target = new_folder(out)
     model = to_native(SympowForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True))
     config = RunConfig.from_dict(run["config"])
     warmup = min(config.training.warmup_steps, max(1, run["step"]))
     training = replace(config.training, steps=max(1, run["step"]), warmup_steps=warmup)
     config = replace(config, model=model.config, training=training)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    tokenizer = None
     if "tokenizer" in run:
-        text = (source / _TOKENIZER).read_text(encoding="utf-8")
-        (target / _TOKENIZER).write_text(_BYTES if run["tokenizer"] == "bytes" else text, encoding="utf-8")
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
-    save_checkpoint(
-        Checkpoint(config.to_dict(), state, step=run["step"], tokens=0, seconds=0.0, **empty), target, 1
-    )
-    return target
+        tokenizer = _BYTES if run["tokenizer"] == "bytes" else (source / _TOKENIZER).read_text(encoding="utf-8")
+    return write_run_folder(target, config, model, step=run["step"], tokenizer=tokenizer)
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:
@@ -155,10 +149,3 @@ def _byte_level() -> str:
         "model": model,
     }
     return json.dumps(spec, ensure_ascii=False)
-
-
-def _new_folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
-    return folder

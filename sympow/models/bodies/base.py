@@ -115,11 +115,11 @@ class PreNormBlock(Block):
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
         y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
-        return self._mlp(x + y), state
+        return self.with_mlp(x + y), state
 
     def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
         y, after = self.mixer.try_step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
-        return self._mlp(x + y), after
+        return self.with_mlp(x + y), after
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
         """Draws as GPT-2 does: N(0, std), but N(0, residual_std) into the residual stream; biases 0, norms 1."""
@@ -130,11 +130,20 @@ class PreNormBlock(Block):
             init_linear(self.mlp_in, std, generator)
             init_linear(self.mlp_out, residual_std, generator)
 
-    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
-        return self._mlp(x + self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens)))
+    def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Computes what the mixer adds to the input x [B, T, d] of the block; arguments as for `forward`."""
+        return self._mixed(x, cu_seqlens, tokens)
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def with_mlp(self, x: Tensor) -> Tensor:
+        """Computes the second half of the block: x [B, T, d], the mixer's output added, with what the MLP adds."""
         return x + self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x))) if self.has_mlp else x
+
+    def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))
+
+    def _mixed(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
+        # Apart from `mixed`, which FSDP makes a forward of its own, with weights gathered before and let go after it.
+        return self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens))
 
     @abstractmethod
     def _narrowed(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,200 @@
+"""What a converted model keeps of its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --json FILE`.
+
+`logits` compares a pretrained model in transformers with its native form. `measure` takes a converted model before or
+after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, passkeys,
+the loss by position, and how fast both decode. `report` writes docs/results/conversion.md from all files in
+benchmarks/results/conversion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.conversion_report import RESULTS, write_report
+from benchmarks.measure import commit, processor, write
+from sympow.cli.conversion import load_teacher
+from sympow.cli.runs import load_run
+from sympow.data import Tokenizer, open_corpus
+from sympow.evaluation import context_losses
+from sympow.layers.cache import KVCache
+from sympow.models import LanguageModel, ModelState, generate
+from sympow.training import override, read_metrics
+from sympow.training.loop import autocast, resolve_device
+
+PARTS = ("stages", "loss", "passkey", "positions", "decoding")
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+QUESTION = "What is the pass key? The pass key is"
+
+
+def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of the largest differences between the logits in transformers and here, both in float32 on the CPU.
+
+    The native model in float64 tells how far each of the two is from the exact result.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sympow.integrations.transformers.pretrained import load_pretrained
+
+    path = Path(options.model)
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if path.suffix == ".gguf" else {
+        "pretrained_model_name_or_path": options.model
+    }  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(**where)(options.text.read_text(), return_tensors="pt").input_ids
+    ours = load_pretrained(options.model).model
+    for length in options.lengths:
+        row = tokens[:, :length]
+        with torch.no_grad():
+            expected, found = theirs(row).logits, ours(row)
+            exact = ours.double()(row)
+            ours.float()
+        yield (
+            {"kind": "logits", "model": path.stem, "text": options.text.name, "tokens": row.shape[1]}
+            | {"difference": (found - expected).abs().max().item(), "largest": expected.abs().max().item()}
+            | {"ours_to_exact": (found - exact).abs().max().item()}
+            | {"theirs_to_exact": (expected - exact).abs().max().item()}
+        )
+
+
+def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of one converted model and its teacher, as they come."""
+    device = resolve_device(options.device)
+    run, teacher = load_run(path, device), load_teacher(options.teacher).to(device).eval()
+    if run.tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer: passkeys are text")
+    names = [run.model.config.mixer(layer).name for layer in range(run.model.config.n_layers)]
+    about = {"run": Path(path).name, "layers": ",".join(names)}
+    models = {"converted": run.model, "teacher": teacher}
+    if {"loss", "positions"} & set(options.parts):
+        held_out = open_corpus(override(run.config.data, options.data), tokenizer=run.tokenizer).held_out
+    if "stages" in options.parts:
+        kept = ("step", "stage", "tokens", "seconds", "held_out_loss", "teacher_loss", "gap")
+        for row in read_metrics(path):
+            if "gap" in row:
+                yield about | {"kind": "stage"} | {name: row[name] for name in kept}
+    precision = "bf16" if device.type == "cuda" else "float32"
+    if "loss" in options.parts:
+        with autocast(precision, device):
+            losses = {each: context_losses(model, held_out, options.context, options.rows).loss
+                      for each, model in models.items()}  # fmt: skip
+        yield about | {"kind": "loss", "context": options.context, "rows": options.rows} | losses
+    for each, model in models.items():
+        own = about | {"model": each}
+        if "passkey" in options.parts:
+            with autocast(precision, device):
+                found = passkeys(model, run.tokenizer, options.passkey)
+            yield own | {"kind": "passkey"} | found
+        if "positions" in options.parts:
+            with autocast(precision, device):
+                curve = context_losses(model, held_out, options.positions, options.position_rows)
+            bins = [{"start": piece.start, "end": piece.end, "loss": piece.loss} for piece in curve.bins]
+            yield own | {"kind": "positions", "rows": options.position_rows, "bins": bins}
+    if "decoding" in options.parts:
+        for each, model in models.items():
+            model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+            for context in options.decode:
+                yield about | {"model": each, "kind": "decoding"} | decoding(model, options.batch, context)
+
+
+@torch.no_grad()
+def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int, count: int = 40, batch: int = 8) -> dict:
+    """How many keys of five digits, at evenly spread depths of a text of `length` tokens, a model tells by greedy
+    decoding; a key counts if all its digits are right."""
+    draw = random.Random(0)
+    device, right = model.embedding.weight.device, 0
+    filler, question = tokenizer.encode(FILLER * length).tolist(), tokenizer.encode(QUESTION).tolist()
+    prompts, answers = [], []
+    for number in range(count):
+        key = f"{draw.randrange(10_000, 100_000)}"
+        needle = tokenizer.encode(f"The pass key is {key}. Remember it. {key} is the pass key. ").tolist()
+        answers.append(f" {key}")
+        room = length - len(needle) - len(question)
+        place = round(room * (number + 0.5) / count)
+        prompts.append(filler[:place] + needle + filler[place:room] + question)
+    for first in range(0, count, batch):
+        rows = torch.tensor(prompts[first : first + batch], device=device)
+        new = max(len(tokenizer.encode(answer)) for answer in answers)
+        for found, answer in zip(generate(model, rows, new, temperature=0).tokens, answers[first:], strict=False):
+            right += tokenizer.decode(found.tolist()).startswith(answer)
+    return {"length": length, "count": count, "right": right, "accuracy": right / count}
+
+
+@torch.no_grad()
+def decoding(model: LanguageModel, batch: int, context: int, tokens: int = 32, warm_up: int = 8) -> dict:
+    """Tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states."""
+    state = _state_after(model, batch, context)
+    device = model.embedding.weight.device
+    drawn = torch.randint(model.config.vocab_size, (batch, 1), generator=torch.Generator().manual_seed(0)).to(device)
+    for step in range(warm_up + tokens):
+        if step == warm_up:
+            _wait(device)
+            began = time.perf_counter()
+        _, state = model.step(drawn, state)
+    _wait(device)
+    seconds = time.perf_counter() - began
+    rate = batch * tokens / seconds
+    return {"context": context, "batch": batch, "tokens_per_second": rate, "state_bytes": state.nbytes}
+
+
+def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
+    layers = []
+    for layer in model.init_state(batch).layers:
+        if isinstance(layer, KVCache):
+            held = context if layer.limit is None else min(context, layer.limit)
+            shapes = [(*x.shape[:2], held, x.shape[3]) for x in (layer.k, layer.v)]
+            layer = layer.extend(*(torch.randn(shape, device=layer.k.device, dtype=layer.k.dtype) for shape in shapes))
+        layers.append(layer)
+    return ModelState(layers)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    logits = commands.add_parser("logits", help="logits of a pretrained model here and in transformers")
+    logits.add_argument("model", help="a folder of Hugging Face, or a GGUF file")
+    logits.add_argument("--text", type=Path, default=Path("docs/math.md"), help="(default: docs/math.md)")
+    logits.add_argument("--lengths", type=int, nargs="+", default=[64, 512])
+    one = commands.add_parser("measure", help="a converted model against its teacher")
+    one.add_argument("run", help="a run's folder or a checkpoint")
+    one.add_argument("--teacher", required=True, help="a run's folder, or what sympow convert reads")
+    one.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    one.add_argument("--data", metavar="key=value", action="append", default=[], help="another corpus than the run's")
+    one.add_argument("--context", type=int, default=2048, help="of the gap (default: 2048)")
+    one.add_argument("--rows", type=int, default=64, help="(default: 64)")
+    one.add_argument("--passkey", type=int, default=4096, help="tokens (default: 4096)")
+    one.add_argument("--positions", type=int, default=32768, help="tokens (default: 32768)")
+    one.add_argument("--position-rows", type=int, default=8, help="(default: 8)")
+    one.add_argument("--decode", type=int, nargs="+", default=[2048, 32768], help="contexts (default: 2048 32768)")
+    one.add_argument("--batch", type=int, default=32, help="rows decoded at once (default: 32)")
+    one.add_argument("--device", default="auto", help="(default: auto)")
+    for command in (logits, one):
+        command.add_argument("--json", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")
+    commands.add_parser("report", help="write docs/results/conversion.md")
+    options = parser.parse_args()
+    if options.command == "report":
+        print(write_report())
+        return
+    device = "cpu" if options.command == "logits" else resolve_device(options.device).type
+    about = {"processor": processor(device), "torch": torch.__version__, "commit": commit()}
+    found = compare_logits(options) if options.command == "logits" else measure(options.run, options)
+    rows: list[dict[str, Any]] = []
+    for row in found:
+        rows.append(row | about)
+        write(options.json, rows)  # each as it comes: what follows may take long
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

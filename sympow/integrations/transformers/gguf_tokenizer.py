@@ -1,0 +1,78 @@
+"""The tokenizer in a GGUF file as the text of a tokenizer.json.
+
+That of transformers splits texts otherwise than the file says, and loses a space in decoding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
+
+
+def gguf_tokenizer(file: Path) -> str:
+    """Reads the byte-level BPE in a GGUF file of SmolLM, Llama 3 or Qwen2: the text of a tokenizer.json.
+
+    Raises ValueError for a tokenizer of another kind.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+
+    def value(name: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    kind, splitter = value("model"), _splitters().get(value("pre"))
+    if kind != "gpt2" or splitter is None:
+        known = ", ".join(_splitters())
+        raise ValueError(
+            f"{file} has a tokenizer of the kind {kind!r}, {value('pre')!r}; known are byte-level BPEs of {known}"
+        )
+    tokens, types = value("tokens"), value("token_type")
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [i for i, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": value("merges"),
+    }
+    spec = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": tokens[i]} | plain for i in added],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitter},
+        "post_processor": None,
+        "decoder": _BYTES | {"add_prefix_space": True},
+        "model": model,
+    }
+    return json.dumps(spec, ensure_ascii=False)
+
+
+def _splitters() -> dict[str, list[dict[str, Any]]]:
+    """How a text is split before merges, by the name that a file gives it."""
+
+    def words(digits: str) -> list[dict[str, Any]]:
+        split = {"type": "Split", "pattern": {"Regex": _WORDS % digits}, "behavior": "Isolated", "invert": False}
+        return [split, _BYTES | {"use_regex": False}]
+
+    return {
+        "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
+        "llama-bpe": words(r"\p{N}{1,3}"),
+        "qwen2": words(r"\p{N}"),
+    }

@@ -1,0 +1,224 @@
+"""Checkpoints of Llama, SmolLM, Qwen2 and Qwen3 as native models in the llama body with softmax attention."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sympow.integrations.transformers.gguf_tokenizer import gguf_tokenizer
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The `model_type` of what can be read; SmolLM and SmolLM2 are of type "llama"."""
+
+
+class Pretrained(NamedTuple):
+    """A pretrained model in native form.
+
+    model: in evaluation mode, float32.
+    tokenizer: the text of its tokenizer.json; None where there is none.
+    context: the longest context that it was made for, in tokens.
+    """
+
+    model: LanguageModel
+    tokenizer: str | None
+    context: int
+
+
+def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrained:
+    """Reads a pretrained model into the llama body with softmax attention. Its logits stay the same.
+
+    The rotation of those models turns the two halves of a head, and the rotation here turns neighbouring channels.
+    Therefore rows of queries and keys, their biases and their norms are permuted.
+
+    Args:
+        source: a folder of Hugging Face transformers, the path of a GGUF file, which is dequantized and needs the
+            packages gguf and accelerate, an id on the Hugging Face Hub, or a model of transformers in memory, which
+            comes without a tokenizer.
+
+    Raises FileNotFoundError for a file that is missing, ValueError for another architecture, for layers that are
+    quantized, for weights that do not fit the config, and for a tokenizer with more tokens than the model.
+    """
+    if isinstance(source, PreTrainedModel):
+        config = source.config
+        _check_config(config, type(source).__name__)
+        model, tokenizer = source, None
+    else:
+        where = _place(source)
+        config = _opened(source, AutoConfig, where)
+        _check_config(config, str(source))
+        where_32 = where | {"dtype": torch.float32}
+        model, report = _opened(source, AutoModelForCausalLM, where_32, output_loading_info=True)
+        missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+        if missing:
+            raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
+        tokenizer = _tokenizer(source, where)
+    native = _native(config, model.state_dict(), str(source) if tokenizer is not None else type(model).__name__)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, native.config.vocab_size, str(source))
+    return Pretrained(native, tokenizer, config.max_position_embeddings)
+
+
+def check_vocabulary(tokenizer: str, vocab_size: int, name: str) -> None:
+    """Raises ValueError where the tokenizer has tokens that a model of `vocab_size` tokens does not know.
+
+    Args:
+        tokenizer: the text of a tokenizer.json.
+        name: of the model, for the message.
+    """
+    spec = json.loads(tokenizer)
+    tokens = [*spec["model"]["vocab"].values(), *(added["id"] for added in spec.get("added_tokens", []))]
+    if max(tokens) >= vocab_size:
+        raise ValueError(
+            f"{name} has {vocab_size} embeddings, but its tokenizer has the token {max(tokens)}: "
+            "the tokenizer is not that of the model"
+        )
+
+
+def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments by which `from_pretrained` finds a folder, a GGUF file or an id."""
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"no GGUF file at {path}")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is no model of transformers: it has no config.json")
+        return {"pretrained_model_name_or_path": str(path), "local_files_only": True}
+    if path.is_absolute() or len(path.parts) > 2 or str(source).startswith("."):
+        raise FileNotFoundError(f"no model at {path}")
+    return {"pretrained_model_name_or_path": str(source)}
+
+
+def _opened(source: str | os.PathLike[str], factory: Any, where: Mapping[str, Any], **options: Any) -> Any:
+    """factory.from_pretrained, whose errors come as one line."""
+    try:
+        return factory.from_pretrained(**where, **options)
+    except ImportError as error:
+        raise ImportError(f"reading {source} needs more packages: {_line(error)}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"{source} cannot be read: {_line(error)}") from error
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{source} cannot be read: {_line(error)}") from error
+
+
+def _tokenizer(source: str | os.PathLike[str], where: Mapping[str, Any]) -> str | None:
+    """The text of the tokenizer.json; None for a folder without one."""
+    folder = Path(source)
+    if folder.is_dir():
+        file = folder / "tokenizer.json"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    if folder.suffix == ".gguf":
+        return gguf_tokenizer(folder)
+    made = _opened(source, AutoTokenizer, where)
+    return made.backend_tokenizer.to_str() if made.is_fast else None
+
+
+def _check_config(config: Any, name: str) -> None:
+    if config.model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{name} is of the architecture {config.model_type!r}; sympow reads {known}")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        method = values.get("quant_method", "an unknown method")
+        raise ValueError(f"the layers of {name} are quantized ({method}); give the model in full precision, or as GGUF")
+    rope = dict(config.rope_parameters)
+    expected = {
+        "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1,
+    }  # fmt: skip
+    for field, value in expected.items():
+        if getattr(config, field, value) not in (value, None):
+            raise ValueError(f"{name} has {field} = {getattr(config, field)!r}; the llama body has {value!r}")
+    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{name} has a scaled rotation, {rope}; only the plain one of all channels is known here")
+
+
+def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageModel:
+    """The native model of a config and weights by their names in transformers."""
+    for key, weight in weights.items():
+        if not weight.is_floating_point() or weight.is_meta:
+            kind = "on the meta device" if weight.is_meta else f"quantized ({str(weight.dtype).removeprefix('torch.')})"
+            raise ValueError(f"{name} cannot be read: its weight {key} is {kind}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    first = "model.layers.0.self_attn."
+    options = {
+        "head_dim": head_dim,
+        "rope_base": float(config.rope_parameters["rope_theta"]),
+        "bias": f"{first}q_proj.bias" in weights,
+        "out_bias": f"{first}o_proj.bias" in weights,
+        "qk_norm": f"{first}q_norm.weight" in weights,
+        "qk_norm_eps": config.rms_norm_eps,
+    }
+    native = LanguageModel(
+        ModelConfig(
+            vocab_size=config.vocab_size,
+            d_model=config.hidden_size,
+            n_layers=config.num_hidden_layers,
+            n_heads=config.num_attention_heads,
+            mixers=(MixerConfig("softmax", options),),
+            body="llama",
+            n_kv_heads=config.num_key_value_heads,
+            mlp_hidden=config.intermediate_size,
+            norm_eps=config.rms_norm_eps,
+            tie_embeddings=config.tie_word_embeddings,
+        ),
+        seed=0,
+    )
+    native.load_state_dict(_renamed(weights, native.config, head_dim))
+    return native.eval()
+
+
+def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) -> dict[str, Tensor]:
+    """Weights by their names here, as `LanguageModel.load_state_dict` takes them."""
+    ours = {"embedding.weight": weights["model.embed_tokens.weight"], "final_norm.weight": weights["model.norm.weight"]}
+    if not config.tie_embeddings:
+        ours["head.weight"] = weights["lm_head.weight"]
+    names = {
+        "self_attn.o_proj.weight": "mixer.out.weight",
+        "self_attn.o_proj.bias": "mixer.out.bias",
+        "input_layernorm.weight": "mixer_norm.weight",
+        "post_attention_layernorm.weight": "mlp_norm.weight",
+        "mlp.down_proj.weight": "mlp_out.weight",
+    }
+    for layer in range(config.n_layers):
+        there, here = f"model.layers.{layer}.", f"blocks.{layer}."
+        ours |= {here + new: weights[there + old] for old, new in names.items() if there + old in weights}
+        for kind in ("weight", "bias"):
+            projections = [weights.get(f"{there}self_attn.{each}_proj.{kind}") for each in "qkv"]
+            q, k, v = projections
+            if q is not None and k is not None and v is not None:
+                qkv = [neighbouring_pairs(q, head_dim), neighbouring_pairs(k, head_dim), v]
+                ours[f"{here}mixer.qkv.{kind}"] = torch.cat(qkv)
+        for each in "qk":
+            norm = weights.get(f"{there}self_attn.{each}_norm.weight")
+            if norm is not None:
+                ours[f"{here}mixer.{each}_norm.weight"] = neighbouring_pairs(norm, head_dim)
+        gate_up = [weights[f"{there}mlp.{each}_proj.weight"] for each in ("gate", "up")]
+        ours[f"{here}mlp_in.weight"] = torch.cat(gate_up)
+    return ours
+
+
+def neighbouring_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Orders the rows of heads whose two halves turn together so that neighbouring rows turn together.
+
+    Args:
+        rows: [heads * head_dim, ...].
+        head_dim: rows of a head, even.
+
+    Returns:
+        The rows in another order: row m of a head's first half at 2 m, row m of its second half at 2 m + 1.
+    """
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

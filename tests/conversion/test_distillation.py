@@ -1,0 +1,139 @@
+"""Distillation by the trainer: stages, gaps, kills, ranks, and the two losses against their formulas."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from sympow.conversion import Distillation, distillation_run, swap_mixers
+from sympow.data import Batches, DataConfig, TokenCorpus
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.training import DistillationConfig, RunConfig, TrainingConfig, load_model, read_metrics, train
+from sympow.training.checkpoint import list_checkpoints
+from tests.ranks import run_ranks
+
+VOCAB, STEPS = 17, 9
+SOFTMAX = MixerConfig("softmax", {"bias": False})
+CONFIG = ModelConfig(VOCAB, 16, 3, 2, (SOFTMAX,), body="llama")
+
+
+def teacher(scale: float = 0.3) -> LanguageModel:
+    made, generator = LanguageModel(CONFIG, seed=1), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+    return made.eval()
+
+
+def job(stages: DistillationConfig | None = None, **training) -> tuple[RunConfig, Batches, LanguageModel]:
+    student = swap_mixers(teacher(), ("power", "power", "softmax"))
+    settings = {"context": 16, "batch_size": 4, "micro_batch_size": 1, "steps": STEPS, "warmup_steps": 2,
+                "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 2, "evaluate_every": 100,
+                "evaluation_batches": 2}  # fmt: skip
+    stages = stages or DistillationConfig("start", "teacher", layer_steps=3, text_steps=3)
+    data = DataConfig(tokenizer="bytes", pack=False)
+    config = RunConfig("tiny", student.config, data, TrainingConfig(**settings | training), distillation=stages)
+    texts = [(torch.arange(70) * step % VOCAB).numpy() for step in (1, 2, 3, 5)]
+    corpus = TokenCorpus.from_documents(texts, VOCAB)
+    return config, Batches(corpus, 16, config.training.rows_per_pass, 0, pack=False), student
+
+
+def distilled(folder, **training) -> list[dict]:
+    config, batches, student = job(**training)
+    objective = Distillation(config.distillation, STEPS, teacher(), torch.device("cpu"))
+    start = student.state_dict()
+    train(config, batches, folder, held_out=batches, start=start, objective=objective, quiet=True)
+    return read_metrics(folder)
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
+
+
+def test_stages_follow_each_other_and_end_with_a_gap(tmp_path):
+    rows = distilled(tmp_path / "run")
+    assert [row["stage"] for row in rows] == [1] * 3 + [2] * 3 + [3] * 3
+    ends = [row for row in rows if "gap" in row]
+    assert [row["step"] for row in ends] == [3, 6, 9]
+    assert len({row["teacher_loss"] for row in ends}) == 1
+    assert all(row["gap"] == row["held_out_loss"] - row["teacher_loss"] for row in ends)
+    rates = [row["lr"] for row in rows]
+    assert rates[3] < rates[4] and rates[6] < rates[5]  # it rises anew where a stage begins
+
+
+def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path):
+    whole = distilled(tmp_path / "whole", keep_checkpoints=9)
+    for stop in (2, 4, 8):
+        folder = tmp_path / f"killed-{stop}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for file in list_checkpoints(folder):
+            if int(file.stem.split("-")[1]) > stop:
+                file.unlink()
+        assert timeless(distilled(folder, keep_checkpoints=9)) == timeless(whole)
+
+
+def test_layers_and_predictions_approach_the_teacher(tmp_path):
+    stages = DistillationConfig("start", "teacher", layer_steps=STEPS)
+    rows = distilled(tmp_path / "layers", stages=stages)
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    student = load_model(tmp_path / "layers").model
+    start = swap_mixers(teacher(), ("power", "power", "softmax"))
+    own, before = dict(student.named_parameters()), dict(start.named_parameters())
+    assert torch.equal(own["embedding.weight"], before["embedding.weight"])
+    assert torch.equal(own["blocks.2.mixer.qkv.weight"], before["blocks.2.mixer.qkv.weight"])
+    assert not torch.equal(own["blocks.0.mixer.qkv.weight"], before["blocks.0.mixer.qkv.weight"])
+    rows = distilled(tmp_path / "predictions", stages=DistillationConfig("start", "teacher"))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+
+
+def test_the_losses_are_their_formulas():
+    other, (_, batches, student) = teacher().double(), job()
+    student.double()
+    tokens, targets = batches[0].tokens, batches[0].targets.clone()
+    targets[:, ::3] = -100
+    real = targets != -100
+    p, q = (model(tokens).log_softmax(-1) for model in (other, student))
+    expected = ((p.exp() * (p - q)).sum(-1) * real).sum()
+    found = student.divergence_sum(tokens, targets, other)
+    assert_close(found, expected)
+    weights = [student.embedding.weight, student.blocks[0].mixer.qkv.weight]
+    for own, formula in zip(torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights), strict=True):
+        assert_close(own, formula)
+    x, errors = other.embedding(tokens), []
+    for number, (own_block, block) in enumerate(zip(student.blocks, other.blocks, strict=True)):
+        normed = block.mixer_norm(x)
+        right = block.mixer(normed)
+        error = (own_block.mixer(normed) - right).square().mean(-1)
+        if number < 2:  # the third layer is softmax attention in both
+            errors.append((error * real).sum() / right.square().mean())
+        x = block(x)
+    found = student.mixing_error_sum(tokens, targets, other)
+    assert_close(found.double(), torch.stack(errors).mean(), rtol=1e-5, atol=0)
+
+
+def on_ranks(folder: str) -> None:
+    distilled(folder)
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    alone = distilled(tmp_path / "alone")
+    run_ranks(on_ranks, 2, tmp_path / "ranks")
+    together = read_metrics(tmp_path / "ranks")
+    assert [row["loss"] for row in together] == pytest.approx([row["loss"] for row in alone], rel=1e-3)
+    assert together[-1]["gap"] == pytest.approx(alone[-1]["gap"], abs=1e-3)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    config, _, student = job()
+    with pytest.raises(ValueError, match=r"must be at most training\.steps together, got 5 and 5 of 9"):
+        dataclasses.replace(config, distillation=DistillationConfig("a", "b", layer_steps=5, text_steps=5))
+    wide = LanguageModel(dataclasses.replace(CONFIG, d_model=32), seed=0)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a model and its teacher must have one d_model; got 16 and 32"):
+        student.mixing_error_sum(tokens, tokens, wide)
+    with pytest.raises(ValueError, match="there is nothing to compare"):
+        teacher().mixing_error_sum(tokens, tokens, teacher())
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert distillation_run(config, "start", "teacher").distillation.teacher == "teacher"

@@ -1,0 +1,81 @@
+"""The swap: what stays is the teacher's, what is new begins so that it changes nothing."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from sympow.conversion import parse_pattern, swap_mixers
+from sympow.layers.power import PowerAttention
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+
+VOCAB = 41
+
+
+def teacher(**options) -> LanguageModel:
+    mixer = MixerConfig("softmax", {"bias": False, "out_bias": False, "rope_base": 5e4} | options)
+    config = ModelConfig(VOCAB, 32, 6, 4, (mixer,), body="llama", n_kv_heads=2)
+    made = LanguageModel(config, seed=1).double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(drawn, alpha=parameter.shape[-1] ** -0.5)
+    return made
+
+
+TOKENS = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": True}], ids=["Llama", "Qwen2", "Qwen3"])
+def test_windows_that_see_all_and_softmax_change_nothing(options):
+    model = teacher(**options)
+    for pattern in (("softmax",), ("window",), ("window", "softmax")):
+        assert_close(swap_mixers(model, pattern, window=23)(TOKENS), model(TOKENS))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"qk_norm": True}], ids=["Llama", "Qwen2", "Qwen3"])
+def test_a_power_layer_begins_as_the_plain_power_of_the_teachers_scores(options):
+    """Gates open and scores without the constant: what remains is (q.k)^2 over its sum."""
+    model = teacher(**options)
+    student = swap_mixers(model, ("power",))
+    x = torch.randn(2, 23, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for own, other in zip(student.blocks, model.blocks, strict=True):
+        mixer = own.mixer
+        assert isinstance(mixer, PowerAttention)
+        mixer.gate.bias.fill_(50.0)
+        if mixer.qkv.bias is not None:
+            mixer.qkv.bias.copy_(torch.zeros(()) if other.mixer.qkv.bias is None else other.mixer.qkv.bias)
+        q, k, v = (each.transpose(1, 2) for each in other.mixer.rotated_heads(x))
+        weights = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).pow(2).tril()
+        y = weights @ v.repeat_interleave(2, 1) / (weights.sum(-1, keepdim=True) + mixer.eps)
+        assert_close(mixer(x), other.mixer.out(y.transpose(1, 2).flatten(2)))
+
+
+def test_patterns():
+    assert parse_pattern("power") == ("power",)
+    assert parse_pattern("power*2, softmax,window*1") == ("power", "power", "softmax", "window")
+    model = swap_mixers(teacher(), parse_pattern("power*2,softmax"), window=5)
+    names = [model.config.mixer(layer).name for layer in range(6)]
+    assert names == ["power", "power", "softmax"] * 2
+    for text in ("linear", "power*0", "power*x", "", "power,,softmax"):
+        with pytest.raises(ValueError, match=r"a pattern is made of power, window, softmax"):
+            parse_pattern(text)
+
+
+def test_other_models_are_refused():
+    power = LanguageModel(ModelConfig(VOCAB, 32, 1, 4, body="llama"), seed=0)
+    with pytest.raises(ValueError, match="has the llama body and softmax attention; got llama, power"):
+        swap_mixers(power)
+    gpt2 = LanguageModel(ModelConfig(VOCAB, 32, 1, 4, (MixerConfig("softmax"),)), seed=0)
+    with pytest.raises(ValueError, match="got gpt2, softmax"):
+        swap_mixers(gpt2)
+
+
+def test_the_student_shares_no_memory():
+    model = teacher()
+    student = swap_mixers(model, ("softmax",))
+    with torch.no_grad():
+        student.embedding.weight.zero_()
+    assert model.embedding.weight.abs().min() > 0
