@@ -8,6 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Bytes that are no valid request of HTTP/1.1.
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: a\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X-Header: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n\r\n",
+]
 
 
 class Hostile(NamedTuple):

@@ -31,24 +31,15 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from benchmarks.hostile_requests import COMPLETIONS, hostile_requests
+from benchmarks.hostile_requests import COMPLETIONS, NO_HTTP, hostile_requests
 from benchmarks.measure import commit, options, processor, write
+from sympow.cli.runs import load_run
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, save_checkpoint
 
 NAME = "served"
 SHORT = 128  # tokens of a short prompt
-GARBAGE = [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    b"GET\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: a\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
-    b"GET / HTTP/1.1\r\n" + b"X-Header: " + b"a" * 100_000 + b"\r\n\r\n",
-    b"GET /v1/models HTTP/1.1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\n\r\n",
-]
 
 
 def untrained_run(folder: Path, config: ModelConfig) -> None:
@@ -81,11 +72,8 @@ class Server:
 
     def __enter__(self) -> Server:
         self.process = subprocess.Popen(self._words, stderr=subprocess.PIPE, text=True)
-        if self.process.stderr is None:
-            raise RuntimeError("the server's stderr is read")
         for line in self.process.stderr:
-            found = re.search(r"http://([\d.]+):(\d+)", line)
-            if found:
+            if found := re.search(r"http://([\d.]+):(\d+)", line):
                 self.host, self.port = found[1], int(found[2])
                 threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True).start()
                 return self
@@ -130,8 +118,7 @@ class Server:
 
     async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Sends a request, and returns the status and the body of the answer."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        return await self.send_bytes(head.encode() + body)
+        return await self.send_bytes(_request(method, path, body))
 
     async def send_bytes(self, content: bytes) -> tuple[int, bytes]:
         """Sends any bytes, and returns the status and the body of the answer; status 0 if there was no answer."""
@@ -149,11 +136,10 @@ class Server:
         """Streams a greedy completion. The client closes the connection after `leave_after` events."""
         asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
         body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
         began, first, text, usage, events = time.perf_counter(), None, [], None, 0
         try:
-            writer.write(head.encode() + body)
+            writer.write(_request("POST", COMPLETIONS, body))
             while leave_after is None or events < leave_after:
                 line = await reader.readline()
                 if not line or line.startswith(b"data: [DONE]"):
@@ -180,6 +166,11 @@ class Streamed(NamedTuple):
     usage: dict[str, Any] | None
     first: float | None
     seconds: float
+
+
+def _request(method: str, path: str, body: bytes) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def prompt_of(length: int, seed: int) -> str:
@@ -217,8 +208,6 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
 
 
 def _generated(run: Path, device: str, batch: int, new: int) -> float:
-    from sympow.cli.runs import load_run
-
     model = load_run(run, device).model
     prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
     return generate(model, prompt, new, temperature=0).tokens_per_second
@@ -248,8 +237,7 @@ async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]
 
 async def prefix(server: Server, restarted: Callable[[], Server], length: int) -> list[dict]:
     """Returns rows for a new prompt, for the same prompt again, and for the same prompt after a restart."""
-    rows = []
-    prompt = prompt_of(length, 7)
+    rows, prompt = [], prompt_of(length, 7)
 
     def row(kind: str, answer: Streamed) -> dict:
         cached = (answer.usage or {})["prompt_tokens_details"]["cached_tokens"]
@@ -275,8 +263,7 @@ async def memory(server: Server, lengths: list[int]) -> list[dict]:
         answer = await server.stream(prompt_of(length, 2), 2)
         peak = server.memory("VmHWM") - before
         rows.append({"measure": "memory", "prompt_tokens": length, "peak_extra_bytes": peak, "seconds": answer.seconds})
-    slot = await server.gauge("sympow_slots_bytes")
-    return [row | {"bytes_of_all_slots": int(slot)} for row in rows]
+    return [row | {"bytes_of_all_slots": int(await server.gauge("sympow_slots_bytes"))} for row in rows]
 
 
 async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
@@ -292,7 +279,7 @@ async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
         statuses[status] = statuses.get(status, 0) + 1
     garbage: dict[int, int] = {}
     for i in range(80):
-        status, _ = await server.send_bytes(GARBAGE[i % len(GARBAGE)])
+        status, _ = await server.send_bytes(NO_HTTP[i % len(NO_HTTP)])
         garbage[status] = garbage.get(status, 0) + 1
     after = await server.stream(prompt_of(SHORT, 1), new)
     undisturbed = (await beside).text == alone.text == after.text
@@ -368,7 +355,7 @@ async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
     started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
     uncached = (*started, "--cache-memory", "0")
     cached = (*started, "--cache-memory", "1", "--cache-dir", str(folder / "cache"))
-    rows = []
+    rows: list[dict] = []
 
     def told(new: list[dict]) -> None:
         rows.extend(new)
