@@ -40,6 +40,17 @@ def ops_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
 
 
+def host_table(rows: list[dict]) -> str:
+    """A row a call: the time until it returns, ours and the peer's."""
+    lines = ["| what | B | T | us | peer, us | ratio |", "|---|---:|---:|---:|---:|---:|"]
+    for row in rows:
+        cells = [row["what"], row["B"], f"{row['T']:,}", f"{row['us']:,.0f}", f"{row['peer_us']:,.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['peer_us'] / row['us']:.2f}x |")
+    row = rows[0]
+    shape = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, eager unless it says compiled"
+    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
 def decoding_table(rows: list[dict]) -> str:
     """A row a mixer and context."""
     lines = ["| mixer | context | ms a token | state, bytes |", "|---|---:|---:|---:|"]
@@ -243,6 +254,7 @@ def serving_table(rows: list[dict]) -> str:
 TABLES = {
     "ops_cpu.json": ops_table,
     "ops_h200.json": gpu_table,
+    "host_h200.json": host_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
     "speculation_cpu.json": speculation_table,
