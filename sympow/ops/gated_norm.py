@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.kernels import has_kernels
+from sympow.ops.availability import has_kernels
 
 
 def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float = 1e-6) -> Tensor:

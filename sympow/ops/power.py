@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
+from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.kernels import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops.kernels import has_kernels
+from sympow.ops.availability import has_kernels
 
 RULES = ("standard", "conformal")
 SUM_BLOCK = 128

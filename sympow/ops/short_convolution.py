@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sympow.ops.availability import has_kernels
 from sympow.ops.documents import borders, check_borders, document_starts
-from sympow.ops.kernels import has_kernels
 
 
 def short_convolution(

@@ -17,11 +17,11 @@ from triton import knobs
 from sympow.ops.decoding import DecodingState, StepOptions
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
-from sympow.ops.triton.context import PowerInContext
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
-from sympow.ops.triton.op import CHUNKED, MAX_KEY_DIM, Options, attend
+from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend
 from sympow.ops.triton.plan import Shapes
+from sympow.ops.triton.split_rows import PowerInContext
 from sympow.ops.types import PowerState
 
 _MAX_VALUE_DIM = 128

@@ -8,19 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.ops.triton import (
-    backward,
-    config,
-    forward,
-    hopper_backward,
-    hopper_output,
-    hopper_power_gradients,
-    hopper_powers,
-    hopper_quadratic,
-    hopper_states,
-)
+from sympow.ops.triton import config, gradients
+from sympow.ops.triton import output as plain_output
 from sympow.ops.triton import states as plain_states
 from sympow.ops.triton.call import Call
+from sympow.ops.triton.hopper import gradients as hopper_gradients
+from sympow.ops.triton.hopper import output as hopper_output
+from sympow.ops.triton.hopper import power_gradients, powers, quadratic
+from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.plan import Plan
@@ -58,7 +53,7 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
     constants |= {"NORMALIZE": normalize, "STATES": plan.chunk > 0, "INIT": init}
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(forward.output_pass, grid, numbers | constants | tables | size.options)
+    return Launcher(plain_output.output_pass, grid, numbers | constants | tables | size.options)
 
 
 def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
@@ -77,7 +72,7 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
 
 
 class RowFactors(NamedTuple):
-    """Of every query, as `row_factors` of `backward.py` makes them; float32 [H, B T]."""
+    """Of every query, as `row_factors` of `gradients.py` makes them; float32 [H, B T]."""
 
     factor: Tensor  # what the output's gradient is multiplied with
     scales: Tensor  # that with scale and decay, as log2, and from the first token of a step of the key pass on:
@@ -197,8 +192,8 @@ def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     numbers |= {"y_st": sources["y_st"], "y_sh": sources["y_sh"]}
     constants |= {"K": plan.K, "V": plan.V, "P": plan.p, "LEVELS": levels, "TILES": tiles}
     constants |= {"STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
-    grid = (hopper_powers.programs(levels, tiles, size.warps), plan.G, plan.layout.sequences)
-    return Launcher(hopper_powers.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})
+    grid = (powers.programs(levels, tiles, size.warps), plan.G, plan.layout.sequences)
+    return Launcher(powers.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})
 
 
 def row_factors(
@@ -225,7 +220,7 @@ def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, at its usual place in the stream
         constants.pop("launch_pdl", None)
-    return Launcher(backward.row_factors, (plan.layout.blocks(WEIGH_BLOCK), plan.H), numbers | constants)
+    return Launcher(gradients.row_factors, (plan.layout.blocks(WEIGH_BLOCK), plan.H), numbers | constants)
 
 
 def query_gradient(
@@ -266,11 +261,11 @@ def _quadratic_query_gradient(plan: Plan) -> Launcher:
     constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "KEYS": size.step, "GATED": plan.gated}
     constants |= {"num_warps": size.warps} | plan.early()
     tiles = {
-        name: hopper_quadratic.key_tile((plan.layout.sequences, time, plan.G, width), own[st], own[sh], size.step)
+        name: quadratic.key_tile((plan.layout.sequences, time, plan.G, width), own[st], own[sh], size.step)
         for name, st, sh, width in (("keys", "k_st", "k_sh", plan.K), ("values", "v_st", "v_sh", plan.V))
     }
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(hopper_quadratic.query_pass, grid, numbers | constants, tiles)
+    return Launcher(quadratic.query_pass, grid, numbers | constants, tiles)
 
 
 def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
@@ -278,7 +273,7 @@ def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
     numbers = plan.strides | plan.sequences() | plan.heads() | {"grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.leveled_dims(size) | {"KEYS": size.step, "INIT": init}
     arguments = numbers | constants | {"rows": rows, "entries": entries}
-    return Launcher(hopper_power_gradients.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
+    return Launcher(power_gradients.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
 
 
 def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launcher:
@@ -287,7 +282,7 @@ def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launch
     numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
     constants = plan.hopper_dims(size) | {"KEYS": size.step, "NORMALIZE": normalize, "STATES": plan.chunk > 0}
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(hopper_backward.query_pass, grid, numbers | constants | {"INIT": init} | plan.early())
+    return Launcher(hopper_gradients.query_pass, grid, numbers | constants | {"INIT": init} | plan.early())
 
 
 def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
@@ -298,7 +293,7 @@ def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
     constants |= {"STATES": plan.chunk > 0, "INIT": init, "PACKED": plan.layout.packed}
     tables = {"prefixes": prefixes, "weights": weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(backward.query_pass, grid, numbers | constants | tables | size.options)
+    return Launcher(gradients.query_pass, grid, numbers | constants | tables | size.options)
 
 
 def key_gradient(
@@ -339,7 +334,7 @@ def _quadratic_key_gradient(plan: Plan) -> Launcher:
     numbers |= {"grad_scale": plan.grad_scale}
     constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "QUERIES": size.step}
     constants |= {"GATED": plan.gated, "num_warps": size.warps} | plan.early()
-    return Launcher(hopper_quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
+    return Launcher(quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
 
 
 def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
@@ -349,7 +344,7 @@ def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
     constants = plan.leveled_dims(size) | {"LEVELS": plan.levels.shape, "TILE": TILE, "QUERIES": size.step}
     tables = {"rows": rows, "entries": entries, "level_entries": level_entries, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(hopper_power_gradients.key_pass, grid, numbers | constants | tables | {"FINAL": final})
+    return Launcher(power_gradients.key_pass, grid, numbers | constants | tables | {"FINAL": final})
 
 
 def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:
@@ -358,7 +353,7 @@ def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:
     numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
     constants = plan.hopper_dims(size) | {"QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final, "Z": z}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(hopper_backward.key_pass, grid, numbers | constants | plan.early())
+    return Launcher(hopper_gradients.key_pass, grid, numbers | constants | plan.early())
 
 
 def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
@@ -369,7 +364,7 @@ def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
     constants |= {"Z": z, "PACKED": plan.layout.packed}
     tables = {"prefixes": prefixes, "weights": weights, "grad_weights": grad_weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(backward.key_pass, grid, numbers | constants | tables | size.options)
+    return Launcher(gradients.key_pass, grid, numbers | constants | tables | size.options)
 
 
 def through_states(call: Call, s: Tensor, z: Tensor | None, ds: Tensor, dz: Tensor | None, reads_z: bool) -> Tensor:
@@ -388,7 +383,7 @@ def _through_states(plan: Plan, reads_z: bool) -> Launcher:
     constants |= {"PACKED": plan.layout.packed}
     grid = (plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS)
     weights = {"weights": plan.rows.shares_on(plan.device)}
-    return Launcher(backward.through_states, grid, numbers | constants | weights)
+    return Launcher(gradients.through_states, grid, numbers | constants | weights)
 
 
 def gate_gradient(
@@ -420,7 +415,7 @@ def _gate_gradient_by_chunk(plan: Plan, final: bool, block: int) -> Launcher:
     constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "PARTS": STATE_PARTS, "BLOCK": block, "FINAL": final}
     numbers = plan.sequences() | {"G": plan.G}
     grid = (plan.layout.blocks(plan.chunk), plan.G)
-    return Launcher(backward.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})
+    return Launcher(gradients.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})
 
 
 def _gate_constants(plan: Plan, block: int) -> dict[str, Any]:
@@ -429,10 +424,10 @@ def _gate_constants(plan: Plan, block: int) -> dict[str, Any]:
 
 def _gate_totals(plan: Plan, block: int) -> Launcher:
     grid = (plan.layout.blocks(block), plan.G)
-    return Launcher(backward.gate_totals, grid, plan.sequences() | _gate_constants(plan, block))
+    return Launcher(gradients.gate_totals, grid, plan.sequences() | _gate_constants(plan, block))
 
 
 def _gate_gradient(plan: Plan, final: bool, block: int) -> Launcher:
     constants = _gate_constants(plan, block) | {"FINAL": final}
     grid = (plan.layout.blocks(block), plan.G)
-    return Launcher(backward.gate_gradient, grid, plan.sequences() | {"G": plan.G} | constants)
+    return Launcher(gradients.gate_gradient, grid, plan.sequences() | {"G": plan.G} | constants)

@@ -76,7 +76,7 @@ class Shapes:
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS  # by `hopper_quadratic`
+        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS  # by `hopper.quadratic`
 
     @cached_property
     def rows(self) -> Rows | Levels:

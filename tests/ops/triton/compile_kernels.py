@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState
-from sympow.ops.triton import attention, config, context, plan, step_with_tail
+from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
@@ -74,10 +74,10 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     with few, recording() as recorded:
         k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)
         for log_g in (torch.empty(2, 2048, 2), None):
-            call = context.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
+            call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
             for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
-                s, z, decays, message = context._own_states(call, gradient)
-                context._all_states(call, s, z, decays, message)
+                s, z, decays, message = split_rows._own_states(call, gradient)
+                split_rows._all_states(call, s, z, decays, message)
     names = ("state_pass", "sum_decays", "carry_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
@@ -155,7 +155,8 @@ def main() -> None:
     results = []
     for key_dim, function, bound, options in launches:
         compiled = compile_launch(function, bound, options, target)
-        row = {"kernel": f"{function.__module__.split('.')[-1]}.{function.__name__}", "key_dim": key_dim}
+        module = function.__module__.removeprefix("sympow.ops.triton.")
+        row = {"kernel": f"{module}.{function.__name__}", "key_dim": key_dim}
         row["tiles"] = bound.get("TILES")
         results.append(row | resources(compiled))
     print(json.dumps(results))

@@ -6,10 +6,10 @@ import torch
 from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 
-context = pytest.importorskip("sympow.ops.triton.context", reason="needs triton")
+split_rows = pytest.importorskip("sympow.ops.triton.split_rows", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
-op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
 EPS, CHUNK = 1e-6, 128 if DEVICE == "cuda" else 32  # the kernels take chunks of whole blocks
@@ -36,8 +36,8 @@ def call_of(case: Case, q, k, v, log_g) -> "calls.Call":
 
 
 def flat(call, s, z) -> torch.Tensor:
-    """As `context` has states that come in."""
-    s, z = op._from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
+    """As `split_rows` has states that come in."""
+    s, z = operators._from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
     return torch.cat([x.flatten() for x in (s, z) if x is not None])
 
 
@@ -74,10 +74,10 @@ def test_states(name):
     case, x = CASES[name], inputs_of(CASES[name])
     tensors = [x[n] for n in ("q", "k", "v", "log_g")]
     call = call_of(case, *tensors)
-    own = context._own_states(call)
-    s, z = context._all_states(call, *own[:3], flat(call, x["s"], x["z"]))
+    own = split_rows._own_states(call)
+    s, z = split_rows._all_states(call, *own[:3], flat(call, x["s"], x["z"]))
     public = (x["s"], x["z"] if case.p == 2 else None)
-    direct = launch.states(call, *op._from_public(call.plan.rows, *public), None, case.p == 2)
+    direct = launch.states(call, *operators._from_public(call.plan.rows, *public), None, case.p == 2)
     exact = exact_states(case, *(y if y is None else y.double() for y in (*tensors, x["s"], x["z"])))[:-1]
     expected = [torch.stack([getattr(state, n) for state in exact]) for n in ("s", "z")][: 2 if case.p == 2 else 1]
     assert_as_exact(case, boundaries(case, call, s, z), boundaries(case, call, *direct), expected)
@@ -93,16 +93,16 @@ def test_gradients_of_states(name):
         for shape in ((case.B, case.T, case.H, case.V), x["s"].shape, x["z"].shape)
     )
 
-    out, norm, *_ = op.power_forward(
+    out, norm, *_ = operators.power_forward(
         *tensors, x["s"], x["z"] if case.p == 2 else None, None, case.p, 0.25, case.divides, EPS, CHUNK, False, False,
         False, False,
     )  # fmt: skip
     call = call_of(case, *tensors)
     factors = launch.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
-    own = context._own_states(call, gradient)
-    ds, dz = context._all_states(call, *own[:3], flat(call, ds_in, dz_in))
-    ends = op._from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
+    own = split_rows._own_states(call, gradient)
+    ds, dz = split_rows._all_states(call, *own[:3], flat(call, ds_in, dz_in))
+    ends = operators._from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
     direct = launch.states(call, *ends, None, case.p == 2, gradient)
 
     doubles = [y if y is None else y.double() for y in tensors]
@@ -152,20 +152,20 @@ def test_operators(gate):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
         return operator(*arguments)
 
-    s, z, sums, decays, message = checked(context.context_states, k, v, log_g, 2, 0.25, CHUNK, False, True)
+    s, z, sums, decays, message = checked(split_rows.context_states, k, v, log_g, 2, 0.25, CHUNK, False, True)
     incoming = message[: message.numel() - gate * case.B * case.G].clone()
     own = (s, z, sums, decays, message, incoming)
     out, norm, s, z, last = checked(
-        context.context_output, q, k, v, log_g, *own, 2, 0.25, True, EPS, CHUNK, False, False, True
+        split_rows.context_output, q, k, v, log_g, *own, 2, 0.25, True, EPS, CHUNK, False, False, True
     )  # fmt: skip
     assert s.numel() and z.numel()
-    again = checked(context.context_query_gradient, out, q, k, v, log_g, out, norm, s, z, incoming, *options)
+    again = checked(split_rows.context_query_gradient, out, q, k, v, log_g, out, norm, s, z, incoming, *options)
     none = s.new_empty(0)
-    formed = context.context_query_gradient(out, q, k, v, log_g, out, norm, none, none, incoming, *options)
+    formed = split_rows.context_query_gradient(out, q, k, v, log_g, out, norm, none, none, incoming, *options)
     _, factor, delta, dsums, *made, ds, dz, sums, decays, _ = again
     torch.testing.assert_close((*formed[:4], *formed[6:]), (*again[:4], *again[6:]))  # states that were not kept
     assert not any(x.numel() for x in made)
     if gate:
         torch.testing.assert_close(formed[4:6], (s, z))
     own = (factor, delta, dsums, s, z, ds, dz, sums, decays, incoming, last)
-    checked(context.context_key_gradient, out, q, k, v, log_g, *own, 2, 0.25, CHUNK, False)
+    checked(split_rows.context_key_gradient, out, q, k, v, log_g, *own, 2, 0.25, CHUNK, False)

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from sympow.ops import power_attention
 from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, make_inputs, run
 
-backward = pytest.importorskip("sympow.ops.triton.backward", reason="needs triton")
+gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 GPU = DEVICE == "cuda"
@@ -123,14 +123,14 @@ def test_large_quadratic(name):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_scales(gated):
-    """What the key pass of `hopper_quadratic` multiplies a query's scores with; two heads share a gate."""
+    """What the key pass of `hopper.quadratic` multiplies a query's scores with; two heads share a gate."""
     B, T, H, G, V, out_scale, step = 2, 37, 4, 2, 16, 1 / 64, 16
     gen = torch.Generator().manual_seed(0)
     out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))
     norm = (torch.rand(H, B * T, generator=gen) + 0.5).to(DEVICE)
     sums = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE)
     factor, scales, near, delta = (torch.empty_like(norm) for _ in range(4))
-    backward.row_factors[(B, H)](
+    gradients.row_factors[(B, H)](
         out, dout, norm, sums, factor, scales, near, delta, None, None, T, B * T, H, out_scale, V=V,
         COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, STEP=step, PACKED=False, OVERLAP=False,
     )  # fmt: skip

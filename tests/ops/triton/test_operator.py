@@ -12,7 +12,7 @@ from sympow.ops import PowerState, power_attention
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
-op = pytest.importorskip("sympow.ops.triton.op", reason="needs triton")
+operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
@@ -163,7 +163,7 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     cu_seqlens = None if documents is None else torch.tensor(documents, device=DEVICE)
 
     def forward(*x, gradient=True):
-        return op.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
+        return operators.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
                                     wide=False, gradient=gradient)  # fmt: skip
 
     def call(*x):

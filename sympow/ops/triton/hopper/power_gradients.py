@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_backward import query_step
-from sympow.ops.triton.hopper_output import (
+from sympow.ops.triton.hopper.gradients import query_step
+from sympow.ops.triton.hopper.output import (
     barrier,
     before_level,
     column,
@@ -25,8 +25,8 @@ from sympow.ops.triton.hopper_output import (
     stage_columns,
     stage_pairs,
 )
-from sympow.ops.triton.hopper_states import exp2
-from sympow.ops.triton.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.states import exp2
 
 
 @gluon.constexpr_function

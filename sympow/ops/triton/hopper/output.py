@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton import states
-from sympow.ops.triton.hopper_states import exp2
-from sympow.ops.triton.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.states import exp2
 
 REACH_TILE = gl.constexpr(states.REACH_TILE.value)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7

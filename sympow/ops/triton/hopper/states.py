@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.renamed import load_async
+from sympow.ops.triton.hopper.renamed import load_async
 
 
 @gluon.jit

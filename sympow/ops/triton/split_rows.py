@@ -20,7 +20,7 @@ from sympow.ops.context import exclusive_scan_of_message
 from sympow.ops.triton import config, launch
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.carry import carried, chunk_decays
-from sympow.ops.triton.op import Options
+from sympow.ops.triton.operators import Options
 from sympow.ops.triton.plan import Shapes
 
 

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from sympow.ops import kernels
+from sympow.ops import availability
 
 pytest.importorskip("triton", reason="needs triton")
 
 
 def test_who_takes_them(monkeypatch):
-    assert not kernels.has_kernels(torch.device("cpu"), torch.float32)
-    assert not kernels.has_kernels(torch.device("cuda"), torch.float64)
-    assert kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
-    monkeypatch.setattr(kernels, "NO_TRITON", "needs another triton")
-    assert not kernels.has_kernels(torch.device("cuda"), torch.bfloat16)
-    assert kernels.refusal_of_kernels(torch.device("cuda"), torch.bfloat16) == "needs another triton"
+    assert not availability.has_kernels(torch.device("cpu"), torch.float32)
+    assert not availability.has_kernels(torch.device("cuda"), torch.float64)
+    assert availability.has_kernels(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(availability, "NO_TRITON", "needs another triton")
+    assert not availability.has_kernels(torch.device("cuda"), torch.bfloat16)
+    assert availability.refusal_of_kernels(torch.device("cuda"), torch.bfloat16) == "needs another triton"
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ def test_who_takes_them(monkeypatch):
 def test_triton_must_be_there_and_new_enough(versions, reason, monkeypatch):
     def version(name):
         if name not in versions:
-            raise kernels.metadata.PackageNotFoundError(name)
+            raise availability.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(kernels.metadata, "version", version)
+    monkeypatch.setattr(availability.metadata, "version", version)
     if versions is None:
-        monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
-    assert kernels._why_no_triton() == reason
+        monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: None)
+    assert availability._why_no_triton() == reason

@@ -1,11 +1,11 @@
-"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper_backward` without states,
+"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper.gradients` without states,
 and for rows that are not packed.
 
 The query pass has tiles of keys and values brought by the copy engine, which takes no registers for addresses, so that
 three programs fit on a multiprocessor. In the key pass registers hold keys and values, from where products of few
 columns read them faster than from shared memory. What it multiplies a step's scores with comes with the step's tiles,
 decay and normalizer in one: b_ij n_i is 2**(scales_i - L_j), or near_i 2**(L_c - L_j) with c the first token of the
-step, `scales` and `near` [H, tokens] as `backward.row_factors` writes them.
+step, `scales` and `near` [H, tokens] as `gradients.row_factors` writes them.
 """
 
 
@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.ops.triton.hopper_backward import query_step
-from sympow.ops.triton.hopper_output import assign, await_last, copy_rows, reach_tile, start_next
-from sympow.ops.triton.hopper_states import exp2
+from sympow.ops.triton.hopper.gradients import query_step
+from sympow.ops.triton.hopper.output import assign, await_last, copy_rows, reach_tile, start_next
+from sympow.ops.triton.hopper.renamed import load_async, load_tile, reinterpret
+from sympow.ops.triton.hopper.states import exp2
 from sympow.ops.triton.launcher import Tile
-from sympow.ops.triton.renamed import load_async, load_tile, reinterpret
 
 _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
 

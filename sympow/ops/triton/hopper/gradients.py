@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_output import (
+from sympow.ops.triton.hopper.output import (
     assign,
     await_last,
     barrier,
@@ -16,9 +16,9 @@ from sympow.ops.triton.hopper_output import (
     stage_columns,
     start_next,
 )
-from sympow.ops.triton.hopper_quarters import key_states, query_states
-from sympow.ops.triton.hopper_states import exp2
-from sympow.ops.triton.renamed import load_async
+from sympow.ops.triton.hopper.quarters import key_states, query_states
+from sympow.ops.triton.hopper.renamed import load_async
+from sympow.ops.triton.hopper.states import exp2
 
 
 @gluon.jit

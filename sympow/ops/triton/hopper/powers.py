@@ -1,4 +1,4 @@
-"""The state pass of p = 3 and 4 for Hopper, in Gluon: as `hopper_states`, with prefixes of several indices.
+"""The state pass of p = 3 and 4 for Hopper, in Gluon: as `hopper.states`, with prefixes of several indices.
 
 A thread owns a prefix in each tile of rows, with four of its last indices: their factor, a product of p - 1 entries for
 each token, is formed where it is used. So a thread reads 8 tokens of a row of keys at once, and the tensor cores take
@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper_states import exp2, step_pointers
-from sympow.ops.triton.renamed import load_async
+from sympow.ops.triton.hopper.renamed import load_async
+from sympow.ops.triton.hopper.states import exp2, step_pointers
 
 LAST = gl.constexpr(4)  # last indices of a tile
 
