@@ -45,6 +45,8 @@ def test_a_power_layer_begins_as_the_plain_power_of_the_teachers_scores(options)
         mixer = own.mixer
         assert isinstance(mixer, PowerAttention)
         mixer.gate.bias.fill_(50.0)
+        if mixer.qkv_start is not None:
+            mixer.qkv_start.zero_()
         if mixer.qkv.bias is not None:
             mixer.qkv.bias.copy_(torch.zeros(()) if other.mixer.qkv.bias is None else other.mixer.qkv.bias)
         q, k, v = (each.transpose(1, 2) for each in other.mixer.rotated_heads(x))
