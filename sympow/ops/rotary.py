@@ -114,7 +114,8 @@ def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tens
     if has_kernels(tensors[0].device, tensors[0].dtype):
         from sympow.ops.triton.rotate import rotate_heads as kernel
 
-        return tuple(kernel(x.flatten(2), grouped, frequencies, x.shape[2], 0)[0] for x in tensors)
+        without_norm = (None, None, 0.0)
+        return tuple(kernel(x.flatten(2), grouped, frequencies, x.shape[2], 0, *without_norm)[0] for x in tensors)
     if not torch.is_grad_enabled():  # an autograd function costs a decoded token more than the rotation
         return _rotated(grouped, frequencies, tensors)
     return _Rotate.apply(grouped, frequencies, *tensors)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
+from sympow.ops.triton.registration import operator
 
 ELEMENTS, WARPS = 4096, 4  # of a tile of heads
 PROGRAMS = 8  # of the backward for each multiprocessor: a part of the sum for the weights each
@@ -92,26 +93,19 @@ def norm_gate_backward(
         tl.store(dweight + tl.program_id(0) * V + col, total, mask=col < V)
 
 
-@torch.library.custom_op("sympow::gated_norm", mutates_args=())
-def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
-    """Norms y [B, T, H, V] over V times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
-    y, gate = y.contiguous(), None if gate is None else gate.contiguous()
-    out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
-    rows, tile, dims = _tiles(y)
-    if rows:
-        with torch.cuda.device_of(y):
-            arguments = {"eps": eps, "ROWS": rows, "num_warps": WARPS} | dims
-            grid = (config.ceil_div(rows, tile),)
-            launch(norm_gate, grid, arguments, y=y, weight=weight, gate=gate, out=out)
-    return out
+def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Rows of heads, rows of a tile, and constants of the kernels."""
+    value_dim = y.shape[3]
+    width = config.next_power_of_2(value_dim)
+    tile = max(1, ELEMENTS // width)
+    return y.numel() // value_dim, tile, {"V": value_dim, "WIDTH": width, "TILE": tile}
 
 
-@gated_norm.register_fake
-def _(y, weight, gate, eps):
-    return y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
+def _like_gradients(dout, y, weight, gate, eps):
+    return y.new_empty(y.shape), *(y.new_empty(0) if x is None else x.new_empty(x.shape) for x in (weight, gate))
 
 
-@torch.library.custom_op("sympow::gated_norm_backward", mutates_args=())
+@operator(_like_gradients)
 def gated_norm_backward(
     dout: Tensor, y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,20 +126,7 @@ def gated_norm_backward(
     return dy, dweight.sum(0).to(weight.dtype), dgate
 
 
-@gated_norm_backward.register_fake
-def _(dout, y, weight, gate, eps):
-    return y.new_empty(y.shape), *(y.new_empty(0) if x is None else x.new_empty(x.shape) for x in (weight, gate))
-
-
-def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Rows of heads, rows of a tile, and constants of the kernels."""
-    value_dim = y.shape[3]
-    width = config.next_power_of_2(value_dim)
-    tile = max(1, ELEMENTS // width)
-    return y.numel() // value_dim, tile, {"V": value_dim, "WIDTH": width, "TILE": tile}
-
-
-def _setup(ctx, inputs, output):
+def _keep(ctx, inputs, output):
     y, weight, gate, ctx.eps = inputs
     ctx.save_for_backward(y, weight, gate)
 
@@ -156,4 +137,19 @@ def _backward(ctx, dout):
     return dy, None if weight is None else dweight, None if gate is None else dgate, None
 
 
-gated_norm.register_autograd(_backward, setup_context=_setup)
+def _like_output(y, weight, gate, eps):
+    return y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
+
+
+@operator(_like_output, _keep, _backward)
+def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
+    """Norms y [B, T, H, V] over V times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
+    y, gate = y.contiguous(), None if gate is None else gate.contiguous()
+    out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
+    rows, tile, dims = _tiles(y)
+    if rows:
+        with torch.cuda.device_of(y):
+            arguments = {"eps": eps, "ROWS": rows, "num_warps": WARPS} | dims
+            grid = (config.ceil_div(rows, tile),)
+            launch(norm_gate, grid, arguments, y=y, weight=weight, gate=gate, out=out)
+    return out

@@ -11,42 +11,11 @@ from sympow.ops.feature_map import spow_dim
 from sympow.ops.triton import launch
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.plan import Shapes
+from sympow.ops.triton.registration import is_followed, operator
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
 CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
-
-
-@torch.library.custom_op("sympow::power_forward", mutates_args=())
-def power_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    s_init: Tensor | None,
-    z_init: Tensor | None,
-    cu_seqlens: Tensor | None,
-    p: int,
-    scale: float,
-    normalize: bool,
-    eps: float,
-    chunk: int,
-    final: bool,
-    tf32: bool,
-    wide: bool,
-    gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out [B, T, H, V], normalizer [H, B T], of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`; and
-    the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
-
-    chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
-    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
-    """
-    options = Options(p, scale, normalize, eps, chunk, final, tf32, wide, gradient)
-    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
-    norm = result.norm
-    s, z, s_kept, z_kept = (norm.new_empty(0) if x is None else x for x in result[2:6])
-    return result.out, norm, s, z, s_kept, z_kept
 
 
 class Forward(NamedTuple):
@@ -96,56 +65,6 @@ def forward(
     return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate)
 
 
-@power_forward.register_fake
-def _(q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide, gradient):
-    b, t, h, key_dim = q.shape
-    out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
-    norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
-    shapes = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True)
-    reads_z = p == 2 and (normalize or final)
-    kept = shapes.state_shapes(reads_z) if gradient and shapes.keeps(reads_z) else ((0,), (0,))
-    states = [k.new_empty(shape) for shape in kept]
-    if not final:
-        return out, norm, norm.new_empty(0), norm.new_empty(0), *states
-    n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    s = norm.new_empty(n, k.shape[2], spow_dim(key_dim, p), v.shape[3])
-    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,)), *states
-
-
-@torch.library.custom_op("sympow::power_backward", mutates_args=())
-def power_backward(
-    dout: Tensor,
-    ds_final: Tensor | None,
-    dz_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    s_init: Tensor | None,
-    z_init: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    norm: Tensor,
-    s_final: Tensor,
-    z_final: Tensor,
-    s_kept: Tensor,
-    z_kept: Tensor,
-    p: int,
-    scale: float,
-    normalize: bool,
-    chunk: int,
-    tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
-    kept = s_kept.numel() > 0
-    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None)
-    options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
-    grads = backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, result, options)
-    dq, dk, dv, *others = grads
-    dlog_g, ds, dz = (norm.new_empty(0) if x is None else x for x in others)
-    return dq, dk, dv, dlog_g, ds, dz
-
-
 def backward(
     dout: Tensor, ds_final: Tensor | None, dz_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None, cu_seqlens: Tensor | None, result: Forward,
@@ -182,13 +101,6 @@ def backward(
     return dq, dk, dv, dlog_g, *((None, None) if starts is None else _to_public(plan.rows, *starts))
 
 
-@power_backward.register_fake
-def _(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out, norm, *_):
-    grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
-    return *grads, *others
-
-
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:
     """[N, G]: the gradient of L at the last token through the last state, all of which it decays; None without one."""
     if s is None or ds is None:
@@ -206,7 +118,47 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None
     return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else None
 
 
-def _setup(ctx, inputs, output):
+def _like_backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out, norm, *_):
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
+    others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
+    return *grads, *others
+
+
+@operator(_like_backward)
+def power_backward(
+    dout: Tensor,
+    ds_final: Tensor | None,
+    dz_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s_init: Tensor | None,
+    z_init: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    norm: Tensor,
+    s_final: Tensor,
+    z_final: Tensor,
+    s_kept: Tensor,
+    z_kept: Tensor,
+    p: int,
+    scale: float,
+    normalize: bool,
+    chunk: int,
+    tf32: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
+    kept = s_kept.numel() > 0
+    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None)
+    options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
+    grads = backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, result, options)
+    dq, dk, dv, *others = grads
+    dlog_g, ds, dz = (norm.new_empty(0) if x is None else x for x in others)
+    return dq, dk, dv, dlog_g, ds, dz
+
+
+def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.options = Options(*inputs[7:])
     ctx.set_materialize_grads(False)  # kept states have none: zeros as large as they are would be made
@@ -239,7 +191,53 @@ def _gradients(
     return dout, ds, dz if options.p == 2 else None
 
 
-power_forward.register_autograd(_backward, setup_context=_setup)
+def _like_forward(
+    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide, gradient
+):
+    b, t, h, key_dim = q.shape
+    out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
+    norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
+    shapes = Shapes(q, k, v, cu_seqlens, p, chunk, gradient_rows=True)
+    reads_z = p == 2 and (normalize or final)
+    kept = shapes.state_shapes(reads_z) if gradient and shapes.keeps(reads_z) else ((0,), (0,))
+    states = [k.new_empty(shape) for shape in kept]
+    if not final:
+        return out, norm, norm.new_empty(0), norm.new_empty(0), *states
+    n = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    s = norm.new_empty(n, k.shape[2], spow_dim(key_dim, p), v.shape[3])
+    return out, norm, s, norm.new_empty(*s.shape[:3] if p == 2 else (0,)), *states
+
+
+@operator(_like_forward, _keep, _backward)
+def power_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    s_init: Tensor | None,
+    z_init: Tensor | None,
+    cu_seqlens: Tensor | None,
+    p: int,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk: int,
+    final: bool,
+    tf32: bool,
+    wide: bool,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out [B, T, H, V], normalizer [H, B T], of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`; and
+    the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
+
+    chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
+    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
+    """
+    options = Options(p, scale, normalize, eps, chunk, final, tf32, wide, gradient)
+    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
+    norm = result.norm
+    s, z, s_kept, z_kept = (norm.new_empty(0) if x is None else x for x in result[2:6])
+    return result.out, norm, s, z, s_kept, z_kept
 
 
 class _Power(torch.autograd.Function):
@@ -270,17 +268,10 @@ def attend(
     """out, and s and z of the last state (None or empty unless `final`), of `power_forward`: as an operator where
     something besides autograd follows the call, such as torch.compile; else directly."""
     tensors = (q, k, v, log_g, s_init, z_init, cu_seqlens)
-    if torch.compiler.is_compiling() or _followed(q):
+    if torch.compiler.is_compiling() or is_followed(q):
         out, _, s, z, *_ = power_forward(*tensors, *options)
         return out, s, z
     if torch.is_grad_enabled():
         return _Power.apply(*tensors, options)
     result = forward(*tensors, options)
     return result.out, result.s, result.z
-
-
-def _followed(x: Tensor) -> bool:
-    """Whether x is no plain tensor, or a mode of the dispatcher or a transform of torch.func is on."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return True
-    return type(x) is not Tensor and type(x) is not torch.nn.Parameter

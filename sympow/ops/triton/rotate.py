@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
+from sympow.ops.triton.registration import operator
 
 TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
 SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
@@ -168,73 +169,6 @@ def turn_heads(
         tl.store(dpositions + (n * groups + group) * T + start + token, dposition, mask=inside)
 
 
-@torch.library.custom_op("sympow::rotate_heads", mutates_args=())
-def rotate_heads(
-    qkv: Tensor,
-    positions: Tensor,
-    frequencies: Tensor,
-    heads: int,
-    kv_heads: int,
-    weight_q: Tensor | None = None,
-    weight_k: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V].
-
-    Args:
-        qkv: bfloat16, float16 or float32. With G = 0 there are queries alone.
-        positions: float64 [1 or B, T, groups], groups dividing H and G.
-        frequencies: float64 [K/2].
-        heads, kv_heads: H and G.
-        weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.
-        eps: what the norm adds to the mean square.
-    """
-    q, k, v = _parts(qkv, frequencies, heads, kv_heads)
-    norm = (None, weight_q, weight_k, None, eps)
-    _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies, norm)
-    return q, k, v
-
-
-@rotate_heads.register_fake
-def _(qkv, positions, frequencies, heads, kv_heads, weight_q=None, weight_k=None, eps=0.0):
-    return _parts(qkv, frequencies, heads, kv_heads)
-
-
-@torch.library.custom_op("sympow::rotate_heads_backward", mutates_args=())
-def rotate_heads_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    turned_q: Tensor | None,
-    turned_k: Tensor | None,
-    positions: Tensor,
-    frequencies: Tensor,
-    qkv: Tensor | None = None,
-    weight_q: Tensor | None = None,
-    weight_k: Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dqkv, dpositions and the weights' gradients.
-
-    dpositions is float64 [B, groups, T] with the turned q and k, else empty. The weights' gradients are float32 [2, K]
-    with qkv and the weights, else empty.
-    """
-    dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
-    dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
-    turned_q, turned_k = (None if x is None else x.contiguous() for x in (turned_q, turned_k))
-    raw = None if qkv is None else (qkv if qkv.stride(2) == 1 else qkv.contiguous())
-    parts = _weight_parts(dq, dk, dv, raw, turned_q, positions)
-    norm = (raw, weight_q, weight_k, parts, eps)
-    _launch(dqkv, dq, dk, dv, positions, frequencies, norm, turned_q, turned_k, dpositions, backward=True)
-    return dqkv, dpositions, parts.sum(0)
-
-
-@rotate_heads_backward.register_fake
-def _(dq, dk, dv, turned_q, turned_k, positions, frequencies, qkv=None, weight_q=None, weight_k=None, eps=0.0):
-    weights = dq.new_empty((0,) if qkv is None else (2, dq.shape[3]), dtype=torch.float32)
-    return *_gradients(dq, dk, dv, turned_q, positions), weights
-
-
 def _parts(qkv: Tensor, frequencies: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, not filled."""
     (batch, time, width), key_dim = qkv.shape, 2 * frequencies.shape[0]
@@ -313,7 +247,41 @@ def _launch(
         )  # fmt: skip
 
 
-def _setup(ctx, inputs, output):
+def _like_gradients(dq, dk, dv, turned_q, turned_k, positions, frequencies, qkv, weight_q, weight_k, eps):
+    weights = dq.new_empty((0,) if qkv is None else (2, dq.shape[3]), dtype=torch.float32)
+    return *_gradients(dq, dk, dv, turned_q, positions), weights
+
+
+@operator(_like_gradients)
+def rotate_heads_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    turned_q: Tensor | None,
+    turned_k: Tensor | None,
+    positions: Tensor,
+    frequencies: Tensor,
+    qkv: Tensor | None,
+    weight_q: Tensor | None,
+    weight_k: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dqkv, dpositions and the weights' gradients.
+
+    dpositions is float64 [B, groups, T] with the turned q and k, else empty. The weights' gradients are float32 [2, K]
+    with qkv and the weights, else empty.
+    """
+    dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
+    dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
+    turned_q, turned_k = (None if x is None else x.contiguous() for x in (turned_q, turned_k))
+    raw = None if qkv is None else (qkv if qkv.stride(2) == 1 else qkv.contiguous())
+    parts = _weight_parts(dq, dk, dv, raw, turned_q, positions)
+    norm = (raw, weight_q, weight_k, parts, eps)
+    _launch(dqkv, dq, dk, dv, positions, frequencies, norm, turned_q, turned_k, dpositions, backward=True)
+    return dqkv, dpositions, parts.sum(0)
+
+
+def _keep(ctx, inputs, output):
     qkv, positions, frequencies, _, _, weight_q, weight_k, ctx.eps = inputs
     # Without a norm not qkv, which nothing else holds: of what is turned the attention has to keep the result.
     turned = output[:2] if ctx.needs_input_grad[1] else (None, None)
@@ -337,4 +305,32 @@ def _backward(ctx, dq, dk, dv):
     return dqkv, dpositions, None, None, None, *of_weights, None
 
 
-rotate_heads.register_autograd(_backward, setup_context=_setup)
+def _like_heads(qkv, positions, frequencies, heads, kv_heads, weight_q, weight_k, eps):
+    return _parts(qkv, frequencies, heads, kv_heads)
+
+
+@operator(_like_heads, _keep, _backward)
+def rotate_heads(
+    qkv: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    heads: int,
+    kv_heads: int,
+    weight_q: Tensor | None,
+    weight_k: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V].
+
+    Args:
+        qkv: bfloat16, float16 or float32. With G = 0 there are queries alone.
+        positions: float64 [1 or B, T, groups], groups dividing H and G.
+        frequencies: float64 [K/2].
+        heads, kv_heads: H and G.
+        weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.
+        eps: what the norm adds to the mean square.
+    """
+    q, k, v = _parts(qkv, frequencies, heads, kv_heads)
+    norm = (None, weight_q, weight_k, None, eps)
+    _launch(qkv if qkv.stride(2) == 1 else qkv.contiguous(), q, k, v, positions, frequencies, norm)
+    return q, k, v

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
+from sympow.ops.triton.registration import operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # of a tile
 SPAN = 512  # tokens of a program of the backward, whose sums for the weights are then added up
@@ -103,27 +104,11 @@ def convolve_backward(
     tl.store(dbias + tl.cast(tl.program_id(0), tl.int64) * C + channel, of_bias, mask=real)
 
 
-@torch.library.custom_op("sympow::short_convolution", mutates_args=())
-def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
-    """Convolves x [B, T, C] with weight [C, k] and bias [C]; `first` is int32 [T] or None. Sums are in float32."""
-    x, weight = x.contiguous(), weight.contiguous()
-    y = torch.empty_like(x)
-    (batch, time, channels), width = x.shape, weight.shape[1]
-    if x.numel():
-        grid = (batch * config.ceil_div(time, TOKENS), config.ceil_div(channels, CHANNELS))
-        with torch.cuda.device_of(x):
-            numbers = {"T": time, "C": channels, "WIDTH": width}
-            constants = {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "num_warps": WARPS}
-            launch(convolve, grid, numbers | constants, x=x, weight=weight, bias=bias, first=first, y=y)
-    return y
+def _like_gradients(dy, x, weight, bias, first):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
 
 
-@short_convolution.register_fake
-def _(x, weight, bias, first):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("sympow::short_convolution_backward", mutates_args=())
+@operator(_like_gradients)
 def short_convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,12 +130,7 @@ def short_convolution_backward(
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype)
 
 
-@short_convolution_backward.register_fake
-def _(dy, x, weight, bias, first):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
-
-
-def _setup(ctx, inputs, output):
+def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
@@ -158,4 +138,20 @@ def _backward(ctx, dy):
     return *short_convolution_backward(dy, *ctx.saved_tensors), None
 
 
-short_convolution.register_autograd(_backward, setup_context=_setup)
+def _like_output(x, weight, bias, first):
+    return x.new_empty(x.shape)
+
+
+@operator(_like_output, _keep, _backward)
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
+    """Convolves x [B, T, C] with weight [C, k] and bias [C]; `first` is int32 [T] or None. Sums are in float32."""
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    (batch, time, channels), width = x.shape, weight.shape[1]
+    if x.numel():
+        grid = (batch * config.ceil_div(time, TOKENS), config.ceil_div(channels, CHANNELS))
+        with torch.cuda.device_of(x):
+            numbers = {"T": time, "C": channels, "WIDTH": width}
+            constants = {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "num_warps": WARPS}
+            launch(convolve, grid, numbers | constants, x=x, weight=weight, bias=bias, first=first, y=y)
+    return y

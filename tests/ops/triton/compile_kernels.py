@@ -103,9 +103,9 @@ def rotation_launches(key_dim: int) -> list[tuple]:
             qkv = torch.empty(1, 2048, (12 + 2 * kv_heads) * key_dim, dtype=dtype)
             positions = torch.empty(1, 2048, groups, dtype=torch.float64)
             frequencies = torch.empty(key_dim // 2, dtype=torch.float64)
-            q, k, v = rotate_heads(qkv, positions, frequencies, 12, kv_heads)
+            q, k, v = rotate_heads(qkv, positions, frequencies, 12, kv_heads, None, None, 0.0)
             for turned in ((None, None), (q, k)):
-                rotate_heads_backward(q, k, v, *turned, positions, frequencies)
+                rotate_heads_backward(q, k, v, *turned, positions, frequencies, None, None, None, 0.0)
     return recorded
 
 

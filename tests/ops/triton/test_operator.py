@@ -163,8 +163,8 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     cu_seqlens = None if documents is None else torch.tensor(documents, device=DEVICE)
 
     def forward(*x, gradient=True):
-        return operators.power_forward(*x, p=2, scale=0.2, normalize=True, eps=1e-6, chunk=32, final=False, tf32=False,
-                                    wide=False, gradient=gradient)  # fmt: skip
+        options = operators.Options(2, 0.2, True, 1e-6, 32, final=False, tf32=False, wide=False, gradient=gradient)
+        return operators.power_forward(*x, *options)
 
     def call(*x):
         return power_attention(*x, cu_seqlens=cu_seqlens, chunk_size=32, impl="triton").out

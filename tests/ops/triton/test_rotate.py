@@ -50,6 +50,11 @@ SHAPES = {
 }
 
 
+def turn(qkv, positions, frequencies, heads, kv_heads):
+    """The kernel without a norm."""
+    return kernel.rotate_heads(qkv, positions, frequencies, heads, kv_heads, None, None, 0.0)
+
+
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -99,7 +104,7 @@ def moved_terms(exact, grads, positions, frequencies):
 def test_contract(name, dtype):
     shape = SHAPES[name]
     inputs = make(shape, dtype)
-    actual = results(kernel.rotate_heads, *inputs, shape.H, shape.G)
+    actual = results(turn, *inputs, shape.H, shape.G)
     exact, peer = (in_torch(*inputs, shape, x) for x in (torch.float64, dtype))
     half_ulp = torch.finfo(dtype).eps / 2
     for part, a, e, p in zip(("q", "k", "v", "dqkv"), actual, exact, peer, strict=False):
@@ -138,10 +143,10 @@ def test_norms_before_the_rotation(name, dtype):
 def test_without_a_gradient_of_positions_nothing_is_kept():
     shape = SHAPES["positions of heads"]
     qkv, positions, frequencies, grads = make(shape, torch.float32)
-    *_, expected, _ = results(kernel.rotate_heads, qkv, positions, frequencies, grads, shape.H, shape.G)
+    *_, expected, _ = results(turn, qkv, positions, frequencies, grads, shape.H, shape.G)
     saved = []
     with saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        outs = kernel.rotate_heads(qkv, positions.detach(), frequencies, shape.H, shape.G)
+        outs = turn(qkv, positions.detach(), frequencies, shape.H, shape.G)
     assert sorted(saved) == sorted([positions.numel(), frequencies.numel()])
     assert torch.equal(torch.autograd.grad(outs, qkv, grads)[0], expected)
 
@@ -153,24 +158,24 @@ def test_strides():
     qkv, positions, frequencies, grads = make(shape, torch.float32)
     grads[2] = grads[2][:, :1, :, :1].expand_as(grads[2])
     expected = results(
-        kernel.rotate_heads, qkv, positions, frequencies, [x.contiguous() for x in grads], shape.H, shape.G
+        turn, qkv, positions, frequencies, [x.contiguous() for x in grads], shape.H, shape.G
     )
     wide = torch.cat([qkv, qkv], 2).detach()[..., : qkv.shape[2]].requires_grad_()
     late = positions.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
     grads[1] = grads[1].transpose(1, 3).contiguous().transpose(1, 3)
-    actual = results(kernel.rotate_heads, wide, late, frequencies, grads, shape.H, shape.G)
+    actual = results(turn, wide, late, frequencies, grads, shape.H, shape.G)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
     apart = qkv.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    outs = kernel.rotate_heads(apart, positions.detach(), frequencies, shape.H, shape.G)
+    outs = turn(apart, positions.detach(), frequencies, shape.H, shape.G)
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=False))
 
 
 def test_no_tokens():
     qkv = torch.zeros(2, 0, 12, device=DEVICE, requires_grad=True)
     positions = torch.zeros(1, 0, 1, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    q, k, v = kernel.rotate_heads(qkv, positions, rotary_frequencies(4, device=DEVICE), 1, 1)
+    q, k, v = turn(qkv, positions, rotary_frequencies(4, device=DEVICE), 1, 1)
     assert (q.shape, k.shape, v.shape) == ((2, 0, 1, 4),) * 3
     dqkv, dpositions = torch.autograd.grad((q, k, v), (qkv, positions), (q, k, v))
     assert dqkv.shape == qkv.shape and dpositions.shape == positions.shape
@@ -183,14 +188,15 @@ def test_operators(grad):
     positions.requires_grad_(grad)
     arguments = (qkv, positions, frequencies, shape.H, shape.G)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(kernel.rotate_heads, arguments, test_utils=checks)
-    turned = [x.detach() for x in kernel.rotate_heads(*arguments)[:2]] if grad else (None, None)
+    operator, operator_backward = torch.ops.sympow.rotate_heads, torch.ops.sympow.rotate_heads_backward
+    torch.library.opcheck(operator, (*arguments, None, None, 0.0), test_utils=checks)
+    turned = [x.detach() for x in turn(*arguments)[:2]] if grad else (None, None)
     weights = [torch.ones(shape.K, device=DEVICE, requires_grad=True) for _ in range(2)]
-    torch.library.opcheck(kernel.rotate_heads, (*arguments, *weights, NORM_EPS), test_utils=checks)
+    torch.library.opcheck(operator, (*arguments, *weights, NORM_EPS), test_utils=checks)
     arguments = (*grads, *turned, positions.detach(), frequencies)
-    for normed in ((), (qkv.detach(), *(x.detach() for x in weights), NORM_EPS)):
+    for normed in ((None, None, None, 0.0), (qkv.detach(), *(x.detach() for x in weights), NORM_EPS)):
         backward = (*arguments, *normed)
-        torch.library.opcheck(kernel.rotate_heads_backward, backward, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(operator_backward, backward, test_utils=("test_schema", "test_faketensor"))
 
 
 LAYERS = {
@@ -267,10 +273,10 @@ def test_graph():
     shape = SHAPES["positions of heads"]
     qkv, positions, frequencies, _ = make(shape, torch.bfloat16)
     with torch.no_grad():
-        expected = kernel.rotate_heads(qkv, positions, frequencies, shape.H, shape.G)
+        expected = turn(qkv, positions, frequencies, shape.H, shape.G)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outs = kernel.rotate_heads(qkv, positions, frequencies, shape.H, shape.G)
+            outs = turn(qkv, positions, frequencies, shape.H, shape.G)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
 
@@ -282,9 +288,9 @@ def test_more_elements_than_int32_counts():
     qkv = torch.randn(2**31 // (4096 * width) + 2, 4096, width, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(4096, dtype=torch.float64, device="cuda")[None, :, None]
     frequencies = rotary_frequencies(64, device="cuda")
-    outs = kernel.rotate_heads(qkv, positions, frequencies, 16, 16)
-    alone = kernel.rotate_heads(qkv[-1:], positions, frequencies, 16, 16)
+    outs = turn(qkv, positions, frequencies, 16, 16)
+    alone = turn(qkv[-1:], positions, frequencies, 16, 16)
     assert all(torch.equal(a[-1:], b) for a, b in zip(outs, alone, strict=True))
-    back, *_ = kernel.rotate_heads_backward(*outs, None, None, positions, frequencies)
-    expected, *_ = kernel.rotate_heads_backward(*alone, None, None, positions, frequencies)
+    back, *_ = kernel.rotate_heads_backward(*outs, None, None, positions, frequencies, None, None, None, 0.0)
+    expected, *_ = kernel.rotate_heads_backward(*alone, None, None, positions, frequencies, None, None, None, 0.0)
     assert torch.equal(back[-1:], expected)
