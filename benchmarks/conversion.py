@@ -25,6 +25,7 @@ from sympow.data import Tokenizer, open_corpus
 from sympow.evaluation import context_losses
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, ModelState, generate
+from sympow.models.slots import Slots
 from sympow.training import override, read_metrics
 from sympow.training.loop import autocast, resolve_device
 
@@ -128,19 +129,26 @@ def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int, count: int
 
 @torch.no_grad()
 def decoding(model: LanguageModel, batch: int, context: int, tokens: int = 32, warm_up: int = 8) -> dict:
-    """Tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states."""
+    """Tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states.
+
+    A token is read as `generate` does: by a CUDA graph where states are of constant size.
+    """
     state = _state_after(model, batch, context)
     device = model.embedding.weight.device
     drawn = torch.randint(model.config.vocab_size, (batch, 1), generator=torch.Generator().manual_seed(0)).to(device)
+    slots, state_bytes = Slots.with_graphs(model, state, context), state.nbytes
     for step in range(warm_up + tokens):
         if step == warm_up:
             _wait(device)
             began = time.perf_counter()
-        _, state = model.step(drawn, state)
+        if slots is None:
+            _, state = model.step(drawn, state)
+        else:
+            slots.step(drawn[:, 0])
     _wait(device)
-    seconds = time.perf_counter() - began
-    rate = batch * tokens / seconds
-    return {"context": context, "batch": batch, "tokens_per_second": rate, "state_bytes": state.nbytes}
+    rate = batch * tokens / (time.perf_counter() - began)
+    return {"context": context, "batch": batch, "tokens_per_second": rate, "state_bytes": state_bytes,
+            "graph": slots is not None}  # fmt: skip
 
 
 def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:

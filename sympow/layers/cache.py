@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -38,17 +38,17 @@ class KVCache(MixerState):
     length: int = 0
     limit: int | None = None
 
-    def extend(self, k: Tensor, v: Tensor) -> KVCache:
+    def extend(self, k: Tensor, v: Tensor) -> Self:
         """The cache with k [B, G, T', K] and v [B, G, T', V] added, cast to its dtype.
 
         Written in place where there is room; where gradients are on, into a copy, because autograd needs the
         old one.
         """
-        return KVCache(
-            extended(self.k, k, self.length, self.limit, dim=2),
-            extended(self.v, v, self.length, self.limit, dim=2),
-            self.length + k.shape[2],
-            self.limit,
+        return replace(
+            self,
+            k=extended(self.k, k, self.length, self.limit, dim=2),
+            v=extended(self.v, v, self.length, self.limit, dim=2),
+            length=self.length + k.shape[2],
         )
 
     def filled(self) -> tuple[Tensor, Tensor]:
@@ -60,6 +60,36 @@ class KVCache(MixerState):
         """k and v of the tokens held, oldest first."""
         k, v = self.filled()
         return in_order(k, self.length, self.limit, dim=2), in_order(v, self.length, self.limit, dim=2)
+
+
+@dataclass
+class WindowCache(KVCache):
+    """A `KVCache` with a limit.
+
+    Once it has room for all tokens that it can hold, its rows may differ in length, int64 [B].
+    """
+
+    counters: ClassVar[tuple[str, ...] | None] = ("length",)
+
+    length: int | Tensor = 0  # type: ignore[assignment]
+
+    def with_all_room(self) -> WindowCache:
+        if self.limit is None:
+            raise RuntimeError("the cache of a window has a limit")
+        k, v = (_with_room(x, self.limit) for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
+
+    def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes k [B, G, 1, K] and v [B, G, 1, V] behind `length` tokens, int64 [B], in place.
+
+        Returns all keys and values, and the mask [B, 1, 1, room] of those that hold a token.
+        """
+        room = self.k.shape[2]
+        place = (length % room)[:, None, None, None]
+        for held, new in ((self.k, k), (self.v, v)):
+            held.scatter_(2, place.expand(new.shape), new.to(held.dtype))
+        seen = torch.arange(room, device=length.device) <= length[:, None, None, None]
+        return self.k, self.v, seen
 
 
 @dataclass
@@ -85,6 +115,15 @@ class InputCache(MixerState):
         """The inputs held [B, min(length, limit), C], oldest first."""
         held = self.x[:, : min(self.length, self.limit)]
         return in_order(held, self.length, self.limit, dim=1)
+
+
+def _with_room(held: Tensor, room: int) -> Tensor:
+    """`held` [B, G, room now, C] with zeros behind it, up to `room`."""
+    if held.shape[2] >= room:
+        return held
+    grown = held.new_zeros(*held.shape[:2], room, held.shape[3])
+    grown[:, :, : held.shape[2]] = held
+    return grown
 
 
 def extended(held: Tensor, new: Tensor, length: int, limit: int | None, dim: int) -> Tensor:

@@ -89,7 +89,7 @@ def fitted(state: Any, like: Any) -> Any:
         return DecodingState.from_state(power, dtype=like.dtype, capacity=like.capacity)
     if like is None or state is None or isinstance(like, int | float | Tensor):
         return state  # some states hold None before the first token
-    if type(state) is not type(like):
+    if not isinstance(like, type(state)):  # a file of an earlier version holds windows as caches
         raise ValueError(f"expected {type(like).__name__}, got {type(state).__name__}")
     if isinstance(like, list | tuple):
         return type(like)(fitted(*pair) for pair in zip(state, like, strict=True))
@@ -132,7 +132,7 @@ def _held(value: Any, field: str) -> Any:
 
 def _room_dim(kind: type, field: str) -> int | None:
     """The dimension of a cache's tensor along which its tokens lie."""
-    if kind is KVCache and field in ("k", "v"):
+    if issubclass(kind, KVCache) and field in ("k", "v"):
         return 2
     return 1 if kind is InputCache and field == "x" else None
 

@@ -37,6 +37,10 @@ class MixerState:
         """Bytes of all tensors held, over the whole batch."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def with_all_room(self) -> Self:
+        """Returns the state with tensors as large as they will ever be, where `counters` can be tensors."""
+        return self
+
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""
         return _mapped(self, Tensor.clone)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from sympow.layers.base import AttentionMixer, HeadOptions, per_document
-from sympow.layers.cache import KVCache, capacity
+from sympow.layers.cache import KVCache, WindowCache, capacity
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
@@ -57,13 +58,18 @@ class WindowAttention(WindowMixer):
 
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KVCache:
-        return empty_cache(self, batch_size, device, dtype, limit=self.window)
+    ) -> WindowCache:
+        empty = empty_cache(self, batch_size, device, dtype)
+        return WindowCache(empty.k, empty.v, limit=self.window)
 
-    def mix_step(self, x: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
+    def mix_step(self, x: Tensor, state: WindowCache) -> tuple[Tensor, WindowCache]:
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if x.shape[1] == 1:
+        if isinstance(state.length, Tensor):
+            held_k, held_v, seen = state.of_one_more(k, v, state.length)
+            y = attend(q.to(held_k.dtype), held_k, held_v, mask=seen)
+            state = replace(state, length=state.length + 1)
+        elif x.shape[1] == 1:
             state = state.extend(k, v)
             y = attend(q.to(state.k.dtype), *state.filled())
         else:
@@ -71,7 +77,7 @@ class WindowAttention(WindowMixer):
             state = state.extend(k, v)  # after the past was read: it may be overwritten
         return y.transpose(1, 2).to(x.dtype), state
 
-    def try_mix_step(self, x: Tensor, state: KVCache, **extras: Tensor | None) -> tuple[Tensor, After]:
+    def try_mix_step(self, x: Tensor, state: WindowCache, **extras: Tensor | None) -> tuple[Tensor, After]:
         q, k, v = (part.transpose(1, 2) for part in self.rotated_heads(x, state.length))
         y = self._behind(state, q, k, v).transpose(1, 2).to(x.dtype)
         return y, lambda n: state.extend(k[:, :, :n], v[:, :, :n]) if n else state

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from sympow.models.context_file import Context
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.slots import Slots
 from sympow.models.speculation import Drafts, speculative_steps
+
+_GRAPHED = 16  # tokens: to make a graph of a step takes as long as some steps
 
 
 class Drawn(NamedTuple):
@@ -22,12 +25,19 @@ class Drawn(NamedTuple):
 
     Attributes:
         token: int64 [B], the next of every row.
-        state: what it was drawn from, the token itself not yet read; with drafts the state may have read accepted
-            tokens too. The next token overwrites it.
+        held: returns `state`.
     """
 
     token: Tensor
-    state: ModelState
+    held: Callable[[], ModelState]
+
+    @property
+    def state(self) -> ModelState:
+        """Returns what the token was drawn from, the token itself not yet read. The next token overwrites it.
+
+        With drafts the state may have read accepted tokens too.
+        """
+        return self.held()
 
 
 @dataclass(frozen=True)
@@ -177,13 +187,23 @@ def _steps(
     if logits is None:
         raise RuntimeError("nothing was read before the first token was drawn")
     token = draw(logits)
-    yield Drawn(token, state)
+    yield Drawn(token, lambda: state)
     if drafts is not None:
         text = [*prompt[0].tolist(), int(token)]
         more = speculative_steps(model, token, state, max_new_tokens - 1, draw, drafts, text)
-        yield from (Drawn(*each) for each in more)
+        yield from (Drawn(token, partial(_same, after)) for token, after in more)
         return
+    read = before.tokens + prompt.shape[1]
+    slots = Slots.with_graphs(model, state, read) if max_new_tokens >= _GRAPHED else None
     for _ in range(max_new_tokens - 1):
+        if slots is not None:
+            token = draw(slots.step(token))
+            yield Drawn(token, slots.equal)
+            continue
         logits, state = model.step(token[:, None], state)
         token = draw(logits)
-        yield Drawn(token, state)
+        yield Drawn(token, partial(_same, state))
+
+
+def _same(state: ModelState) -> ModelState:
+    return state

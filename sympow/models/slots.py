@@ -18,6 +18,7 @@ from sympow.layers import MixerState
 from sympow.layers.state import Rows
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.step_graphs import StepGraphs
 
 
 class Slots:
@@ -26,6 +27,9 @@ class Slots:
     States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
     key/value caches, every sequence keeps its own state, and the mixer is stepped row by row. The results are the same,
     but this is slower.
+
+    On a GPU a step of a model that has only states of the first kind is a CUDA graph, one for each number of rows
+    (rounded up): most of its time would otherwise go into launching small kernels.
 
     Args:
         model: the model.
@@ -43,6 +47,23 @@ class Slots:
         self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
         self._held = _slotted(model.init_state(capacity), self._position)
         self._view = self._held
+        self._graphs = StepGraphs(capacity, self._advance) if self._position.is_cuda and self.as_one_batch else None
+
+    @classmethod
+    def with_graphs(cls, model: LanguageModel, state: ModelState, tokens: int) -> Slots | None:
+        """Returns slots with the state of a batch after so many tokens, where steps are CUDA graphs; elsewhere None."""
+        if model.embedding.weight.device.type != "cuda":
+            return None
+        slots = cls(model, next((tensor.shape[0] for tensor in state.tensors()), 1))
+        if not slots.as_one_batch:
+            return None
+        slots.put(state, tokens)
+        return slots
+
+    @property
+    def as_one_batch(self) -> bool:
+        """Returns whether every mixer is stepped for all rows at once, none row by row."""
+        return not any(isinstance(held, Rows) for held, _ in _leaves(self._held, self._held))
 
     @property
     def nbytes(self) -> int:
@@ -52,24 +73,29 @@ class Slots:
     def put(self, state: ModelState, tokens: int) -> int:
         """Copies the state of one sequence, after so many tokens, into a free slot, and returns its row.
 
-        Raises RuntimeError where no slot is free.
+        The state of several sequences of equal length is put into as many rows, where all mixers are stepped
+        `as_one_batch`. Raises RuntimeError where there are too few free slots.
         """
-        if self.count == self.capacity:
-            raise RuntimeError(f"all {self.capacity} slots are in use")
         row = self.count
-        for held, given in _leaves(self._held, state):
+        batch = next((tensor.shape[0] for tensor in state.tensors()), 1)
+        if row + batch > self.capacity:
+            raise RuntimeError(f"{self.capacity - row} of {self.capacity} slots are free; got {batch} sequences")
+        for held, given in _leaves(self._held, _with_all_room(state)):
             if isinstance(held, Rows):
+                if batch > 1:
+                    raise RuntimeError("the caches of several sequences cannot be put into slots at once")
                 held.rows.append(given.clone())
             else:
-                held[row : row + 1].copy_(given)
-        self._set_length(row, tokens)
-        self._set_count(row + 1)
+                held[row : row + batch].copy_(given)
+        for each in range(row, row + batch):
+            self._set_length(each, tokens)
+        self._set_count(row + batch)
         return row
 
     def take(self, row: int) -> ModelState:
         """Returns a copy of a row, as the state of one sequence."""
         self._check(row)
-        return _taken(self._held, row, self._lengths[row], self._position)
+        return _cut(self._held, slice(row, row + 1), self._lengths[row], self._position).clone()
 
     def release(self, row: int) -> None:
         """Frees a row. The last row in use moves to the freed row."""
@@ -84,21 +110,41 @@ class Slots:
         self._set_length(row, self._lengths[last])
         self._set_count(last)
 
+    def equal(self) -> ModelState:
+        """Returns the state of all rows in use, which are equally long, as one batch. The next step overwrites it.
+
+        Raises RuntimeError where rows differ in length, or a mixer is stepped row by row.
+        """
+        lengths = set(self._lengths[: self.count])
+        if len(lengths) != 1 or not self.as_one_batch:
+            raise RuntimeError("only rows of equal length that are stepped as one batch have one state")
+        return _cut(self._held, slice(0, self.count), lengths.pop(), self._position)
+
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size].
 
-        Kernels that take slots by index would replace this function; the rest of the class stays.
+        The next step may overwrite the logits.
         """
-        logits, after = self._model.step(tokens[:, None], self._view)
-        for held, stepped in _leaves(self._view, after):
+        graphs = self._graphs
+        logits = self._advance(tokens, self._view) if graphs is None else graphs.step(tokens, self._rows)
+        self._lengths[: self.count] = [length + 1 for length in self._lengths[: self.count]]
+        return logits
+
+    def _advance(self, tokens: Tensor, view: ModelState) -> Tensor:
+        """Steps the rows of `view`, without waiting for the device."""
+        logits, after = self._model.step(tokens[:, None], view)
+        for held, stepped in _leaves(view, after):
             if isinstance(held, Rows):
                 held.rows[:] = stepped.rows
             elif held.data_ptr() != stepped.data_ptr():
                 held.copy_(stepped)
-        self._position[: self.count] += 1
-        self._lengths[: self.count] = [length + 1 for length in self._lengths[: self.count]]
+        self._position[: tokens.shape[0]] += 1
         return logits
+
+    def _rows(self, count: int) -> ModelState:
+        """Returns a view of the first rows."""
+        return _rebuilt(self._held, lambda held: held if isinstance(held, Rows) else held[:count])
 
     def _check(self, row: int) -> None:
         if not 0 <= row < self.count:
@@ -110,7 +156,7 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         self.count = count
-        self._view = _rebuilt(self._held, lambda held: held if isinstance(held, Rows) else held[:count])
+        self._view = self._rows(count)
 
 
 def _slotted(state: Any, position: Tensor) -> Any:
@@ -120,7 +166,7 @@ def _slotted(state: Any, position: Tensor) -> Any:
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
         return _with_fields(state, lambda name, item: _slotted(item, position))
     if isinstance(state, MixerState):
-        return _counted(state, position) if _rows_may_differ(state) else Rows([])
+        return _counted(state.with_all_room(), position) if _rows_may_differ(state) else Rows([])
     return state
 
 
@@ -140,15 +186,25 @@ def _counted(state: MixerState, position: Tensor) -> MixerState:
     return _with_fields(state, replaced)
 
 
-def _taken(held: Any, row: int, tokens: int, position: Tensor) -> Any:
-    """Returns a copy of a row, with its number of tokens as counters."""
+def _with_all_room(state: Any) -> Any:
+    """Returns the state of a model with the states of mixers as they are held, see `MixerState.with_all_room`."""
+    if isinstance(state, list):
+        return [_with_all_room(item) for item in state]
+    if not isinstance(state, MixerState | ModelState):
+        return state
+    whole = state.with_all_room() if isinstance(state, MixerState) and _rows_may_differ(state) else state
+    return _with_fields(whole, lambda name, item: _with_all_room(item))
 
-    def taken(leaf: Tensor | Rows) -> Any:
+
+def _cut(held: Any, rows: slice, tokens: int, position: Tensor) -> Any:
+    """Returns some rows, all after so many tokens: views of tensors, with the number of tokens as counters."""
+
+    def cut(leaf: Tensor | Rows) -> Any:
         if isinstance(leaf, Rows):
-            return leaf.rows[row].clone()
-        return tokens if leaf is position else leaf[row : row + 1].clone()
+            return leaf.rows[rows.start]
+        return tokens if leaf is position else leaf[rows]
 
-    return _rebuilt(held, taken)
+    return _rebuilt(held, cut)
 
 
 def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:

@@ -5,6 +5,7 @@ import torch
 
 from sympow.models import Context, generate
 from sympow.models.slots import Slots
+from sympow.models.step_graphs import rounded
 from tests.integrations.small import CASES, VOCAB, small_model
 
 LENGTHS, NEW = (3, 17, 8, 30), 9
@@ -77,6 +78,37 @@ def test_what_a_slot_was_made_of_is_not_changed():
     assert all(map(torch.equal, before, context.state.tensors()))
 
 
+@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body"])
+def test_rows_of_equal_length_are_put_at_once_and_given_as_one_state(case):
+    model = small_model(case)
+    prompt = torch.cat([prompts()[1][:, :7], prompts()[3][:, :7]])
+    read = Context.begin(model, 2).read(model, prompt)
+    slots = Slots(model, 3)
+    assert slots.as_one_batch and slots.put(read.state, 7) == 0 and slots.count == 2
+    with torch.no_grad():
+        expected, state = model.step(torch.tensor([[1], [2]]), Context.begin(model, 2).read(model, prompt).state)
+        torch.testing.assert_close(slots.step(torch.tensor([1, 2])), expected)
+        expected, _ = model.step(torch.tensor([[3], [4]]), state)
+        actual, _ = model.step(torch.tensor([[3], [4]]), slots.equal().clone())
+    torch.testing.assert_close(actual, expected)
+
+
+def test_rows_that_are_no_batch():
+    model = small_model("power")
+    slots = Slots(model, 3)
+    for prompt in prompts()[:2]:
+        slots.put(Context.begin(model).read(model, prompt).state, prompt.shape[1])
+    with pytest.raises(RuntimeError, match="only rows of equal length"):
+        slots.equal()
+    hybrid = small_model("hybrid")
+    slots = Slots(hybrid, 2)
+    assert not slots.as_one_batch
+    with pytest.raises(RuntimeError, match="the caches of several sequences cannot be put"):
+        slots.put(hybrid.init_state(2), 0)
+    with pytest.raises(RuntimeError, match="2 of 2 slots are free; got 3 sequences"):
+        slots.put(hybrid.init_state(3), 0)
+
+
 def test_slots_of_constant_states_are_allocated_once():
     model = small_model("power")
     slots = Slots(model, 2)
@@ -93,7 +125,35 @@ def test_refusals():
             Slots(model, capacity)
     slots = Slots(model, 1)
     slots.put(model.init_state(1), 0)
-    with pytest.raises(RuntimeError, match="all 1 slots are in use"):
+    with pytest.raises(RuntimeError, match="0 of 1 slots are free; got 1 sequences"):
         slots.put(model.init_state(1), 0)
     with pytest.raises(IndexError, match="1 rows are in use, from 0 on; got 1"):
         slots.release(1)
+
+
+def test_numbers_of_rows_that_share_a_graph():
+    assert [rounded(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 64]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body", "data-dependent rotation"])
+def test_graphs_step_as_the_model_does(case):
+    """Rows come and go between the steps: three, two, then three again; a tail is folded more than once."""
+    model = small_model(case).cuda()
+    slots, alone = Slots(model, 4), []
+    for prompt in (prompt.cuda() for prompt in prompts()[:3]):
+        alone.append(Context.begin(model).read(model, prompt).state)
+        slots.put(Context.begin(model).read(model, prompt).state, prompt.shape[1])
+    drawn = torch.randint(VOCAB, (150, 3), generator=torch.Generator().manual_seed(3)).cuda()
+    for step, tokens in enumerate(drawn):
+        if step == 70:
+            slots.release(1)  # the last row moves here
+            alone[1] = alone.pop()
+        if step == 100:
+            slots.put(Context.begin(model).read(model, prompts()[0].cuda()).state, LENGTHS[0])
+            alone.append(Context.begin(model).read(model, prompts()[0].cuda()).state)
+        logits = slots.step(tokens[: slots.count])
+        for row in range(slots.count):
+            with torch.no_grad():
+                expected, alone[row] = model.step(tokens[None, row : row + 1], alone[row])
+            torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-3, atol=1e-3)

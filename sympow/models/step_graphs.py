@@ -1,0 +1,73 @@
+"""Steps of a model as CUDA graphs: a launch for a whole step, where its kernels take less time than their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FEW = 8  # rows: up to so many there is a graph for every power of 2, then for every multiple
+
+
+@dataclass
+class _Graph:
+    replay: Callable[[], None]
+    tokens: Tensor  # int64 [rows], which the graph reads
+    logits: Tensor  # [rows, vocab_size], which it writes
+
+
+class StepGraphs:
+    """A graph for every number of rows that is stepped, made at its second step; the first one is run as it is.
+
+    Args:
+        capacity: rows at most.
+        advance: of tokens, int64 [rows], and the state of so many rows, returns the logits and updates the state in
+            place. It does not wait for the device, and what it does depends on the number of rows alone.
+    """
+
+    def __init__(self, capacity: int, advance: Callable[[Tensor, Any], Tensor]):
+        self._capacity, self._advance = capacity, advance
+        self._graphs: dict[tuple, _Graph] = {}
+        self._stepped: set[tuple] = set()
+        self._pool: Any = None
+
+    def step(self, tokens: Tensor, rows: Callable[[int], Any]) -> Tensor:
+        """Maps int64 [count] to logits [count, vocab_size], which the next step of as many rows overwrites.
+
+        Args:
+            rows: of a number, returns the state of the first so many rows. Rows behind the given tokens are stepped
+                too, with tokens of no meaning.
+        """
+        count, device = tokens.shape[0], tokens.device
+        total = min(rounded(count), self._capacity)
+        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        key = (total, cast)
+        if key not in self._graphs:
+            given = torch.zeros(total, dtype=torch.int64, device=device)
+            given[:count] = tokens
+            if key not in self._stepped:
+                self._stepped.add(key)
+                return self._advance(given, rows(total))[:count]
+            self._graphs[key] = self._captured(given, rows(total))
+        graph = self._graphs[key]
+        graph.tokens[:count] = tokens
+        graph.replay()
+        return graph.logits[:count]
+
+    def _captured(self, tokens: Tensor, state: Any) -> _Graph:
+        """Returns the graph of a step, which is not run yet."""
+        graph = torch.cuda.CUDAGraph()
+        torch.clear_autocast_cache()  # a graph may read no casts of weights that are gone when it runs
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._advance(tokens, state)
+        torch.clear_autocast_cache()
+        self._pool = graph.pool()
+        return _Graph(graph.replay, tokens, logits)
+
+
+def rounded(rows: int) -> int:
+    """Rounds a number of rows up to one for which there is a graph."""
+    return 1 << (rows - 1).bit_length() if rows <= _FEW else -(-rows // _FEW) * _FEW
