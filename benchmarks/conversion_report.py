@@ -21,11 +21,23 @@ ships, not the published weights in full precision. The tables are computed from
 
 ```
 sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out teacher --pattern softmax
-sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out swapped --pattern power*5,softmax
-sympow distill swapped --teacher teacher --out student data.kind=zarr data.path=docs/train.zarr \\
-    data.held_out_path=docs/heldout.zarr data.tokenizer=docs data.pack=false
-python -m benchmarks.conversion measure student --teacher teacher --json {results}/student.json
+sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out hybrid \\
+    --pattern 'power*16,softmax,power,softmax*3,power*2,softmax,power*6'
+sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out window --pattern window,power --window 1024
+sympow distill hybrid --teacher teacher --out hybrid-distilled data.kind=zarr data.path=docs/train.zarr \\
+    data.held_out_path=docs/heldout.zarr data.tokenizer=docs data.pack=false training.steps=800 \\
+    training.learning_rate=8e-4 training.min_lr_ratio=0.02 training.evaluate_every=200 \\
+    distillation.layer_steps=200 distillation.text_steps=100
+python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --json {results}/student.json
 ```
+
+`hybrid` keeps softmax attention in the five layers whose single swap raises the loss most. `window` has a state of
+constant size: windows of 1,024 tokens and power attention in turns. The documents are of the corpus that
+`sympow doc-corpus` builds ([corpora](../corpus.md)).
+
+The last stage trains on these documents, which the teacher has not been trained on. So a gap below zero says that
+the student has learned the corpus, and not that it is the better model. The gap after the stage "predictions" is
+what the change of mixers costs.
 """
 
 
