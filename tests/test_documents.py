@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PROSE = [*PAGES[1:], ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / ".github").rglob("*.md"))]
+# What does not count in the length of a line: comments, targets of links, addresses.
+NO_PROSE = re.compile(r"<!--.*?-->|(?<=\])\([^)]*\)|https?://\S+")
 
 
 def python_of(page: str) -> list[str]:
@@ -65,6 +69,31 @@ def test_the_site_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "api" / "ops" / "index.html").is_file()
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Numbers and texts of the lines that are neither code nor rows of tables, pictures or comments."""
+    code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = line.lstrip().startswith("```")
+        code ^= fence
+        if not (code or fence or line.lstrip().startswith(("|", "![", "::: "))):
+            yield number, NO_PROSE.sub("", line)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_have_at_most_100_characters(page):
+    assert [number for number, line in prose(page.read_text("utf-8")) if len(line) > 100] == []
+
+
+def test_prose_is_told_from_code_and_tables():
+    text = "one\n```\ncode\n```\n| row |\n- [text](target.md) <!-- mark --> two\n"
+    assert list(prose(text)) == [(1, "one"), (6, "- [text]  two")]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_fits_on_a_page(page):
+    assert len(page.read_text("utf-8").splitlines()) <= 65
 
 
 def test_the_readme_is_short():
