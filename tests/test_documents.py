@@ -1,17 +1,21 @@
 """What README and docs say can be done: links lead somewhere, and the README's Python runs."""
 
 import importlib
+import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PROSE = [*PAGES[1:], ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / ".github").rglob("*.md"))]
 # What does not count in the length of a line: comments, targets of links, addresses.
@@ -20,6 +24,14 @@ NO_PROSE = re.compile(r"<!--.*?-->|(?<=\])\([^)]*\)|https?://\S+")
 
 def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
+
+
+def load_script(name: str) -> ModuleType:
+    """Imports a file of scripts/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -49,6 +61,17 @@ def test_python_of_a_guide_runs_from_top_to_bottom(page):
     names = {"__name__": "guide"}
     for block in python_of(page):
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    book = json.loads(path.read_text("utf-8"))
+    text = "".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
+    assert all((path.parent / link).exists() for link in LINK.findall(text) if "://" not in link)
+    stored = [bool(cell["outputs"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    load_script("run_notebooks").run(book, path.name)
+    assert [bool(cell["outputs"]) for cell in book["cells"] if cell["cell_type"] == "code"] == stored
 
 
 def test_every_public_name_has_its_place_in_the_api():
