@@ -85,6 +85,14 @@ def test_every_public_name_has_its_place_in_the_api():
     assert not missing
 
 
+def test_words_are_spelled_right():
+    pytest.importorskip("codespell_lib", reason="needs codespell")
+    texts = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "sympow", "benchmarks", "scripts"]
+    command = [sys.executable, "-m", "codespell_lib", *texts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs", reason="needs mkdocs")
     pytest.importorskip("mkdocstrings", reason="needs mkdocstrings")
