@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prose import wrapped
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks/results/conversion")
 PAGE = ROOT / "docs" / "results" / "conversion.md"
@@ -52,7 +54,7 @@ def report(rows: list[Row]) -> str:
     parts = [HEAD.format(results=RESULTS)]
     for title, about, kind, table in SECTIONS:
         own = [row for row in rows if row["kind"] == kind]
-        parts.append(f"## {title}\n\n{about}\n\n{_with_source(own, table) if own else 'Not run yet.'}\n")
+        parts.append(f"## {title}\n\n{about}\n\n{wrapped(_with_source(own, table)) if own else 'Not run yet.'}\n")
     return "\n".join(parts)
 
 
@@ -141,15 +143,15 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ("Passkeys", "Keys of five digits at evenly spread depths, told by greedy decoding.", "passkey", _passkeys),
     (
         "Loss by position",
-        "Mean held-out loss in nats a token, by the position up to which a column reaches. The teacher was made\n"
-        "for 8,192 tokens.",
+        "Mean held-out loss in nats a token, by the position up to which a column reaches.\n"
+        "The teacher was made for 8,192 tokens.",
         "positions",
         _positions,
     ),
     (
         "Decoding",
-        "Tokens a second of whole models, a token a step without CUDA graphs, and the bytes of the states. Keys\n"
-        "and values of the past are random.",
+        "Tokens a second of whole models, a token a step without CUDA graphs, and the bytes of the states.\n"
+        "Keys and values of the past are random.",
         "decoding",
         _decoding,
     ),

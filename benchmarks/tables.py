@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.code_hash import PARTS, code_hash
+from benchmarks.prose import wrapped
 from sympow.recall.results import chosen, read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,7 +283,7 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
     """`text` with every table written anew, by name."""
 
     def written(match: re.Match) -> str:
-        return f"<!-- table: {match[1]} -->\n{table(match[1])}\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{wrapped(table(match[1]))}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from sympow import ops as ops
     from sympow.ops import DecodingState, PowerOutput, PowerState, power_attention, power_attention_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["DecodingState", "PowerOutput", "PowerState", "__version__", "power_attention", "power_attention_step"]
 
 if not TYPE_CHECKING:  # so that a type checker still refuses names that do not exist

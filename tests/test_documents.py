@@ -1,21 +1,37 @@
 """What README and docs say can be done: links lead somewhere, and the README's Python runs."""
 
 import importlib
+import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PROSE = [*PAGES[1:], ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / ".github").rglob("*.md"))]
+# What does not count in the length of a line: comments, targets of links, addresses.
+NO_PROSE = re.compile(r"<!--.*?-->|(?<=\])\([^)]*\)|https?://\S+")
 
 
 def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
+
+
+def load_script(name: str) -> ModuleType:
+    """Imports a file of scripts/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -47,6 +63,17 @@ def test_python_of_a_guide_runs_from_top_to_bottom(page):
         exec(compile(block, page, "exec"), names)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    book = json.loads(path.read_text("utf-8"))
+    text = "".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
+    assert all((path.parent / link).exists() for link in LINK.findall(text) if "://" not in link)
+    stored = [bool(cell["outputs"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    load_script("run_notebooks").run(book, path.name)
+    assert [bool(cell["outputs"]) for cell in book["cells"] if cell["cell_type"] == "code"] == stored
+
+
 def test_every_public_name_has_its_place_in_the_api():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     missing = []
@@ -58,6 +85,14 @@ def test_every_public_name_has_its_place_in_the_api():
     assert not missing
 
 
+def test_words_are_spelled_right():
+    pytest.importorskip("codespell_lib", reason="needs codespell")
+    texts = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "sympow", "benchmarks", "scripts"]
+    command = [sys.executable, "-m", "codespell_lib", *texts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs", reason="needs mkdocs")
     pytest.importorskip("mkdocstrings", reason="needs mkdocstrings")
@@ -65,6 +100,31 @@ def test_the_site_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "api" / "ops" / "index.html").is_file()
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Numbers and texts of the lines that are neither code nor rows of tables, pictures or comments."""
+    code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = line.lstrip().startswith("```")
+        code ^= fence
+        if not (code or fence or line.lstrip().startswith(("|", "![", "::: "))):
+            yield number, NO_PROSE.sub("", line)
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_of_prose_have_at_most_100_characters(page):
+    assert [number for number, line in prose(page.read_text("utf-8")) if len(line) > 100] == []
+
+
+def test_prose_is_told_from_code_and_tables():
+    text = "one\n```\ncode\n```\n| row |\n- [text](target.md) <!-- mark --> two\n"
+    assert list(prose(text)) == [(1, "one"), (6, "- [text]  two")]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_decision_fits_on_a_page(page):
+    assert len(page.read_text("utf-8").splitlines()) <= 65
 
 
 def test_the_readme_is_short():

@@ -152,7 +152,9 @@ def test_other_names_are_refused():
 def test_version_is_that_of_the_changelog():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     releases = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert releases[0] == version
+    assert releases[0] == version == sympow.__version__
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert citation and citation[1] == version
 
 
 def test_package_says_that_it_is_typed():

@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.context_scaling.figures import finish, panels
 from benchmarks.context_scaling.paired import interval
+from benchmarks.prose import wrapped
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
 from sympow.evaluation.plot import COLOURS, MARKERS
 from sympow.recall.results import group
@@ -40,7 +41,7 @@ def write(tables: Tables, page: Path) -> list[Path]:
     makers = {"losses": losses_table, "gaps": gaps_table, "exact": exact_table, "about": about, "examples": slices_of}
 
     def written(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{makers[match[1]](tables)}\n<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{wrapped(makers[match[1]](tables))}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
     page.write_text(re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")

@@ -15,6 +15,7 @@ from benchmarks.context_scaling import figures, tables, verdicts
 from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.results import Row
 from benchmarks.context_scaling.studies import STUDIES
+from benchmarks.prose import wrapped
 from sympow.recall import write_results
 
 BARS = "bars.csv"
@@ -69,10 +70,10 @@ class Writer:
 
     def verdict(self, name: str) -> str:
         if name == "page":
-            return " ".join(verdicts.page(self._found))
+            return wrapped(" ".join(verdicts.page(self._found)))
         if name not in verdicts.VERDICTS:
             return _unknown("verdict", name, list(verdicts.VERDICTS))
-        return "\n".join(f"- {sentence}" for sentence in verdicts.VERDICTS[name](self._found))
+        return wrapped("\n".join(f"- {sentence}" for sentence in verdicts.VERDICTS[name](self._found)))
 
     def command(self, name: str) -> str:
         return f"`python -m benchmarks.context_scaling run --studies {name} --corpus FOLDER --out OUT`"

@@ -13,7 +13,7 @@ from sympow.training.ranks import Rows
 
 
 class Distillation:
-    """An objective of the trainer (`sympow.training.Objective`).
+    """Trains a converted model on its teacher, as an objective of the trainer (`sympow.training.Objective`).
 
     Stage 1 fits what every mixer adds to the teacher's (`LanguageModel.mixing_error_sum`), stage 2 the predictions
     (`LanguageModel.divergence_sum`), stage 3 the text (`LanguageModel.loss_sum`). Stages without steps are left out.
@@ -31,15 +31,18 @@ class Distillation:
 
     @property
     def reference(self) -> LanguageModel:
+        """Returns the teacher, whose held-out loss the metrics hold too."""
         return self._teacher
 
     def stage(self, step: int) -> tuple[int, int]:
+        """Returns the stage of a step (0-based), numbered from 1, and the step with which it begins."""
         text = self._steps - self._config.text_steps
         if step < self._config.layer_steps:
             return 1, 0
         return (2, self._config.layer_steps) if step < text else (3, text)
 
     def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
+        """Returns the loss of a step, summed up over the targets of `rows`: a scalar."""
         stage, _ = self.stage(step)
         if stage == 3:
             return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)

@@ -38,7 +38,9 @@ def parse_pattern(text: str) -> tuple[str, ...]:
 def swap_mixers(
     teacher: LanguageModel, pattern: Sequence[str] = ("power",), *, p: int = 2, window: int = 1024
 ) -> LanguageModel:
-    """Makes a model like `teacher` with other mixers. It shares no memory with the teacher.
+    """Makes a model like `teacher` with other mixers.
+
+    It shares no memory with the teacher.
 
     Norms, MLPs, embedding and head, and the projections of queries, keys, values and outputs are the teacher's.
     A window looks at the last tokens as the teacher does. A power layer weighs tokens by (score + a)^p in place of

@@ -33,8 +33,9 @@ _ROUNDS = 6
 
 
 class Batch(NamedTuple):
-    """Tokens and their successors, int64: [B, T], or [1, B T] with cu_seqlens int32 [N + 1]; targets may be
-    -100.
+    """Holds tokens and their successors.
+
+    Both are int64 [B, T], or [1, B T] with cu_seqlens int32 [N + 1]. Targets may be -100: nothing is asked there.
     """
 
     tokens: torch.Tensor
@@ -42,7 +43,7 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device."""
+        """Returns the batch on a device."""
         tokens, targets = (t.to(device, non_blocking=non_blocking) for t in self[:2])
         borders = self.cu_seqlens
         return Batch(
@@ -51,11 +52,11 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """`batches[i]` is batch i, for every i >= 0: a function of the corpus, the arguments and i, and of
-    nothing else.
+    """Gives batches by index: `batches[i]` is batch i, for every i >= 0.
 
-    So the position of a run is one integer, micro-batches are consecutive indices, and rank r of R takes the
-    indices i R + r. Access costs the same at every i.
+    A batch is a function of the corpus, the arguments and i, and of nothing else. So the position of a run is one
+    integer, micro-batches are consecutive indices, and rank r of R takes the indices i R + r. Access costs the same at
+    every i.
 
     Args:
         corpus: the documents.
@@ -109,7 +110,7 @@ class Batches:
         return self._full_batch(self._order(_FULL, index - packed_before, self._full_rows))
 
     def state(self) -> dict[str, Any]:
-        """What decides the batches besides the index, as JSON values, for a checkpoint."""
+        """Returns what decides the batches besides the index, as JSON values, for a checkpoint."""
         return {
             "corpus": self.corpus.fingerprint,
             "context": self.context,
@@ -119,7 +120,7 @@ class Batches:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError, naming what differs, unless `state` is that of batches equal to these."""
+        """Raises ValueError, naming what differs, unless `state` is that of batches equal to these."""
         now = self.state()
         changed = [
             f"{name} was {state.get(name)} and is {now.get(name)}"
@@ -169,7 +170,7 @@ class Batches:
 
 
 def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """First-fit decreasing bin packing: each length, 1..capacity, into a row of at most `capacity` in sum.
+    """Packs lengths of 1..capacity into rows of at most `capacity` in sum, by first-fit decreasing.
 
     Returns (order, starts), int64: row r holds the items `order[starts[r]:starts[r + 1]]`. Filling a row with
     the largest item that still fits, again and again, is first-fit decreasing; rows of one make-up are made
@@ -207,7 +208,7 @@ def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
 
 
 def shuffled(positions: np.ndarray, length: int, key: tuple[int, ...]) -> np.ndarray:
-    """Where positions of 0..length-1 go under a permutation that the key chooses, int64.
+    """Permutes positions of 0..length-1 by a permutation that the key chooses; returns int64.
 
     A Feistel network over the next power of 4, walked until it lands below `length` (Black and Rogaway,
     2002): a permutation without a table, as that of an epoch of LongCrawl64 would be gigabytes.

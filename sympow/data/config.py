@@ -22,7 +22,7 @@ _APPLIES = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which documents, in which tokens.
+    """Describes which documents are read, and in which tokens.
 
     Attributes:
         kind: "stdlib": the source of Python's standard library on this machine. "text": a text file or a
@@ -86,13 +86,16 @@ class DataConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Returns the fields as JSON values."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return plain | {"suffixes": list(self.suffixes), "storage_options": dict(self.storage_options)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataConfig:
-        """The inverse of `to_dict`; fields left out keep their defaults, unknown ones are refused by name."""
+        """Returns the config of `to_dict`'s values.
+
+        Fields left out keep their defaults; unknown ones raise ValueError.
+        """
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(

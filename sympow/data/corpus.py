@@ -11,7 +11,7 @@ from sympow.data.files import digest
 
 
 class Corpus(Protocol):
-    """Documents in tokens, read at random.
+    """Gives documents in tokens, by index.
 
     `corpus[i]` is document `i`, a 1-D integer array (IndexError outside 0..len-1, so that iteration ends);
     `lengths` its number of tokens, np.int64 [len]; every token is below `vocab_size`; `fingerprint` is a hash
@@ -19,23 +19,32 @@ class Corpus(Protocol):
     """
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Returns the tokens of every document, int64 [len(self)]."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Returns the size of the vocabulary; every token is below it."""
+        ...
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Returns a hash of the documents."""
+        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 
 
 class TokenCorpus:
-    """Documents laid end to end in one array, in memory or memory-mapped.
+    """Holds documents end to end in one array, in memory or memory-mapped.
 
     Args:
         tokens: 1-D integers, all documents one after another.
         offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
-        vocab_size, fingerprint: see `Corpus`. The caller vouches for both; `from_documents` works them out.
+        vocab_size: see `Corpus`. The caller vouches for both; `from_documents` works them out.
+        fingerprint: see `Corpus`. The caller vouches for both; `from_documents` works them out.
     """
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, vocab_size: int, fingerprint: str):
@@ -47,8 +56,10 @@ class TokenCorpus:
 
     @classmethod
     def from_documents(cls, documents: Iterable[np.ndarray], vocab_size: int) -> TokenCorpus:
-        """A corpus in memory from 1-D integer arrays. Raises TypeError, or ValueError for a token outside the
-        vocabulary and for a corpus without tokens."""
+        """Makes a corpus in memory from 1-D integer arrays.
+
+        Raises TypeError, or ValueError for a token outside the vocabulary and for a corpus without tokens.
+        """
         arrays = [np.asarray(document) for document in documents]
         for index, array in enumerate(arrays):
             if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -71,7 +82,10 @@ class TokenCorpus:
 
 
 class Subset:
-    """Some of a corpus's documents, as a corpus. `indices` is int64, in the order they are wanted."""
+    """Selects documents of a corpus, as a corpus.
+
+    `indices` is int64, in the order they are wanted.
+    """
 
     def __init__(self, corpus: Corpus, indices: np.ndarray):
         self._corpus = corpus
@@ -91,7 +105,7 @@ class Subset:
 
 
 def choose_held_out(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Which documents to hold out: their indices, sorted, int64.
+    """Chooses the documents to hold out; returns their indices, sorted, int64.
 
     About `fraction` of the documents, at least one and never all. They are drawn one from each of as many
     groups of neighbours in length, so that long documents are held out in proportion too, and about
@@ -109,13 +123,13 @@ def choose_held_out(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarr
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
-    """Raise ValueError unless every token is in 0..vocab_size-1."""
+    """Raises ValueError unless every token is in 0..vocab_size-1."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         token = tokens.max() if tokens.max() >= vocab_size else tokens.min()
         raise ValueError(f"{where} holds token {token}, outside the vocabulary of {vocab_size}")
 
 
 def check_index(index: int, length: int) -> None:
-    """Raise IndexError unless 0 <= index < length: a negative index would read another document's tokens."""
+    """Raises IndexError unless 0 <= index < length: a negative index would read another document's tokens."""
     if not 0 <= index < length:
         raise IndexError(f"document {index} of a corpus of {length}")

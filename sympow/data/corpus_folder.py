@@ -58,23 +58,26 @@ class Source(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of each file's text by path, once surveyed."""
+        """Returns bytes of each file's text by path, once surveyed."""
         ...
 
     def survey(self) -> str:
-        """Measure all files. Returns a hash of them."""
+        """Measures all files.
+
+        Returns a hash of them.
+        """
         ...
 
     def plan(self) -> list[SourceDocument]:
-        """The documents, in the order in which `texts` gives them."""
+        """Returns the documents, in the order in which `texts` gives them."""
         ...
 
     def sample(self, files: Collection[str]) -> Iterator[str]:
-        """The texts of these files, to train a tokenizer."""
+        """Returns the texts of these files, to train a tokenizer."""
         ...
 
     def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
-        """The documents from number `start` on, in turn, with their texts."""
+        """Returns the documents from number `start` on, in turn, with their texts."""
         ...
 
 
@@ -88,11 +91,12 @@ def write_corpus(
     tokenizer: Tokenizer | None = None,
     kept: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Write a corpus into the folder `out`, or go on with it; a finished one is left as it is.
+    """Writes a corpus into the folder `out`, or continues one; a finished one is left as it is.
 
     The same source and options give the same bytes, however often the work was stopped.
 
     Args:
+        out: the folder, new or begun by the same call.
         settings: what must agree for the work to go on; it goes to `corpus.json`, as does the source's hash.
         open_source: gives the source; it may keep files of its own in the folder that it is given.
         row_tokens: tokens of a row.
@@ -132,7 +136,7 @@ def write_corpus(
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:
-    """The files of each directory, where one with less than `smallest` bytes joins the directory above.
+    """Returns the files of each directory, where one with less than `smallest` bytes joins the directory above.
 
     Directories of `top` folders join none. Those that hold nothing are left out.
     """
@@ -154,8 +158,9 @@ def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[st
 
 
 def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expected: str) -> set[str]:
-    """Directories to hold out, of all with their sizes in bytes: whole groups, in the order of a hash of their names,
-    each that still fits, until there is 5% of all.
+    """Chooses the directories to hold out, of all with their sizes in bytes.
+
+    Whole groups are taken in the order of a hash of their names, each that still fits, until there is 5% of all.
 
     Raises ValueError, which says what source is `expected`, where nothing can be held out.
     """
@@ -202,7 +207,10 @@ class Entry(NamedTuple):
 
 
 def read_entries(corpus: str | os.PathLike[str]) -> list[Entry]:
-    """The documents of a corpus. Raises FileNotFoundError where there is none, ValueError for a damaged list."""
+    """Returns the documents of a corpus.
+
+    Raises FileNotFoundError where there is none, ValueError for a damaged list.
+    """
     file = Path(corpus) / DOCUMENTS
     try:
         return _parse(file.read_bytes().splitlines(keepends=True))
@@ -355,6 +363,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
+    """Reads the `corpus.json` of a corpus. Raises ValueError where it is not JSON."""
     try:
         return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except ValueError:

@@ -19,7 +19,7 @@ DAMAGE = (tarfile.TarError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFErr
 
 
 def fetch_package(name: str, folder: Path) -> Path:
-    """The package of this name, fetched into a folder of its own or found there.
+    """Fetches the package of this name into a folder of its own, or finds it there.
 
     Raises RuntimeError if apt-get is not there or fails.
     """
@@ -42,7 +42,7 @@ def fetch_package(name: str, folder: Path) -> Path:
 
 
 def control_fields(path: Path) -> dict[str, str]:
-    """What a package says of itself, such as Package and Version: its fields of one line.
+    """Reads what a package says of itself, such as Package and Version: its fields of one line.
 
     Raises ValueError for a file that is damaged or no package.
     """
@@ -58,7 +58,7 @@ def control_fields(path: Path) -> dict[str, str]:
 
 @contextmanager
 def package_archive(path: Path, name: str) -> Iterator[tarfile.TarFile]:
-    """One of the two archives in a package, data.tar or control.tar, to be read from its beginning to its end.
+    """Opens one of the two archives in a package, data.tar or control.tar, to be read from beginning to end.
 
     Raises ValueError for a file that is damaged or no package, also where the archive is read.
     """

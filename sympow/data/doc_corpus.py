@@ -57,9 +57,10 @@ def build_doc_corpus(
     row_tokens: int = ROW_TOKENS,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the corpus into the folder `out`, or go on with it, as `write_corpus` does.
+    """Writes the corpus of manuals into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
+        out: the folder, new or begun by the same call.
         source: a folder with Debian packages; by default those of `PACKAGES`, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
         tokenizer: used in place of a BPE trained on the corpus, such as that of a model to distil.
@@ -175,7 +176,7 @@ class _Packages:
 
 
 def keep_manuals(package: Path, folder: Path) -> Path:
-    """What is read of a package, in a file that is named by a hash of the package; it is read if that is not there."""
+    """Returns the file with the manuals of a package, named by a hash of the package; writes it if it is not there."""
     with package.open("rb") as file:
         kept = folder / f"{hashlib.file_digest(file, 'blake2b').hexdigest()[:32]}.json"
     if not kept.exists():

@@ -12,13 +12,13 @@ from typing import BinaryIO
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
+    """Returns the folder for caches: `$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sympow"
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that appears at `path` whole when the block ends, and not at all if the block raises.
+    """Opens a binary file that appears at `path` when the block ends, whole, and not at all if the block raises.
 
     It is written beside `path` under a name of its own, so that processes writing the same file at once do
     not disturb each other. The folder is made if it is missing. Raises OSError as the file system does.
@@ -37,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
-    """A short hash of a sequence of byte strings; where one part ends and the next begins matters."""
+    """Returns a short hash of a sequence of byte strings; where one part ends and the next begins matters."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

@@ -48,7 +48,7 @@ class Page:
 
 
 def read_page(path: str, data: bytes) -> Page:
-    """Read an HTML page.
+    """Reads an HTML page.
 
     Args:
         path: of the page, with forward slashes; links are resolved against it.

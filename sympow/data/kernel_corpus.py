@@ -52,9 +52,10 @@ def build_kernel_corpus(
     row_tokens: int = ROW_TOKENS,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the corpus into the folder `out`, or go on with it, as `write_corpus` does.
+    """Writes the corpus of the kernel's source into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
+        out: the folder, new or begun by the same call.
         source: as for `read_files`; by default Debian's package linux-source-6.1, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
         row_tokens: tokens of a row.
@@ -75,7 +76,7 @@ def build_kernel_corpus(
 
 
 def plan_documents(sizes: dict[str, int], smallest: int) -> list[SourceDocument]:
-    """Which files make which documents, and which are held out.
+    """Plans which files make which documents, and which documents are held out.
 
     Documents are in the order in which they become complete when files are read in the order of their paths, as
     archives have them. Raises ValueError where nothing can be held out.

@@ -15,7 +15,7 @@ _BINS_AN_OCTAVE = 2
 
 
 def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Draw histograms of a corpus's documents over their tokens before cutting: their number, and their tokens.
+    """Draws histograms of a corpus's documents over their tokens before cutting: their number, and their tokens.
 
     Args:
         corpus: folder that `write_corpus` wrote.
@@ -73,7 +73,7 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
 
 
 def bin_edges(lengths: np.ndarray, row: int) -> np.ndarray:
-    """Edges that are evenly spaced in the logarithm, hold all lengths, and have one at `row`: float64 [bins + 1]."""
+    """Returns float64 [bins + 1]: edges evenly spaced in the logarithm that hold all lengths, one of them at `row`."""
     first = np.floor(np.log2(max(lengths.min(), 1) / row) * _BINS_AN_OCTAVE)
     last = np.floor(np.log2(lengths.max() / row) * _BINS_AN_OCTAVE) + 1
     return row * 2 ** (np.arange(first, last + 1) / _BINS_AN_OCTAVE)

@@ -52,7 +52,7 @@ class Manuals:
 
 
 def read_manuals(package: Path) -> Manuals:
-    """Read a Debian package.
+    """Reads a Debian package.
 
     Pages are HTML, also compressed by gzip; in a package without HTML plain text is read. Left out are pages that are
     no English prose or shorter than 200 characters, those that are no documentation by their name (change logs,
@@ -86,7 +86,7 @@ def read_manuals(package: Path) -> Manuals:
 
 
 def reading_order(pages: Mapping[str, Page]) -> list[str]:
-    """The paths of all pages: chapters in the order that the manual gives.
+    """Returns the paths of all pages: chapters in the order that the manual gives.
 
     From the front page of each folder, in the order of folders, on: behind a page stand those that it links to and
     that name it as the one above, then the one that it names as the next. Then follow the other pages that the front
@@ -114,13 +114,13 @@ def reading_order(pages: Mapping[str, Page]) -> list[str]:
 
 
 def is_english(text: str) -> bool:
-    """Whether a text is English prose: one word in ten, at least, is among twenty that English cannot do without."""
+    """Returns whether a text is English prose: at least one word in ten is among twenty very frequent words."""
     words = text.lower().split()
     return sum(map(_ENGLISH.__contains__, words)) >= max(1.0, _ENGLISH_SHARE * len(words))
 
 
 def licences(copyright: str) -> tuple[str, ...]:
-    """The licences that a Debian copyright file names: by its fields License, else by the common ones it refers to."""
+    """Returns the licences that a Debian copyright file names, by its fields License or by the common ones it cites."""
     named = re.findall(r"^License: *(\S.*)$", copyright, re.MULTILINE)
     named = named or re.findall(r"common-licenses/([A-Za-z]+(?:-[\d.]*\d)?)", copyright)
     return tuple(sorted({" ".join(each.split()) for each in named}))

@@ -53,7 +53,7 @@ _BLOCK, _TABLE = 1 << 18, 1 << 19
 
 @dataclass(frozen=True)
 class RecallTask:
-    """What rows of recall look like.
+    """Describes rows of associative recall.
 
     Attributes:
         kind: "mqar"; "forgetting", where `updates` of the keys are given another value behind the D pairs, and the
@@ -110,12 +110,12 @@ class RecallTask:
 
     @property
     def width(self) -> int:
-        """Tokens of a pair in the context, and of a slot behind it."""
+        """Returns the tokens of a pair in the context, and of a slot behind it."""
         return 3 if self.kind == "compositional" else 2
 
     @property
     def context(self) -> int:
-        """Tokens before the first slot."""
+        """Returns the number of tokens before the first slot."""
         return self.width * (self.pairs + self.updates)
 
     @property
@@ -125,13 +125,13 @@ class RecallTask:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where the ranges of keys (of first and of second keys) and of values start, and where they end."""
+        """Returns where the ranges of keys (of first and second keys) and of values start, and where they end."""
         c = self.vocab_size
         return (1, c // 3, 2 * (c // 3), c) if self.kind == "compositional" else (1, c // 2, c)
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """How many tokens of each range a row uses."""
+        """Returns how many tokens of each range a row uses."""
         side = math.isqrt(self.pairs)
         return (side, side, self.pairs) if self.kind == "compositional" else (self.pairs, self.pairs + self.updates)
 
@@ -161,19 +161,24 @@ class RecallTask:
 
 
 class RecallExamples(NamedTuple):
-    """Rows: tokens and targets, int32 [n, N]; targets are -100 (IGNORED) but at the D queries of a row."""
+    """Holds rows: tokens and targets, int32 [n, N].
+
+    Targets are -100 (IGNORED) except at the D queries of a row.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
 
     def queries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the queries stand, from left to right, and their targets: int64 and int32, [n, D]."""
+        """Returns the positions of the queries, from left to right, and their targets: int64 and int32, [n, D]."""
         rows, columns = np.nonzero(self.targets != IGNORED)
         return columns.reshape(len(self.targets), -1), self.targets[rows, columns].reshape(len(self.targets), -1)
 
 
 def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> RecallExamples:
-    """`examples` rows of `task`, which depend on the arguments alone.
+    """Draws `examples` rows of `task`.
+
+    They depend on the arguments alone.
 
     `seed` is a non-negative integer or several, as numpy's generators take it. Raises ValueError for a number of
     examples below 1.
@@ -198,7 +203,9 @@ class Task(Protocol):
 
 
 def mixture(tasks: Sequence[Task], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:
-    """`examples` rows, shared out evenly among the tasks: lengths and numbers of pairs mixed in training or test.
+    """Draws `examples` rows, shared out evenly among the tasks.
+
+    So lengths and numbers of pairs can be mixed.
 
     A task's rows depend on its place among the tasks too, so equal tasks give different rows.
     """
@@ -210,7 +217,7 @@ def mixture(tasks: Sequence[Task], examples: int, seed: int | Sequence[int]) -> 
 
 
 def solve(task: RecallTask, tokens: np.ndarray) -> np.ndarray:
-    """The targets of tokens [n, N] by scanning every row with a dictionary: the oracle; int32 [n, N]."""
+    """Returns the targets of tokens [n, N] by scanning every row with a dictionary: the oracle; int32 [n, N]."""
     targets = np.full(tokens.shape, IGNORED, np.int32)
     keys = task.width - 1
     for row, row_targets in zip(tokens.tolist(), targets, strict=True):

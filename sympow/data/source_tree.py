@@ -16,7 +16,9 @@ _PACKAGED = re.compile(r"(\./)?usr/src/[^/]+\.tar\.(xz|gz|bz2)")
 
 
 def read_files(source: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
-    """Path and content of every regular file, one after another: nothing is unpacked to disk.
+    """Yields the path and content of every regular file.
+
+    Nothing is unpacked to disk.
 
     Paths are relative to the top of the tree, with forward slashes. Files come in the archive's order; those of a
     folder sorted, without hidden ones. Links are left out.

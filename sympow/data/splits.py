@@ -27,7 +27,10 @@ DEFAULT_BPE_VOCAB_SIZE = 2048
 
 @dataclass(frozen=True)
 class Splits:
-    """What `open_corpus` gives. No document is in both corpora. The tokenizer is None if it is not known."""
+    """Holds what `open_corpus` gives.
+
+    No document is in both corpora. The tokenizer is None if it is not known.
+    """
 
     train: Corpus
     held_out: Corpus
@@ -37,7 +40,7 @@ class Splits:
 def open_corpus(
     config: DataConfig, cache_dir: str | os.PathLike[str] | None = None, tokenizer: Tokenizer | None = None
 ) -> Splits:
-    """Open the corpora that a config describes.
+    """Opens the corpora that a config describes.
 
     Text is tokenized once and then memory-mapped from the cache, which is keyed by the texts and the
     tokenizer. A text corpus that is a single document is cut: its last `held_out` fraction is the held-out

@@ -1,5 +1,4 @@
-"""Text documents: from files, from folders, and from Python's own standard library; and their tokens, cached
-on disk.
+"""Text documents from files, folders and Python's standard library; and their tokens, cached on disk.
 
 Text is read as UTF-8, and bytes that are not become U+FFFD: one odd file must not stop a corpus of thousands.
 """
@@ -45,7 +44,7 @@ class Document:
 def text_documents(
     path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = ()
 ) -> list[Document]:
-    """The documents of a text file or of a folder of text, in sorted order.
+    """Returns the documents of a text file or of a folder of text, in sorted order.
 
     Args:
         path: a file, which is one document, or a folder, read with its subfolders. Hidden files and folders
@@ -76,7 +75,7 @@ def text_documents(
 
 
 def stdlib_documents() -> list[Document]:
-    """The source of Python's standard library, as installed on this machine, in sorted order.
+    """Returns the source of Python's standard library, as installed on this machine, in sorted order.
 
     A package with its subpackages is one document. A single module is a document of its own: neighbours in
     the alphabet have nothing to tell about each other, and a document should be a text whose beginning helps
@@ -95,8 +94,9 @@ def stdlib_documents() -> list[Document]:
 
 
 def cut_document(document: Document, fraction: float) -> tuple[Document, Document]:
-    """A document in two: all but the last `fraction` of its characters, and those; cut at a line's end if it
-    has one.
+    """Cuts a document in two: all but the last `fraction` of its characters, and those.
+
+    The cut is at the end of a line if the document has one.
     """
     text = document.read()
     end = int(len(text) * (1 - fraction))
@@ -108,8 +108,9 @@ def cut_document(document: Document, fraction: float) -> tuple[Document, Documen
 
 
 def measure_documents(documents: Iterable[Document]) -> tuple[list[Document], np.ndarray, list[str]]:
-    """The documents that are not empty, their sizes in bytes of UTF-8 (int64), and a hash of each one's
-    text.
+    """Returns the documents that are not empty, their sizes, and a hash of each one's text.
+
+    Sizes are bytes of UTF-8, int64.
     """
     kept, sizes, hashes = [], [], []
     for document in documents:
@@ -124,7 +125,9 @@ def measure_documents(documents: Iterable[Document]) -> tuple[list[Document], np
 def train_bpe(
     documents: Sequence[Document], hashes: Sequence[str], vocab_size: int, cache_dir: Path | None = None
 ) -> BPETokenizer:
-    """A BPE tokenizer trained on the documents, or found in the cache. `hashes` as from `measure_documents`.
+    """Trains a BPE tokenizer on the documents, or finds it in the cache.
+
+    `hashes` as from `measure_documents`.
 
     Of a corpus above 64 Mi characters every document gives its beginning, in proportion.
     """
@@ -144,7 +147,7 @@ def train_bpe(
 def tokenize_documents(
     documents: Sequence[Document], hashes: Sequence[str], tokenizer: Tokenizer, cache_dir: Path | None = None
 ) -> TokenCorpus:
-    """The documents in tokens, memory-mapped from the cache, where they are put first if they are not there.
+    """Returns the documents in tokens, memory-mapped from the cache; they are written there first if need be.
 
     The cache holds `<fingerprint>.tokens.npy`, one flat array of the smallest unsigned dtype, and
     `<fingerprint>.offsets.npy`; the fingerprint is that of the texts (`hashes`, as from `measure_documents`)
@@ -167,7 +170,7 @@ def _first_name(name: str) -> str:
 
 
 def files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = ()) -> list[str]:
-    """Sorted paths relative to root, with forward slashes: the same order on every machine."""
+    """Returns sorted paths relative to root, with forward slashes: the same order on every machine."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
@@ -180,13 +183,15 @@ def files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = 
 
 
 def looks_binary(data: bytes) -> bool:
-    """Whether a file that begins so is no text: a zero byte near the beginning."""
+    """Returns whether a file that begins so is no text: a zero byte near the beginning."""
     return b"\0" in data[:8192]
 
 
 def headed_text(name: str, text: str) -> str:
-    """A file's text as a part of a document: headed by a line with its path, ended by a line end; nothing if it is
-    empty."""
+    """Returns a file's text as a part of a document: headed by a line with its path, ended by a line end.
+
+    An empty file gives nothing.
+    """
     return text and f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n")
 
 

@@ -24,37 +24,49 @@ _BYTES_TAG = {"type": "sympow.bytes", "version": 1}
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
+    """Turns text into tokens and back: what the rest of the package asks of a tokenizer.
 
     `token_bytes[i]` is what token `i` stands for; `fingerprint` changes when any token's meaning changes.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Returns the kind of the tokenizer."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Returns the number of tokens."""
+        ...
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Returns a hash of what the tokens mean."""
+        ...
+
     @property
-    def token_bytes(self) -> Sequence[bytes]: ...
+    def token_bytes(self) -> Sequence[bytes]:
+        """Returns the bytes of every token."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
+        """Returns the tokens of a text, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of tokens; bytes that are not UTF-8 become U+FFFD. ValueError for a token outside the
-        vocabulary.
+        """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD.
+
+        Raises ValueError for a token outside the vocabulary.
         """
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, atomically; a folder gets a `tokenizer.json`."""
+        """Writes a file, atomically; a folder gets a `tokenizer.json`."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens, a vocabulary of 256."""
+    """Takes UTF-8 bytes as tokens, a vocabulary of 256."""
 
     name = "bytes"
     vocab_size = 256
@@ -72,7 +84,9 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding, as GPT-2's; made by `train` or `load`.
+    """Encodes by byte-level byte pairs, as GPT-2's tokenizer does.
+
+    `train` and `load` make one.
 
     Args:
         serialized: the text of a `tokenizer.json`. It must hold a byte-level BPE which adds no space of its own to
@@ -105,7 +119,7 @@ class BPETokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-        """Learn merges from texts; the same texts give the same tokenizer.
+        """Learns merges from texts; the same texts give the same tokenizer.
 
         A small corpus may hold fewer pairs than asked for: the result's `vocab_size` says what came. Raises
         ValueError if `vocab_size` is below 256, the bytes alone.
@@ -127,7 +141,10 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokenizer:
-        """Read a `tokenizer.json`. Raises FileNotFoundError, or ValueError naming the file."""
+        """Reads a `tokenizer.json`.
+
+        Raises FileNotFoundError, or ValueError naming the file.
+        """
         try:
             return cls(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -151,7 +168,7 @@ class BPETokenizer:
 
 
 class StreamDecoder:
-    """Text out of tokens as they come: a character is given once its last byte is there.
+    """Decodes tokens as they come: a character is given once its last byte is there.
 
     The pieces given by `push`, then `finish`, join to `tokenizer.decode` of all the tokens, whatever they
     are.
@@ -162,16 +179,19 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these tokens complete, possibly empty."""
+        """Returns the text that these tokens complete, possibly empty."""
         return self._decoder.decode(_join(self._token_bytes, ids))
 
     def finish(self) -> str:
-        """What a last unfinished character becomes: U+FFFD or nothing. The decoder is then as new."""
+        """Returns what a last unfinished character becomes: U+FFFD or nothing.
+
+        The decoder is then as new.
+        """
         return self._decoder.decode(b"", final=True)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Read what `save` wrote, or any byte-level BPE `tokenizer.json`; a folder stands for the one inside it.
+    """Reads what `save` wrote, or any byte-level BPE `tokenizer.json`; a folder stands for the one inside it.
 
     Raises FileNotFoundError, or ValueError naming a file that is truncated or holds another kind of
     tokenizer.

@@ -21,7 +21,7 @@ from sympow.data.files import digest
 
 
 class ZarrCorpus:
-    """Documents of equal length in a zarr array, read when they are asked for.
+    """Reads documents of equal length from a zarr array, when they are asked for.
 
     Args:
         url: local path or fsspec URL of the array, or of a group that holds a single array.
@@ -68,8 +68,10 @@ class ZarrCorpus:
         return self.__dict__ | {"_opened": None}
 
     def _check_chunks(self, document: np.ndarray, index: int) -> None:
-        """Raise ValueError for a chunk that is not there: zarr fills it with one value, and an incomplete copy would
-        look whole."""
+        """Raises ValueError for a chunk that is not there.
+
+        zarr fills such a chunk with one value, so an incomplete copy would look whole.
+        """
         from zarr.core.sync import sync
 
         array = self._array()

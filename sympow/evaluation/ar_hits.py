@@ -26,7 +26,10 @@ PARTS = ("hits", "frequent", "new")
 
 
 class Cell(NamedTuple):
-    """Tokens whose count, distance or document is start..end-1: how many, their mean loss in nats (NaN for none)."""
+    """Holds the number and mean loss of the tokens whose count, distance or document is start..end-1.
+
+    The loss is in nats, NaN for no tokens.
+    """
 
     start: int
     end: int
@@ -35,17 +38,18 @@ class Cell(NamedTuple):
 
     @property
     def perplexity(self) -> float:
+        """Returns exp of the mean loss."""
         return math.exp(self.loss)
 
     @property
     def middle(self) -> float:
-        """The geometric middle of its counts or distances."""
+        """Returns the geometric middle of its counts or distances."""
         return math.sqrt(self.start * (self.end - 1))
 
 
 @dataclass(frozen=True)
 class HitLosses:
-    """Losses of one model, summed over the tokens that agree in how far back and how frequent their bigram is.
+    """Holds losses of one model, summed over tokens whose bigrams are equally far back and equally frequent.
 
     Attributes:
         context: predictions in a row.
@@ -109,8 +113,10 @@ class HitLosses:
         return rates
 
     def distance_law(self) -> tuple[float, float]:
-        """Returns c and a of the power law rate = c * distance**-a that fits `distance_rates` best, weighted by tokens;
-        both NaN where AR hits have fewer than two distances."""
+        """Returns c and a of the power law rate = c * distance**-a that fits `distance_rates` best.
+
+        Distances are weighted by tokens. Both are NaN where AR hits have fewer than two distances.
+        """
         found = [
             (cell.middle, rate, cell.tokens)
             for cell, rate in zip(self.by_distance(), self.distance_rates(), strict=True)
@@ -139,7 +145,7 @@ class HitLosses:
 
 
 class Share(NamedTuple):
-    """How much of the gap between two models is in a slice, each with the ends of its 95% interval.
+    """Tells how much of the gap between two models is in a slice, each with the ends of its 95% interval.
 
     nats: what the slice adds to the difference of mean losses. share: that over the whole difference.
     """
@@ -153,8 +159,10 @@ class Share(NamedTuple):
 
 
 def bigram_distances(tokens: np.ndarray) -> np.ndarray:
-    """Returns for rows [B, T + 1] how many tokens ago the bigram of each token but the first ended last, int64 [B, T];
-    0 where the bigram is new in its row."""
+    """Returns how many tokens ago the bigram of each token of rows [B, T + 1] ended last, int64 [B, T].
+
+    The first token has no bigram. A distance of 0 means that the bigram is new in its row.
+    """
     rows = torch.from_numpy(np.asarray(tokens, np.int64))
     return distance_to_previous(rows[:, :-1] * (int(tokens.max(initial=0)) + 1) + rows[:, 1:]).numpy()
 
@@ -173,7 +181,12 @@ def hit_losses(
     """Measures a model's losses on held-out rows by the distance and the count of the bigram of every token.
 
     Args:
-        model, corpus, context, rows, seed, progress: as of `context_losses`; the rows are the same.
+        model: as of `context_losses`; the rows are the same.
+        corpus: as of `context_losses`; the rows are the same.
+        context: as of `context_losses`; the rows are the same.
+        rows: as of `context_losses`; the rows are the same.
+        seed: as of `context_losses`; the rows are the same.
+        progress: as of `context_losses`; the rows are the same.
         counts: of the bigrams of the training documents, by `count_bigrams`.
         frequent: the most that a bigram may occur in training for an AR hit.
 
@@ -242,8 +255,10 @@ def bootstrap_shares(
 
 
 def published_share(hits: float, whole: float) -> float:
-    """Returns the share of AR hits in a gap by the rule of the source, from both in nats: at most 1, and 1 where a
-    model is ahead on all tokens but not on the hits. NaN where it is behind on neither."""
+    """Returns the share of AR hits in a gap by the rule of the source, from both in nats.
+
+    It is at most 1, and 1 where a model is ahead on all tokens but not on the hits. NaN where it is behind on neither.
+    """
     if whole <= 0:
         return 1.0 if hits > 0 else math.nan
     return min(1.0, hits / whole)

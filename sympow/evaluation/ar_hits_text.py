@@ -25,8 +25,10 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A row of text: the strings of its T targets, and of each the slice, the distance and count of its bigram, and the
-    loss of every run in nats."""
+    """Holds a row of text: the strings of its T targets.
+
+    Of each target it holds the slice, the distance and count of its bigram, and the loss of every run in nats.
+    """
 
     pieces: Sequence[str]
     slices: Sequence[str]
@@ -48,7 +50,10 @@ def example(
 
     Args:
         models: by the name of their run.
-        corpus, counts, context, frequent: as of `hit_losses`.
+        corpus: as of `hit_losses`.
+        counts: as of `hit_losses`.
+        context: as of `hit_losses`.
+        frequent: as of `hit_losses`.
         row: one of `choose_rows`, int64 [2].
         text: what a token stands for.
     """
@@ -63,8 +68,10 @@ def example(
 
 
 def to_html(examples: Sequence[Example], title: str) -> str:
-    """Returns a page that stands alone: a block for each row, a column for each run, the stronger a token's colour the
-    higher its loss; pointing at a token shows the numbers."""
+    """Returns a page that stands alone: a block for each row, a column for each run.
+
+    The stronger a token's colour, the higher its loss. Pointing at a token shows the numbers.
+    """
     key = " ".join(f'<span style="{_css(each, WORST / 2)}">{_MEANINGS[each]}</span>' for each in PARTS)
     blocks = []
     for number, row in enumerate(examples, 1):

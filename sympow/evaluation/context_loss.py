@@ -45,7 +45,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextLosses:
-    """Losses of one model on rows of `context` predictions.
+    """Holds losses of one model on rows of `context` predictions.
 
     position_losses: mean over the rows of the loss at every position, nats, float64 [context].
     row_losses: mean of every row in every bin, nats, float64 [rows, bins].
@@ -56,25 +56,30 @@ class ContextLosses:
 
     @property
     def context(self) -> int:
+        """Returns the predictions in a row."""
         return len(self.position_losses)
 
     @property
     def rows(self) -> int:
+        """Returns the number of rows."""
         return len(self.row_losses)
 
     @property
     def tokens(self) -> int:
-        """Targets predicted in all."""
+        """Returns the number of targets predicted."""
         return self.rows * self.context
 
     @property
     def loss(self) -> float:
-        """Mean over all positions, nats."""
+        """Returns the mean over all positions, in nats."""
         return float(self.position_losses.mean())
 
     @property
     def bins(self) -> list[Bin]:
-        """The curve. Rows count as independent for the standard error, which windows of one document are not quite."""
+        """Returns the curve, a bin of positions after the other.
+
+        For the standard error rows count as independent, which windows of one document are not quite.
+        """
         means = self.row_losses.mean(axis=0)
         errors = np.full(len(means), np.nan)
         if self.rows > 1:
@@ -87,8 +92,12 @@ class ContextLosses:
 
     @property
     def best(self) -> Bin:
-        """The bin of the lowest loss. Its loss is the best-context loss: how well the model predicts where its context
-        suits it best, whatever it was trained or evaluated on [Buckman & Gelada, Compute-Optimal Context Size, 2024].
+        """Returns the bin of the lowest loss.
+
+        Its loss is the best-context loss.
+
+        That is how well the model predicts where its context suits it best, whatever it was trained or evaluated on
+        [Buckman & Gelada, Compute-Optimal Context Size, 2024].
 
         Bins of fewer than LEAST_POSITIONS positions do not compete, unless the context is too short for others: their
         loss tells how texts begin, not what a context is worth.
@@ -98,7 +107,7 @@ class ContextLosses:
 
 
 class Curve(NamedTuple):
-    """A run's losses under its name, with the context it was trained on if known."""
+    """Holds a run's losses under its name, with the context it was trained on if known."""
 
     run: str
     losses: ContextLosses
@@ -106,14 +115,14 @@ class Curve(NamedTuple):
 
 
 def bin_edges(context: int) -> list[int]:
-    """Edges of the bins of positions 0..context-1: 0, 1, 2, 4, 8, ... and `context`."""
+    """Returns edges of the bins of positions 0..context-1: 0, 1, 2, 4, 8, ... and `context`."""
     if context < 1:
         raise ValueError(f"context must be at least 1, got {context}")
     return [0, *(1 << k for k in range((context - 1).bit_length())), context]
 
 
 def choose_rows(corpus: Documents, context: int, rows: int, seed: int = 0) -> np.ndarray:
-    """Which stretches of a corpus to evaluate on: int64 [rows, 2], document and first token, in reading order.
+    """Chooses the parts of a corpus to evaluate on: int64 [rows, 2], document and first token, in reading order.
 
     Documents of at least context + 1 tokens are cut into windows of context + 1, of which `rows` are drawn
     without replacement, or all if there are no more. The draw depends on the lengths and the arguments
@@ -145,14 +154,15 @@ def choose_rows(corpus: Documents, context: int, rows: int, seed: int = 0) -> np
 def context_losses(
     model: Any, corpus: Documents, context: int, rows: int = 16, *, seed: int = 0, progress: str | None = None
 ) -> ContextLosses:
-    """Losses of a model at every position of held-out rows.
+    """Computes the losses of a model at every position of held-out rows.
 
     Args:
         model: a module with `token_losses(tokens, targets) -> [B, T]`, as `sympow.models.LanguageModel`. It is put in
             evaluation mode meanwhile. Rows go to the device of its parameters.
         corpus: documents, a `sympow.data` corpus.
         context: predictions in a row; may exceed what the model was trained on.
-        rows, seed: see `choose_rows`.
+        rows: see `choose_rows`.
+        seed: see `choose_rows`.
         progress: what to call the work on stderr, where a bar or lines then tell how far it is, as `Progress` does.
 
     Raises ValueError where no document is long enough; ImportError without tqdm if a bar is to be shown.
@@ -185,7 +195,10 @@ def score_rows(
     """Yields the losses of a model on rows, a batch of BATCH_TOKENS tokens at a time, in the order of the rows.
 
     Args:
-        model, corpus, context, progress: as of `context_losses`.
+        model: as of `context_losses`.
+        corpus: as of `context_losses`.
+        context: as of `context_losses`.
+        progress: as of `context_losses`.
         chosen: what `choose_rows` gives.
     """
     device = next(model.parameters()).device
@@ -207,7 +220,7 @@ def score_rows(
 
 
 def write_csv(path: str | os.PathLike[str], curves: Iterable[Curve]) -> None:
-    """The curves of several runs as one tidy table, a line a bin.
+    """Writes the curves of several runs as one table, a line for each bin.
 
     Columns: run, bin_start, bin_end (exclusive), loss and stderr in nats a token, tokens, train_context (empty where
     it is not known).

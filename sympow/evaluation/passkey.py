@@ -62,13 +62,14 @@ def passkey_recall(
     seed: int = 0,
     quiet: bool = True,
 ) -> list[PasskeyRow]:
-    """Recall at every context and depth.
+    """Measures recall at every context and depth.
 
     All models of one tokenizer get the same texts.
 
     Args:
         name: of the model, in the rows.
         continues: the model, such as from `native` or `transformers`.
+        tokenizer: of the model.
         contexts: tokens of a text, the answer with it.
         depths: places of the number, each in [0, 1].
         texts: for each context and depth, with a number each.
@@ -97,7 +98,7 @@ def passkey_recall(
 
 
 def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
-    """A text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
+    """Makes a text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
 
     Raises ValueError where they do not fit.
     """
@@ -116,7 +117,7 @@ def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tupl
 
 
 def native(model: LanguageModel) -> Continue:
-    """A model of sympow, which reads in chunks and continues from its state."""
+    """Wraps a model of sympow, which reads in chunks and continues from its state."""
 
     def continues(texts: Tensor, count: int) -> Tensor:
         return generate(model, texts, count, temperature=0.0).tokens
@@ -125,7 +126,7 @@ def native(model: LanguageModel) -> Continue:
 
 
 def transformers(model: Any) -> Continue:
-    """A causal language model of Hugging Face transformers: softmax teachers and models of sympow alike."""
+    """Wraps a causal language model of Hugging Face transformers, a softmax teacher or a model of sympow."""
 
     def continues(texts: Tensor, count: int) -> Tensor:
         texts = texts.to(model.device)
@@ -138,7 +139,7 @@ def transformers(model: Any) -> Continue:
 
 
 def write_passkeys(path: str | os.PathLike[str], rows: Iterable[PasskeyRow]) -> None:
-    """The rows as a table, a line each."""
+    """Writes the rows as a table, a line each."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(PasskeyRow._fields)
@@ -147,7 +148,7 @@ def write_passkeys(path: str | os.PathLike[str], rows: Iterable[PasskeyRow]) -> 
 
 
 def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> None:
-    """Draw accuracy over context and depth, a panel a model, into an image whose format follows from its suffix.
+    """Draws accuracy over context and depth, a panel a model, into an image whose format follows from its suffix.
 
     Raises ValueError without rows, ImportError without matplotlib.
     """

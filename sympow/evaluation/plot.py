@@ -16,7 +16,7 @@ FIRST_CONTEXT = 16  # shorter contexts are left out of the image: their losses a
 def plot_context_losses(
     curves: Sequence[Curve], path: str | os.PathLike[str], title: str = "Loss by context length"
 ) -> None:
-    """Draw the curves into an image, whose format follows from the suffix of `path` (.png, .svg, .pdf).
+    """Draws the curves into an image, whose format follows from the suffix of `path` (.png, .svg, .pdf).
 
     A point is the mean loss of a bin, at the geometric middle of its context lengths; the band is one standard
     error. Vertical lines mark the contexts trained on, where they lie within the image.
@@ -76,7 +76,7 @@ def plot_context_losses(
 
 
 def shown_bins(curve: Curve) -> list[Bin]:
-    """The bins that are drawn: those from FIRST_CONTEXT on, or all where the curve ends before."""
+    """Returns the bins that are drawn: those from FIRST_CONTEXT on, or all where the curve ends before."""
     bins = curve.losses.bins
     return [each for each in bins if each.start >= FIRST_CONTEXT] or bins
 

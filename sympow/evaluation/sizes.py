@@ -32,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A named table of plain values."""
+    """Holds a named table of plain values."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
 
     def text(self) -> str:
-        """The table in aligned columns under its title."""
+        """Returns the table in aligned columns under its title."""
         lines = [[column.heading for column in self.columns]]
         lines += [[column.show(value) for column, value in zip(self.columns, row, strict=True)] for row in self.rows]
         widths = [max(len(cell) for cell in cells) for cells in zip(*lines, strict=True)]
@@ -51,7 +51,7 @@ class Table:
         return "\n".join([self.title, *(line.rstrip() for line in padded)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The table for JSON: name, title and a dictionary a row, of exact numbers."""
+        """Returns the table for JSON: name, title and a dictionary for each row, of exact numbers."""
         names = [column.name for column in self.columns]
         return {
             "name": self.name,
@@ -68,9 +68,10 @@ def size_tables(
     window: int = WINDOW,
     element_bytes: int = 2,
 ) -> list[Table]:
-    """The tables of a model shape, e.g. of `ModelShape.of(*sympow.models.PRESETS["small"])`.
+    """Returns the tables of a model shape, e.g. of `ModelShape.of(*sympow.models.PRESETS["small"])`.
 
     Args:
+        shape: the sizes of the model.
         powers: the p of power attention, in the tables of states.
         contexts: in tokens, for what grows with the context and for the ratios.
         window: of window attention, in tokens.

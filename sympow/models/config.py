@@ -28,7 +28,7 @@ def _with_lists(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """A mixer by its name in `sympow.layers.MIXERS`, with options of its constructor (JSON values).
+    """Names a mixer by its name in `sympow.layers.MIXERS`, with options of its constructor (JSON values).
 
     Raises ValueError for a name or an option that does not exist.
     """
@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """The hidden width of the MLP; 0 if the blocks have none."""
+        """Returns the hidden width of the MLP; 0 if the blocks have none."""
         if self.body != "llama":
             return self.mlp_ratio * self.d_model
         return -(-8 * self.d_model // (3 * 64)) * 64 if self.mlp_hidden is None else self.mlp_hidden

@@ -37,12 +37,12 @@ _MOST_HEADER = 100_000_000  # bytes, the limit of the format
 
 
 class ContextError(RuntimeError):
-    """A context file that cannot be written, read or used; the message says which and why."""
+    """Says that a context file cannot be written, read or used; the message says which and why."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a model knows after some tokens.
+    """Holds what a model knows after some tokens.
 
     Attributes:
         state: of the model.
@@ -58,7 +58,7 @@ class Context:
 
     @property
     def rows(self) -> int:
-        """Sequences held, B."""
+        """Returns the number of sequences held, B."""
         return next((tensor.shape[0] for tensor in self.state.tensors()), 1)
 
     @classmethod
@@ -134,7 +134,9 @@ def save_context(
     """Writes a context file, atomically: a kill leaves the file that was there, or the new one.
 
     Args:
+        path: of the file to write.
         model: the one that has read the context.
+        context: what the model has read.
         dtype: "float32" keeps every tensor as it is held, so that continuing is as if the model had never
             stopped. "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
         known: the `fingerprint` of the model, if it was taken before.

@@ -31,11 +31,17 @@ _ADDS_IN_FLOAT32 = torch.__version__ >= "2.11"
 
 
 class CrossEntropy(nn.Module):
-    """Losses of rows of logits, and their gradients; a module so that it can be compiled (`nn.Module.compile`)."""
+    """Computes losses of rows of logits, and their gradients.
+
+    It is a module so that it can be compiled (`nn.Module.compile`).
+    """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [N, W] (-inf: no token), targets int64 [N] -> losses [N] in float32 (float64 for such logits), 0 where
-        the target is -100. The logits are overwritten with the gradients of the losses by them."""
+        """Returns the losses [N] of logits [N, W], and overwrites the logits with the gradients of the losses.
+
+        A logit of -inf stands for no token. Targets are int64 [N]; the loss is 0 where the target is -100. Losses are
+        float32, or float64 for such logits.
+        """
         real = targets != IGNORE
         dtype = torch.promote_types(logits.dtype, torch.float32)
         compiled = torch.compiler.is_compiling()
@@ -60,12 +66,15 @@ class CrossEntropy(nn.Module):
 
 
 class Divergence(nn.Module):
-    """Kullback-Leibler divergences of rows of logits from a teacher's, and their gradients; see `CrossEntropy`."""
+    """Computes divergences of rows of logits from a teacher's, and their gradients; see `CrossEntropy`."""
 
     def forward(self, logits: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
-        """logits and teacher [N, W] (-inf: no token), real bool [N] -> sums over tokens of p (log p - log q) [N], p the
-        teacher's and q the student's, in float32 (float64 for such logits), 0 where not real. The logits are
-        overwritten with the gradients of the divergences by them."""
+        """Returns the divergences [N] of rows of logits, and overwrites the logits with their gradients.
+
+        A divergence is the sum over tokens of p (log p - log q), p the teacher's and q the student's. It is float32
+        (float64 for such logits), and 0 where `real`, bool [N], is False. `logits` and `teacher` are [N, W]; -inf
+        stands for no token.
+        """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         own, other = logits.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
         p = other.exp()
@@ -77,14 +86,16 @@ class Divergence(nn.Module):
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int, cross_entropy: CrossEntropy
 ) -> Tensor:
-    """The sum of -log softmax(hidden weight^T)[target] over all targets that are not -100, in nats: a scalar, float32
-    (float64 of such inputs). Differentiable once, in hidden and weight.
+    """Sums up -log softmax(hidden weight^T)[target] over all targets that are not -100, in nats.
+
+    Returns a scalar, float32 (float64 of such inputs), differentiable once, in hidden and weight.
 
     Args:
         hidden: [N, d]. Under autocast the products are of its dtype.
         weight: [V, d].
         targets: int64 [N].
         rows: tokens of a slice.
+        cross_entropy: the module that computes the losses of a slice.
     """
     return _sliced_sum(hidden, weight, rows, lambda logits, here: cross_entropy(logits, targets[here]))
 
@@ -99,14 +110,18 @@ def divergence_sum(
     rows: int,
     divergence: Divergence,
 ) -> Tensor:
-    """The sum over tokens of KL(softmax(teacher_hidden teacher_weight^T) || softmax(hidden weight^T)) in nats, a scalar
-    as that of `cross_entropy_sum`, differentiable in hidden and weight.
+    """Sums up KL(softmax(teacher_hidden teacher_weight^T) || softmax(hidden weight^T)) over tokens, in nats.
+
+    Returns a scalar as that of `cross_entropy_sum`, differentiable in hidden and weight.
 
     Args:
-        hidden, weight, rows: as for `cross_entropy_sum`.
+        hidden: as for `cross_entropy_sum`.
+        weight: as for `cross_entropy_sum`.
         teacher_hidden: [N, d'].
         teacher_weight: [V, d'].
         real: bool [N], which tokens count.
+        rows: as for `cross_entropy_sum`.
+        divergence: the module that computes the divergences of a slice.
     """
     dtype = _dtype(hidden)
     padded = _padded(teacher_weight, dtype)

@@ -21,7 +21,7 @@ _GRAPHED = 16  # tokens: to make a graph of a step takes as long as some steps
 
 
 class Drawn(NamedTuple):
-    """A token as `stream` yields it.
+    """Holds a token as `stream` yields it.
 
     Attributes:
         token: int64 [B], the next of every row.
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """What `generate` returns.
+    """Holds what `generate` returns.
 
     Attributes:
         tokens: int64 [B, max_new_tokens], without the prompt.
@@ -108,6 +108,7 @@ def stream(
     """Continues every row of a prompt: the tokens as they are drawn.
 
     Args:
+        model: the model that continues.
         prompt: int64 [B, T], T >= 1; T may be 0 behind a context.
         max_new_tokens: tokens to draw, at least 1.
         temperature: divides the logits; 0 always takes the likeliest token.

@@ -30,7 +30,7 @@ _LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 @dataclass
 class ModelState(MixerState):
-    """One state a block: that of its mixer, with what the body adds to it."""
+    """Holds a state for each block: that of its mixer, with what the body adds to it."""
 
     layers: list[MixerState]
 
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
             draw_normal(self.head.weight, std, generator)
 
     def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab_size] of the token after each of tokens [B, T].
+        """Returns logits [B, T, vocab_size] of the token after each of tokens [B, T].
 
         Args:
             tokens: int64 [B, T], T >= 1.
@@ -94,12 +94,15 @@ class LanguageModel(nn.Module):
         return self._head(self._hidden(tokens, cu_seqlens))
 
     def token_losses(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """-log p(target) in nats of every target, float32 (float64 of such a model) [B, T]; 0 where the target is -100.
+        """Returns -log p(target) in nats of every target [B, T], 0 where the target is -100.
+
+        The dtype is float32, or float64 of such a model.
 
         Only a slice of the logits stands in memory at a time; the backward recomputes them.
 
         Args:
-            tokens, cu_seqlens: as for `forward`.
+            tokens: as for `forward`.
+            cu_seqlens: as for `forward`.
             targets: int64 [B, T]: tokens of the vocabulary, or -100.
         """
         self._check_targets(targets, tokens)
@@ -115,8 +118,10 @@ class LanguageModel(nn.Module):
         return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The sum of `token_losses`, a scalar: what training needs. Its gradient is formed along with it, so that the
-        logits are computed once."""
+        """Returns the sum of `token_losses`, a scalar: what training needs.
+
+        Its gradient is formed along with it, so that the logits are computed once.
+        """
         self._check_targets(targets, tokens)
         hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
         rows, weight = self._logit_rows(hidden), self.head_weight
@@ -125,10 +130,12 @@ class LanguageModel(nn.Module):
     def divergence_sum(
         self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The sum over all tokens whose target is not -100 of KL(teacher || model), in nats: a scalar, as `loss_sum`.
+        """Sums up KL(teacher || model) over all tokens whose target is not -100, in nats; a scalar, as `loss_sum`.
 
         Args:
-            tokens, targets, cu_seqlens: as for `token_losses`.
+            tokens: as for `token_losses`.
+            targets: as for `token_losses`.
+            cu_seqlens: as for `token_losses`.
             teacher: a model of the same vocabulary, on the same device; it gets no gradient.
 
         Raises ValueError where the vocabularies differ.
@@ -145,7 +152,7 @@ class LanguageModel(nn.Module):
     def mixing_error_sum(
         self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The sum over all tokens whose target is not -100 of the error of what mixers add to their blocks' inputs.
+        """Sums up the error of what mixers add to their blocks' inputs, over all tokens whose target is not -100.
 
         Every block gets the input that it has in the teacher. The error of a token is its squared difference to what
         the teacher's mixer adds, over the mean square of that in all tokens, as a mean over the layers. Layers whose
@@ -153,7 +160,9 @@ class LanguageModel(nn.Module):
         trained.
 
         Args:
-            tokens, targets, cu_seqlens: as for `token_losses`.
+            tokens: as for `token_losses`.
+            targets: as for `token_losses`.
+            cu_seqlens: as for `token_losses`.
             teacher: a model of the same blocks but for the mixers, on the same device; it gets no gradient.
 
         Raises ValueError where blocks, width or vocabularies differ, or the body is not of norm, mixer and MLP.
@@ -180,18 +189,20 @@ class LanguageModel(nn.Module):
         return torch.stack(errors).mean()
 
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """From now on `forward`, `token_losses` and `loss_sum` take this rank's part of every row, see
-        `Mixer.split_context`."""
+        """Makes `forward`, `token_losses` and `loss_sum` take this rank's part of every row from now on.
+
+        See `Mixer.split_context`.
+        """
         for block in self.blocks:
             block.split_context(group)
 
     def checkpoint_activations(self) -> None:
-        """From now on the backward recomputes every block: memory of one block's activations, a third more time."""
+        """Makes the backward recompute every block, so that memory holds the activations of one block."""
         for block in self.blocks:
             block.recompute = True
 
     def compile_parts(self, **options: Any) -> None:
-        """From now on every block, the norms around them and the losses run compiled, a graph each.
+        """Makes every block, the norms around them and the losses run compiled from now on, a graph each.
 
         Args:
             options: of torch.compile.
@@ -202,7 +213,7 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ModelState:
-        """The state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
+        """Returns the state before the first token; `device` and `dtype` as in `Mixer.init_state`."""
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
@@ -219,8 +230,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def try_step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, After]:
-        """Reads T' >= 1 tokens [B, T'] that can still be taken back: the logits after each, [B, T', vocab_size], and
-        `after`. after(n) is the state after the first n of them, 0 to T', as if the others had never been read.
+        """Reads T' >= 1 tokens [B, T'] that can still be taken back.
+
+        Returns the logits after each, [B, T', vocab_size], and `after`: after(n) is the state after the first n of
+        them, 0 to T', as if the others had never been read.
 
         The given state is used up, and `after` can be called once. Power attention folds what is kept into its state;
         caches are cut; mixers that know no better step copies of their states, token by token.
@@ -238,16 +251,16 @@ class LanguageModel(nn.Module):
         return self._head(self.final_norm(x)), state_after
 
     def state_size(self, context: int) -> int:
-        """Elements the state holds per sequence after `context` tokens."""
+        """Returns the number of elements the state holds for a sequence after `context` tokens."""
         return sum(block.state_size(context) for block in self.blocks)
 
     def num_parameters(self) -> int:
-        """Parameters, a tied head counted once."""
+        """Counts the parameters, a tied head counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def head_weight(self) -> Tensor:
-        """The weights of the head [vocab_size, d]: those of the embedding, if it is tied."""
+        """Returns the weights of the head [vocab_size, d]: those of the embedding, if it is tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -15,9 +15,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """Divides x [..., d] by its root mean square, in float32 at least, and multiplies what is rounded to the
-    dtype of x with the weight: the order of the Llama models of Hugging Face (Zhang and Sennrich, 2019, is the
-    source).
+    """Divides x [..., d] by its root mean square and multiplies with the weight (Zhang and Sennrich, 2019).
+
+    The division is in float32 at least. The result is rounded to the dtype of x before the product with the weight,
+    which is the order of the Llama models of Hugging Face.
 
     Args:
         d_model: d.

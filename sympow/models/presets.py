@@ -26,8 +26,9 @@ def preset(
     mixers: Sequence[MixerConfig] | MixerConfig = _POWER,
     body: Body = "gpt2",
 ) -> ModelConfig:
-    """Gives a shape of `PRESETS` with a vocabulary, mixers and a body. The bodies have as many weights but for
-    a percent or two.
+    """Gives a shape of `PRESETS` with a vocabulary, mixers and a body.
+
+    The bodies have as many weights but for a percent or two.
 
     With 50,257 tokens and softmax attention the gpt2 body counts 123,654,912 parameters in "small", 353,776,640
     in "medium", 772,721,920 in "large" and 1,555,976,000 in "xl". They are published as 124M, 335M, 774M and

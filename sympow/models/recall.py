@@ -15,7 +15,7 @@ _POSITIONS_SEED = 1 << 31
 
 
 class RecallModel(LanguageModel):
-    """`LanguageModel` for tasks in which few tokens have a target.
+    """Computes logits as `LanguageModel` does, for tasks in which few tokens have a target.
 
     Args:
         config: the shape and the mixers.
@@ -34,7 +34,7 @@ class RecallModel(LanguageModel):
             draw_normal(self.positions.data, 0.02, generator)
 
     def query_logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Logits [B, Q, vocab_size] of what follows tokens [B, T] at places [B, Q] of every row; both int64.
+        """Returns logits [B, Q, vocab_size] of what follows tokens [B, T] at places [B, Q] of every row; both int64.
 
         The head is the largest product of a small model: with Q of T tokens labelled it costs Q / T of `forward`'s.
         """
@@ -42,7 +42,10 @@ class RecallModel(LanguageModel):
         return self._head(hidden.gather(1, places.unsqueeze(2).expand(-1, -1, hidden.shape[2])))
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """As of `LanguageModel`; ValueError with learned positions."""
+        """Steps as `LanguageModel.step` does.
+
+        Raises ValueError with learned positions.
+        """
         if self.positions is not None:
             raise ValueError("a model with learned positions has no step: its state does not say where it stands")
         return super().step(tokens, state)

@@ -22,7 +22,9 @@ from sympow.models.step_graphs import StepGraphs
 
 
 class Slots:
-    """Holds the states of up to `capacity` sequences of one model. Rows 0 to `count - 1` are in use.
+    """Holds the states of up to `capacity` sequences of one model.
+
+    Rows 0 to `count - 1` are in use.
 
     States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
     key/value caches, every sequence keeps its own state, and the mixer is stepped row by row. The results are the same,

@@ -22,7 +22,9 @@ _LONGEST_PAUSE = 64  # tokens
 
 
 class Drafts(ABC):
-    """Proposes the next tokens of one text. Subclasses say how.
+    """Proposes the next tokens of one text.
+
+    Subclasses say how.
 
     Attributes:
         proposed: draft tokens since `begin`.
@@ -47,10 +49,11 @@ class Drafts(ABC):
 
 
 class NgramDrafts(Drafts):
-    """Prompt lookup: finds an earlier occurrence of the last tokens, and proposes the tokens that followed it.
+    """Finds an earlier occurrence of the last tokens, and proposes the tokens that followed it (prompt lookup).
 
     Args:
-        longest, shortest: how many last tokens are looked up, the longest first.
+        longest: how many last tokens are looked up, the longest first.
+        shortest: how many last tokens are looked up, the longest first.
     """
 
     def __init__(self, longest: int = 5, shortest: int = 2):
@@ -163,7 +166,10 @@ def speculative_steps(
     """Draws `count` tokens more after `token` [1], as `draw` would from one step after another.
 
     Args:
+        model: the model whose tokens are drawn.
+        token: int64 [1], the last token drawn.
         state: what has read all before `token`.
+        count: how many tokens to draw.
         draw: logits [1, vocab] to a token [1].
         drafts: begun.
         text: the prompt and `token`.

@@ -46,7 +46,9 @@ class Load(NamedTuple):
 
 
 class Engine:
-    """Continues many prompts at a time. Call `start` first; `submit` and `close` work from any thread.
+    """Continues many prompts at a time.
+
+    Call `start` first; `submit` and `close` work from any thread.
 
     Args:
         model: in evaluation mode, on its device.

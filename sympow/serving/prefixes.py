@@ -29,7 +29,9 @@ _SUFFIX = ".ctx"
 
 
 class PrefixKeys:
-    """Names all prefixes of a sequence of tokens. Equal prefixes of the same model have equal names.
+    """Names all prefixes of a sequence of tokens.
+
+    Equal prefixes of the same model have equal names.
 
     Args:
         tokens: integers [T], on the CPU.
@@ -79,7 +81,9 @@ class Prefix:
 
 
 class PrefixCache:
-    """Keeps prefixes in memory, and those dropped from memory in a folder. All methods work from any thread.
+    """Keeps prefixes in memory, and those dropped from memory in a folder.
+
+    All methods work from any thread.
 
     Args:
         model: whose states these are.
@@ -108,7 +112,7 @@ class PrefixCache:
         return len(self._prefixes)
 
     def keys(self, tokens: Tensor) -> PrefixKeys:
-        """Names the prefixes of int64 tokens [T]."""
+        """Starts the names of the prefixes of int64 tokens [T]."""
         return PrefixKeys(tokens, [self._salt])
 
     def fetch(self, keys: PrefixKeys) -> None:

@@ -12,7 +12,9 @@ from sympow.serving.requests import Sampling, TokenLogprob
 
 
 class Draws:
-    """Holds the options and random numbers of one request. A seed gives the tokens that `sympow.models.stream` gives.
+    """Holds the options and random numbers of one request.
+
+    A seed gives the tokens that `sympow.models.stream` gives.
 
     Args:
         options: how to draw.
@@ -25,7 +27,9 @@ class Draws:
 
 
 def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
-    """Draws a token from each row of logits [B, vocab]. A row that is not finite gives None.
+    """Draws a token from each row of logits [B, vocab].
+
+    A row that is not finite gives None.
 
     The call waits for a GPU once.
     """

@@ -8,7 +8,9 @@ from sympow.data import StreamDecoder, Tokenizer
 
 
 class AnswerText:
-    """Turns tokens into text. Text that was returned does not change later.
+    """Turns tokens into text.
+
+    Text that was returned does not change later.
 
     Text that may be the beginning of a stop sequence is held back until that is decided. A stop sequence and the text
     behind it are never returned.

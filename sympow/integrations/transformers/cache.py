@@ -62,7 +62,7 @@ class SympowCacheLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, over the whole batch."""
+        """Returns bytes of the states, over the whole batch."""
         return sum(state.nbytes for state in self.states if state is not None)
 
 
@@ -101,7 +101,7 @@ class SympowCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states, over the whole batch."""
+        """Returns bytes of all states, over the whole batch."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -113,7 +113,7 @@ class SympowCache(Cache):
         return bool(self.groups)
 
     def states(self, group: int) -> list[MixerState | None]:
-        """The states of a group, one a block."""
+        """Returns the states of a group, one a block."""
         return [layer.states[group] for layer in self.layers]
 
     def parts(self, rows: int, counts: Sequence[int] | None, time: int) -> list[Part]:
@@ -196,7 +196,7 @@ class SympowCache(Cache):
 
 
 def moved(state: Value, offset: int) -> Value:
-    """`state` with its rotation `offset` positions later, where nothing but differences of positions matters.
+    """Returns `state` with its rotation `offset` positions later, where nothing but differences of positions matters.
 
     Rows of a batch that begin at different columns then stand at the same position, so that their states
     join.

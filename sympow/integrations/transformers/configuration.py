@@ -15,7 +15,9 @@ class SympowConfig(PreTrainedConfig):
     Args:
         model: what `ModelConfig.to_dict` gives, or a `ModelConfig`; None: the preset "mini" over bytes.
         use_cache: whether a forward in evaluation mode returns a cache, where it is not told.
-        pad_token_id, bos_token_id, eos_token_id: as in transformers.
+        pad_token_id: as in transformers.
+        bos_token_id: as in transformers.
+        eos_token_id: as in transformers.
 
     Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings`
     replace what `model` says.
@@ -40,7 +42,7 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model as sympow describes it."""
+        """Returns the model as sympow describes it."""
         return ModelConfig.from_dict(self.model)
 
     @property

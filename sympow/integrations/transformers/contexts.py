@@ -42,6 +42,7 @@ def save_context(
     """Writes what a cache holds into a context file, which `sympow.models.load_context` reads too.
 
     Args:
+        path: of the file to write.
         model: the one that has filled the cache.
         cache: of rows without padding.
         input_ids: int64 [B, T], all tokens that the cache has read since it was made or loaded.

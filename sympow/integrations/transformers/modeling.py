@@ -125,10 +125,12 @@ class SympowModel(SympowPreTrainedModel):
                 tokens.
             position_ids: not read; a position is a number of tokens read.
             past_key_values: the cache to continue, which is changed.
+            inputs_embeds: [B, T, d], in place of `input_ids`.
             use_cache: whether to return a cache; None: as the configuration says, but not in training.
             output_hidden_states: whether to return the input of every block too, and what the last norm
                 gives.
             cu_seq_lens_q: documents packed into a single row, as `cu_seqlens` of `LanguageModel.forward`.
+            **kwargs: not read; callers of transformers pass more.
 
         Raises ValueError for arguments that do not fit together, TypeError for a cache of another model.
         """
@@ -312,9 +314,17 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         """Computes logits [B, T, vocab_size] of the token after each; arguments as for `SympowModel.forward`.
 
         Args:
+            input_ids: as for `SympowModel.forward`.
+            attention_mask: as for `SympowModel.forward`.
+            position_ids: as for `SympowModel.forward`.
+            past_key_values: as for `SympowModel.forward`.
+            inputs_embeds: as for `SympowModel.forward`.
             labels: int64 [B, T], the tokens themselves, -100 where there is no loss: gives `loss`, of every
                 token's prediction from those before it.
+            use_cache: as for `SympowModel.forward`.
+            output_hidden_states: as for `SympowModel.forward`.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
+            **kwargs: `cu_seq_lens_q` as for `SympowModel.forward`; others are not read.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -33,7 +33,9 @@ class Pretrained(NamedTuple):
 
 
 def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrained:
-    """Reads a pretrained model into the llama body with softmax attention. Its logits stay the same.
+    """Reads a pretrained model into the llama body with softmax attention.
+
+    Its logits stay the same.
 
     The rotation of those models turns the two halves of a head, and the rotation here turns neighbouring channels.
     Therefore rows of queries and keys, their biases and their norms are permuted.
@@ -71,6 +73,7 @@ def check_vocabulary(tokenizer: str, vocab_size: int, name: str) -> None:
 
     Args:
         tokenizer: the text of a tokenizer.json.
+        vocab_size: of the model.
         name: of the model, for the message.
     """
     spec = json.loads(tokenizer)

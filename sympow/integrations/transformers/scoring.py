@@ -26,12 +26,12 @@ class ScoredCausalLM(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: every token is below it."""
+        """Returns rows of the embedding: every token is below it."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a row that the model's configuration allows; None where it says nothing."""
+        """Returns the most tokens of a row that the model's configuration allows; None where it says nothing."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class PreNormBlock(Block):
 
 
 def step_mixer(mixer: Mixer, x: Tensor, state: Any, tokens: Tensor | None) -> tuple[Tensor, MixerState]:
-    """`mixer.step`; on `Rows` row by row."""
+    """Calls `mixer.step`, on `Rows` row by row."""
     if not isinstance(state, Rows):
         return mixer.step(x, state, **mixer.extras(tokens))
     rows = zip(x.split(1), state.rows, [None] * len(x) if tokens is None else tokens.split(1), strict=True)

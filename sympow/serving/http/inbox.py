@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Collects the pieces of one client's answers. `put` works in any thread, `get` in the event loop of the inbox.
+    """Collects the pieces of one client's answers.
+
+    `put` works in any thread, `get` in the event loop of the inbox.
 
     A reader that is slower than the engine gets several pieces at once; the engine never waits.
     """
@@ -51,10 +53,13 @@ class ClientLeftError(Exception):
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Cancels it and raises ClientLeftError if the client leaves first.
+    """Returns the result of `work`.
+
+    Cancels it and raises ClientLeftError if the client leaves first.
 
     Args:
         receive: of ASGI, after the whole body was read.
+        work: what the client waits for.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))

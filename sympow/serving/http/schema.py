@@ -29,7 +29,9 @@ class StreamOptions(_Body):
 
 
 class Generation(_Body):
-    """Holds the fields that completions and chat completions share. A null means the default.
+    """Holds the fields that completions and chat completions share.
+
+    A null means the default.
 
     `top_k` is not OpenAI's: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect.
     """

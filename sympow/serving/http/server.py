@@ -21,7 +21,9 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
 
     Args:
         service: what is served; its engine is started here, and closed at the end.
-        host, port: where to listen; port 0 takes a free one.
+        host: the address to listen at.
+        port: the port to listen at; 0 takes a free one.
+        grace: seconds that running requests get at the end.
         started: is called with the address once requests are taken.
 
     Raises ValueError for a port that does not exist, OSError where the address cannot be had.

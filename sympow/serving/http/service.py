@@ -121,8 +121,11 @@ class Service:
         """Returns the engine's requests: `body.n` for each prompt, in the order of the choices.
 
         Args:
+            body: what the client asked for.
+            prompts: int64 [T] each, a prompt for each list of choices.
             inbox: gets the pieces.
             new: tokens asked for; `default` if None.
+            default: tokens to write where `new` is None.
             logprobs: as in `Request`.
         """
         n = body.n or 1
