@@ -259,9 +259,7 @@ def continue_power(
     out, after = power_attention(q, k, v, log_g, **options)
     if after is None:
         raise RuntimeError("the op returned no state where one was asked for")
-    if isinstance(state, DecodingState):
-        return out, DecodingState.from_state(after, dtype=state.dtype, capacity=state.capacity)
-    return out, after
+    return out, state.continued(after) if isinstance(state, DecodingState) else after
 
 
 def try_power(
@@ -290,7 +288,7 @@ def try_power(
             return state
         if isinstance(state, PowerState):
             return folded(n)
-        return DecodingState.from_state(folded(n), dtype=state.dtype, capacity=state.capacity)
+        return state.continued(folded(n))
 
     return out, after
 

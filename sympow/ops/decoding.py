@@ -16,7 +16,7 @@ tokens, at most as many as the tail has room for, folds before it and not within
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -54,15 +54,22 @@ class DecodingState:
     `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
     as: `state.folded().save(path)`.
 
+    The tensors can be a pool of N slots, of which a batch takes any: `pool.at(slots)` is the state of the batch, and
+    steps change those slots and no others. Without `slots` the batch is all N. The tensors of a slot are contiguous;
+    strides between slots are free, so that the tensors of all layers can be views of one page a slot.
+
     Attributes:
-        s: [B, G, D, V] and z: [B, G, D], as in PowerState, after the last folded token.
-        tail_k: [B, G, C, K] and tail_v: [B, G, C, V], the tokens since, in any dtype of the inputs.
-        tail_g: [B, G, C], their log gates, in the dtype of s; 0 for tokens without a gate.
-        count: int32 [B, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
+        s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16, with z in
+            float32: half of the memory to read for a token, and rounded whenever a tail is folded.
+        tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens since, in any dtype of the inputs.
+        tail_g: [N, G, C], their log gates, in the dtype of z; 0 for tokens without a gate.
+        count: int32 [N, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
             more than C tokens folds on its way, too.
-        arrived: int32 [B, G], 0 between steps: a counter of the kernel's.
+        arrived: int32 [N, G], 0 between steps: a counter of the kernel's.
         p: the power; D = spow_dim(K, p).
         key_dim: K.
+        slots: int32 [B], the slot of each sequence of the batch, each from 0 to N - 1 and none twice; None: all of
+            them. The numbers are not checked, as a GPU would have to be waited for.
     """
 
     s: Tensor
@@ -74,9 +81,13 @@ class DecodingState:
     arrived: Tensor
     p: int
     key_dim: int
+    slots: Tensor | None = None
 
     def __post_init__(self) -> None:
-        PowerState(self.s, self.z, self.p, self.key_dim)  # which checks these
+        narrow = self.s.dtype == torch.bfloat16 and self.z.dtype == torch.float32
+        # A PowerState checks the others.
+        PowerState(self.z[..., None].expand_as(self.s) if narrow else self.s, self.z, self.p, self.key_dim)
+        _check_slots(self.slots, self.s)
         heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
         shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
         for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
@@ -86,12 +97,17 @@ class DecodingState:
                     f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "
                     f"{list(shape)}; got {list(x.shape)}"
                 )
-        if not all(x.is_contiguous() for x in self.tensors().values()):
-            raise ValueError("the tensors of a DecodingState must be contiguous")
+        if not all(x[:1].is_contiguous() for x in self.tensors().values()):
+            raise ValueError("the tensors of every slot of a DecodingState must be contiguous")
 
     @classmethod
     def from_state(
-        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int | None = None
+        cls,
+        state: PowerState,
+        *,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> DecodingState:
         """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
 
@@ -99,6 +115,7 @@ class DecodingState:
             dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
                 None.
             capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
+            state_dtype: of s: that of `state` (None), or bfloat16 for a float32 state.
         """
         if not isinstance(state, PowerState):
             raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
@@ -108,9 +125,14 @@ class DecodingState:
         dtype = state.s.dtype if dtype is None else dtype
         if torch.promote_types(dtype, torch.float32) != state.s.dtype:
             raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
+        state_dtype = state.s.dtype if state_dtype is None else state_dtype
+        if state_dtype not in (state.s.dtype, torch.bfloat16) or state.s.dtype == torch.float64 != state_dtype:
+            raise TypeError(
+                f"a {state.s.dtype} state is kept as it is, or in bfloat16 if it is float32; got {state_dtype}"
+            )
         shape, device = (*state.s.shape[:2], capacity), state.s.device
         return cls(
-            s=state.s.contiguous(),
+            s=state.s.to(state_dtype).contiguous(),
             z=state.z.contiguous(),
             tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
             tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
@@ -120,6 +142,11 @@ class DecodingState:
             p=state.p,
             key_dim=state.key_dim,
         )
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the batch, B."""
+        return self.s.shape[0] if self.slots is None else self.slots.shape[0]
 
     @property
     def capacity(self) -> int:
@@ -136,18 +163,64 @@ class DecodingState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the tail's spare room included."""
+        """Bytes held, the tail's spare room and all slots included."""
         return sum(x.nbytes for x in self.tensors().values())
+
+    def at(self, slots: Tensor | None) -> DecodingState:
+        """The state of a batch in these slots of the pool, int32 [B]; None: of all. It shares all tensors.
+
+        Raises TypeError or ValueError for another dtype, shape or device.
+        """
+        return replace(self, slots=slots)
+
+    def taken(self) -> DecodingState:
+        """The batch alone, copied out of its slots: for those that do not know slots."""
+        if self.slots is None:
+            return self
+        chosen = {name: x.index_select(0, self.slots) for name, x in self.tensors().items()}
+        return DecodingState(**chosen, p=self.p, key_dim=self.key_dim)
+
+    def put(self, state: PowerState | DecodingState) -> None:
+        """Writes a state of as many sequences into the slots of the batch: a PowerState with an empty tail.
+
+        Raises ValueError where shapes, the power or the tail's room differ.
+        """
+        if isinstance(state, PowerState):
+            state = DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity)
+        given = state.taken().tensors()
+        for name, x in self.tensors().items():
+            wanted = (self.batch, *x.shape[1:])
+            if tuple(given[name].shape) != wanted or (state.p, state.key_dim) != (self.p, self.key_dim):
+                got = f"{list(given[name].shape)} of p={state.p}"
+                raise ValueError(f"these slots hold {name} {list(wanted)} of p={self.p}; got {got}")
+        for name, x in self.tensors().items():
+            if self.slots is None:
+                x.copy_(given[name])
+            else:
+                x.index_copy_(0, self.slots.long(), given[name].to(x.dtype))
+
+    def continued(self, state: PowerState) -> DecodingState:
+        """`state` with an empty tail, kept as this one is: in its slots, if it has slots, and in its dtypes."""
+        if self.slots is not None:
+            self.put(state)
+            return self
+        kept = {"dtype": self.dtype, "capacity": self.capacity, "state_dtype": self.s.dtype}
+        return DecodingState.from_state(state, **kept)
 
     def to(self, device: torch.device | str) -> DecodingState:
         """Moves the state to a device."""
-        return self._replaced({name: x.to(device) for name, x in self.tensors().items()})
+        slots = None if self.slots is None else self.slots.to(device)
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()}, slots=slots)
 
     def detach(self) -> DecodingState:
-        return self._replaced({name: x.detach() for name, x in self.tensors().items()})
+        return replace(self, **{name: x.detach() for name, x in self.tensors().items()})
 
     def clone(self) -> DecodingState:
-        return self._replaced({name: x.clone() for name, x in self.tensors().items()})
+        """Copies the batch; the copy is no pool."""
+        if self.slots is not None:
+            return self.taken()
+        copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
+        return replace(self, **copies)
 
     def rollback(self, tokens: int) -> None:
         """Takes back the last `tokens` tokens, in place, as if they had never been read.
@@ -158,6 +231,11 @@ class DecodingState:
         """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")
+        if self.slots is not None:
+            part = self.taken()
+            part.rollback(tokens)
+            self.put(part)
+            return
         held = tokens if self.count.is_cuda or not self.count.numel() else int(self.count.min())
         if tokens > held:
             raise ValueError(f"only tokens of the tail can be taken back, and it holds {held}; got {tokens}")
@@ -171,20 +249,35 @@ class DecodingState:
     def folded(self, dtype: torch.dtype | None = None) -> PowerState:
         """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
 
-        It is computed in `dtype`, float32 or float64, and has it; that of s if None.
+        It is computed in `dtype`, float32 or float64, and has it; that of z if None.
         """
-        dtype = self.s.dtype if dtype is None else dtype
+        if self.slots is not None:
+            return self.taken().folded(dtype)
+        dtype = self.z.dtype if dtype is None else dtype
         held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
         tail_g = self.tail_g.masked_fill(~held, 0)
-        return _folded(PowerState(self.s, self.z, self.p, self.key_dim), self.tail_k, self.tail_v, tail_g, held, dtype)
+        state = PowerState(self.s.to(self.z.dtype), self.z, self.p, self.key_dim)
+        return _folded(state, self.tail_k, self.tail_v, tail_g, held, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors held, by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+        """The tensors of all slots, by name."""
+        return {name: getattr(self, name) for name in _HELD}
 
-    def _replaced(self, tensors: dict[str, Tensor]) -> DecodingState:
-        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
+
+_HELD = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")
+
+
+def _check_slots(slots: Tensor | None, s: Tensor) -> None:
+    if slots is None:
+        return
+    if not isinstance(slots, Tensor) or slots.dtype != torch.int32:
+        got = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+        raise TypeError(f"slots must be a tensor of int32; got {got}")
+    if slots.ndim != 1 or not slots.is_contiguous() or slots.device != s.device:
+        raise ValueError(
+            f"slots must be [B], contiguous and on the state's device, {s.device}; "
+            f"got {list(slots.shape)} with strides {list(slots.stride())} on {slots.device}"
+        )
 
 
 def step_with_tail(
@@ -203,11 +296,16 @@ def step_with_tail(
 
     As many at a time as the tail has room for when it is empty.
     """
+    if state.slots is not None:
+        part = state.taken()
+        out = step_with_tail(q, k, v, log_g, part, p=p, scale=scale, normalize=normalize, eps=eps)
+        state.put(part)
+        return out
     s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
-    slots = torch.arange(state.capacity, device=q.device)
-    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
+    spots = torch.arange(state.capacity, device=q.device)
+    q = q.to(z.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    gates = k.new_zeros(k.shape[:3], dtype=s.dtype) if log_g is None else log_g.transpose(1, 2).to(s.dtype)
+    gates = k.new_zeros(k.shape[:3], dtype=z.dtype) if log_g is None else log_g.transpose(1, 2).to(z.dtype)
     outs = []
     for start in range(0, k.shape[2], state.capacity):
         now = slice(start, start + state.capacity)
@@ -219,15 +317,15 @@ def step_with_tail(
             s.copy_(torch.where(full[..., None, None], after.s, s))
             z.copy_(torch.where(full[..., None], after.z, z))
             state.count.masked_fill_(full, 0)
-        slot = state.count[..., None].long() + slots[:new]  # [B, G, T]
+        spot = state.count[..., None].long() + spots[:new]  # [B, G, T]
         state.count.add_(new)
-        tail_k.scatter_(2, slot[..., None].expand(*slot.shape, k.shape[3]), k[:, :, now].to(tail_k.dtype))
-        tail_v.scatter_(2, slot[..., None].expand(*slot.shape, v.shape[3]), v[:, :, now].to(tail_v.dtype))
-        tail_g.scatter_(2, slot, gates[:, :, now])
+        tail_k.scatter_(2, spot[..., None].expand(*spot.shape, k.shape[3]), k[:, :, now].to(tail_k.dtype))
+        tail_v.scatter_(2, spot[..., None].expand(*spot.shape, v.shape[3]), v[:, :, now].to(tail_v.dtype))
+        tail_g.scatter_(2, spot, gates[:, :, now])
 
-        held = slots <= slot[..., None]  # [B, G, T, C]
+        held = spots <= spot[..., None]  # [B, G, T, C]
         query = q[:, :, :, now]
-        outs.append(_attended(query, s, z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
+        outs.append(_attended(query, s.to(z.dtype), z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
     return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
 
 

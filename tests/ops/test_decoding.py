@@ -236,7 +236,7 @@ def test_kernel_is_a_proper_operator():
     case = Case(B=1, T=2, H=2, G=1, K=3, V=2)
     inputs = make_inputs(case, dtype=torch.float32)
     state = initial_state(case, inputs)
-    arguments = [*tensors(inputs), *state.tensors().values(), 2, 0.5, True, 1e-6]
+    arguments = [*tensors(inputs), *state.tensors().values(), None, 2, 0.5, True, 1e-6]
     torch.library.opcheck(triton.power_decode, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
