@@ -177,8 +177,7 @@ class DecodingState:
         """The batch alone, copied out of its slots: for those that do not know slots."""
         if self.slots is None:
             return self
-        chosen = {name: x.index_select(0, self.slots) for name, x in self.tensors().items()}
-        return DecodingState(**chosen, p=self.p, key_dim=self.key_dim)
+        return self._replaced({name: x.index_select(0, self.slots) for name, x in self.tensors().items()}, None)
 
     def put(self, state: PowerState | DecodingState) -> None:
         """Writes a state of as many sequences into the slots of the batch: a PowerState with an empty tail.
@@ -204,23 +203,23 @@ class DecodingState:
         if self.slots is not None:
             self.put(state)
             return self
-        kept = {"dtype": self.dtype, "capacity": self.capacity, "state_dtype": self.s.dtype}
-        return DecodingState.from_state(state, **kept)
+        narrow = torch.bfloat16 if self.s.dtype == torch.bfloat16 else None
+        return DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity, state_dtype=narrow)
 
     def to(self, device: torch.device | str) -> DecodingState:
         """Moves the state to a device."""
         slots = None if self.slots is None else self.slots.to(device)
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()}, slots=slots)
+        return self._replaced({name: x.to(device) for name, x in self.tensors().items()}, slots)
 
     def detach(self) -> DecodingState:
-        return replace(self, **{name: x.detach() for name, x in self.tensors().items()})
+        return self._replaced({name: x.detach() for name, x in self.tensors().items()}, self.slots)
 
     def clone(self) -> DecodingState:
         """Copies the batch; the copy is no pool."""
         if self.slots is not None:
             return self.taken()
         copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
-        return replace(self, **copies)
+        return self._replaced(copies, None)
 
     def rollback(self, tokens: int) -> None:
         """Takes back the last `tokens` tokens, in place, as if they had never been read.
@@ -262,6 +261,9 @@ class DecodingState:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all slots, by name."""
         return {name: getattr(self, name) for name in _HELD}
+
+    def _replaced(self, tensors: dict[str, Tensor], slots: Tensor | None) -> DecodingState:
+        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim, slots=slots)
 
 
 _HELD = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")

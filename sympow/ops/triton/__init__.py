@@ -125,7 +125,10 @@ def step_with_tail(
     if not q.shape[0]:
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
     run = power_decode if torch.compiler.is_compiling() or followed(q) else decode_tokens
-    return run(q, k, v, log_g, *state.tensors().values(), state.slots, **options)
+    return run(
+        q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
+        state.slots, **options,
+    )  # fmt: skip
 
 
 def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -265,10 +265,11 @@ def _decoding(
     share = ceil_div(ceil_div(dim, splits), 8) * 8
     splits = ceil_div(dim, share)
     held = limits.each * threads
-    constants = {"WIDTH": width, "COLUMNS": columns, "HEADS": padded, "SPLITS": splits, "STAGES": limits.stages}
+    constants: dict[str, int | None] = {"WIDTH": width, "COLUMNS": columns, "HEADS": padded, "SPLITS": splits}
+    constants |= {"STAGES": limits.stages, "num_warps": limits.warps, "maxnreg": limits.registers}
     # What all threads load with 16 bytes each.
     constants |= {"ROWS": rows, "GROUP": min(rows, max(1, threads * 16 // element // columns))}
     constants |= {"FOLD_ROWS": max(1, held // columns), "FOLD_TOKENS": limits.fold_tokens}
     constants |= {"TOKENS": max(1, 2 * held // max(width, columns))}
     constants |= {"RANKS": min(next_power_of_2(splits + 1), max(1, 4 * held // (padded * columns)))}
-    return Decoding(share, splits, constants | {"num_warps": limits.warps, "maxnreg": limits.registers})
+    return Decoding(share, splits, constants)

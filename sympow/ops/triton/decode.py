@@ -8,6 +8,7 @@ had no room for it and what follows it in its step, every program folded it into
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -324,7 +325,7 @@ def decode_tokens(
     totals = torch.empty(pairs if normalize else 0, plan.splits + 1, rows, device=q.device, dtype=torch.float32)
     index, roots = _tables(key_dim, p, q.device)
     state = {"s": s, "z": z, "tail_k": tail_k, "tail_v": tail_v, "tail_g": tail_g, "count": count, "arrived": arrived}
-    numbers = {f"{name}_sn": x.stride(0) for name, x in state.items()}
+    numbers: dict[str, Any] = {f"{name}_sn": x.stride(0) for name, x in state.items()}
     for name, x in (("q", q), ("k", k), ("v", v)):
         numbers |= {f"{name}_sb": x.stride(0), f"{name}_s{'h' if name == 'q' else 'g'}": x.stride(2)}
     numbers |= {"g_sb": 0, "g_sg": 0} if log_g is None else {"g_sb": log_g.stride(0), "g_sg": log_g.stride(2)}
