@@ -26,7 +26,8 @@ from sympow.ops import (
 )
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
-from sympow.ops.decoding import tail_elements, try_on_state
+from sympow.ops.decoding import try_on_state
+from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options
 

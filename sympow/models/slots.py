@@ -1,8 +1,11 @@
 """Steps many sequences of different lengths as one batch, for continuous batching.
 
 A slot holds the state of one sequence. Constant states make all slots equally large, so a new sequence fits if a slot
-is free. Slots in use are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
-layer updates in place, such as the state of power attention, are not copied.
+is free. Sequences are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
+layer updates in place are not copied.
+
+States of power attention with a tail (on GPUs) are larger than all the rest, and their step takes slots by index. There
+a row names a slot, and when a row moves, its state stays where it is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from sympow.layers import MixerState
 from sympow.layers.state import Rows
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import LanguageModel, ModelState
+from sympow.ops import DecodingState
+
+Leaf = Tensor | Rows | DecodingState
 
 
 class Slots:
@@ -41,6 +47,8 @@ class Slots:
         self._model = model
         self._lengths = [0] * capacity
         self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
+        # The slot of every row in the pools of decoding states: first of those in use, then of those that are free.
+        self._slots = torch.arange(capacity, dtype=torch.int32, device=self._position.device)
         self._held = _slotted(model.init_state(capacity), self._position)
         self._view = self._held
 
@@ -60,6 +68,8 @@ class Slots:
         for held, given in _leaves(self._held, state):
             if isinstance(held, Rows):
                 held.rows.append(given.clone())
+            elif isinstance(held, DecodingState):
+                held.at(self._slots[row : row + 1]).put(given)
             else:
                 held[row : row + 1].copy_(given)
         self._set_length(row, tokens)
@@ -69,7 +79,15 @@ class Slots:
     def take(self, row: int) -> ModelState:
         """Returns a copy of a row, as the state of one sequence."""
         self._check(row)
-        return _taken(self._held, row, self._lengths[row], self._position)
+
+        def taken(leaf: Leaf) -> Any:
+            if isinstance(leaf, Rows):
+                return leaf.rows[row].clone()
+            if isinstance(leaf, DecodingState):
+                return leaf.at(self._slots[row : row + 1]).taken()
+            return self._lengths[row] if leaf is self._position else leaf[row : row + 1].clone()
+
+        return _rebuilt(self._held, taken)
 
     def release(self, row: int) -> None:
         """Frees a row. The last row in use moves to the freed row."""
@@ -79,21 +97,24 @@ class Slots:
             if isinstance(held, Rows):
                 held.rows[row] = held.rows[last]
                 held.rows.pop()
-            elif row != last:
+            elif row != last and not isinstance(held, DecodingState):
                 held[row].copy_(held[last])
+        freed = self._slots[row].clone()
+        self._slots[row].copy_(self._slots[last])
+        self._slots[last].copy_(freed)
         self._set_length(row, self._lengths[last])
         self._set_count(last)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size].
-
-        Kernels that take slots by index would replace this function; the rest of the class stays.
-        """
+        """Reads one more token in every row in use: maps int64 [count] to logits [count, vocab_size]."""
         logits, after = self._model.step(tokens[:, None], self._view)
         for held, stepped in _leaves(self._view, after):
             if isinstance(held, Rows):
                 held.rows[:] = stepped.rows
+            elif isinstance(held, DecodingState):
+                if held is not stepped:
+                    held.put(stepped)
             elif held.data_ptr() != stepped.data_ptr():
                 held.copy_(stepped)
         self._position[: self.count] += 1
@@ -110,7 +131,13 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         self.count = count
-        self._view = _rebuilt(self._held, lambda held: held if isinstance(held, Rows) else held[:count])
+
+        def in_use(held: Leaf) -> Leaf:
+            if isinstance(held, DecodingState):
+                return held.at(self._slots[:count])
+            return held if isinstance(held, Rows) else held[:count]
+
+        self._view = _rebuilt(self._held, in_use)
 
 
 def _slotted(state: Any, position: Tensor) -> Any:
@@ -140,25 +167,14 @@ def _counted(state: MixerState, position: Tensor) -> MixerState:
     return _with_fields(state, replaced)
 
 
-def _taken(held: Any, row: int, tokens: int, position: Tensor) -> Any:
-    """Returns a copy of a row, with its number of tokens as counters."""
-
-    def taken(leaf: Tensor | Rows) -> Any:
-        if isinstance(leaf, Rows):
-            return leaf.rows[row].clone()
-        return tokens if leaf is position else leaf[row : row + 1].clone()
-
-    return _rebuilt(held, taken)
-
-
 def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:
     """Returns a dataclass with function(name, field) in place of every field."""
     return replace(value, **{field.name: function(field.name, getattr(value, field.name)) for field in fields(value)})
 
 
-def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
-    """Returns `value` with function(leaf) in place of every tensor and of every `Rows`."""
-    if isinstance(value, Tensor | Rows):
+def _rebuilt(value: Any, function: Callable[[Leaf], Any]) -> Any:
+    """Returns `value` with function(leaf) in place of every leaf."""
+    if isinstance(value, Leaf):
         return function(value)
     if isinstance(value, list):
         return [_rebuilt(item, function) for item in value]
@@ -168,8 +184,8 @@ def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
 
 
 def _leaves(held: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields every tensor and every `Rows` in `held` except counters, each with its counterpart in `other`."""
-    if isinstance(held, Tensor | Rows):
+    """Yields every leaf in `held` except counters, each with its counterpart in `other`."""
+    if isinstance(held, Leaf):
         yield held, other
     elif isinstance(held, list):
         for pair in zip(held, other, strict=True):

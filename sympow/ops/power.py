@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sympow.ops import eager, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
-from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
+from sympow.ops.decoding import StepOptions, step_with_tail
+from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState

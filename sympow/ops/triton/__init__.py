@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
 
-from sympow.ops.decoding import DecodingState, StepOptions
+from sympow.ops.decoding import StepOptions
+from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
-from sympow.ops.triton.decode import decode_tokens, power_decode
+from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
-from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend, followed
+from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend
 from sympow.ops.triton.plan import Shapes
 from sympow.ops.triton.split_rows import PowerInContext
 from sympow.ops.types import PowerState
@@ -124,10 +125,9 @@ def step_with_tail(
     """As `sympow.ops.decoding.step_with_tail`, in one launch a token."""
     if not q.shape[0]:
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
-    run = power_decode if torch.compiler.is_compiling() or followed(q) else decode_tokens
-    return run(
+    return power_decode(
         q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
-        state.slots, **options,
+        state.slots, options["p"], options["scale"], options["normalize"], options["eps"],
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from sympow.ops.feature_map import multinomials, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.primitives import power
+from sympow.ops.triton.registration import operator
 
 
 @triton.jit
@@ -297,7 +298,12 @@ def decode(
         tl.store(arrived, 0)
 
 
-def decode_tokens(
+def _fake(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, slots, p, scale, normalize, eps):
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@operator(_fake, changes=("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived"))
+def power_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -342,16 +348,6 @@ def decode_tokens(
                 index=index, roots=roots, parts=parts, totals=totals, out=out[:, i],
             )  # fmt: skip
     return out
-
-
-_CHANGED = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")
-# For torch.compile, and what else follows calls: else the operator takes longer than the launch.
-power_decode = torch.library.custom_op("sympow::power_decode", mutates_args=_CHANGED)(decode_tokens)
-
-
-@power_decode.register_fake
-def _(q, k, v, log_g, s, z, tail_k, tail_v, tail_g, count, arrived, slots, p, scale, normalize, eps):
-    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 @lru_cache(maxsize=32)
