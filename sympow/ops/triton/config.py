@@ -266,7 +266,9 @@ def _decoding(
     splits = ceil_div(dim, share)
     held = limits.each * threads
     constants: dict[str, int | None] = {"WIDTH": width, "COLUMNS": columns, "HEADS": padded, "SPLITS": splits}
-    constants |= {"STAGES": limits.stages, "num_warps": limits.warps, "maxnreg": limits.registers}
+    constants |= {"STAGES": limits.stages, "num_warps": limits.warps}
+    if torch.version.hip is None:  # which has no such option
+        constants["maxnreg"] = limits.registers
     # What all threads load with 16 bytes each.
     constants |= {"ROWS": rows, "GROUP": min(rows, max(1, threads * 16 // element // columns))}
     constants |= {"FOLD_ROWS": max(1, held // columns), "FOLD_TOKENS": limits.fold_tokens}
