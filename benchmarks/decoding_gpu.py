@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,9 +20,34 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.cases import DTYPES, Case, make_inputs
 from benchmarks.measure import graphed, measured, milliseconds
 from benchmarks.ops import bound
-from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step, reference
+from sympow.ops import DecodingState, power_attention, power_attention_step, reference
 
-CASES = [Case(1, B=batch, H=12, G=12, K=64, V=64, dtype="bfloat16") for batch in (1, 64)]
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is timed.
+
+    Attributes:
+        case: the shapes, T = 1.
+        state_dtype: of the large part of the state.
+        slotted: the batch stands in every other slot of a pool of twice as many.
+    """
+
+    case: Case
+    state_dtype: str = "float32"
+    slotted: bool = False
+
+
+def _of_a_llama(batch: int) -> Case:
+    """Attention as in models of 7 to 8 billion parameters: 32 query heads share 8 key/value heads of 128 channels."""
+    return Case(1, B=batch, H=32, G=8, K=128, V=128, dtype="bfloat16")
+
+
+CASES = [
+    *(Step(Case(1, B=batch, H=12, G=12, K=64, V=64, dtype="bfloat16")) for batch in (1, 64)),
+    *(Step(_of_a_llama(batch), dtype) for batch in (1, 32) for dtype in ("float32", "bfloat16")),
+    Step(_of_a_llama(32), slotted=True),
+]
 CONTEXT = 65536  # tokens of the softmax cache
 PREFIX = 256  # tokens that the state is made of; what a step takes does not depend on it
 BACKENDS = (
@@ -36,25 +62,40 @@ def tokens(case: Case, count: int, device: str, seed: int) -> list[Tensor]:
     return [x.detach() for name, x in make_inputs(replace(case, T=count), device, seed).items() if name != "dout"]
 
 
-def new_state(case: Case, device: str, seed: int = 0) -> DecodingState:
+def new_state(step: Step, device: str, seed: int = 0) -> DecodingState:
+    case = step.case
     state = power_attention(*tokens(case, PREFIX, device, seed), p=case.p, return_state=True).state
     if state is None:
         raise RuntimeError("the op returned no state where one was asked for")
-    return DecodingState.from_state(state, dtype=DTYPES[case.dtype])
+    held = DecodingState.from_state(state, dtype=DTYPES[case.dtype], state_dtype=DTYPES[step.state_dtype])
+    if not step.slotted:
+        return held
+    tensors = {name: x.new_zeros(2 * case.B, *x.shape[1:]) for name, x in held.tensors().items()}
+    slots = torch.arange(1, 2 * case.B, 2, device=device, dtype=torch.int32).flip(0)
+    pool = replace(held, **tensors, slots=slots)
+    pool.put(held)
+    return pool
 
 
-def error(case: Case, device: str) -> float:
+def error(step: Step, device: str) -> float:
     """Of the outputs of more steps than the tail holds, against float64: relative, in norm."""
-    state = new_state(case, device)
-    inputs = tokens(case, state.capacity + 3, device, seed=1)
-    before = PowerState(state.s.double(), state.z.double(), case.p, case.K)
-    options = {"p": case.p, "scale": case.K**-0.5, "normalize": True, "eps": 1e-6}
-    expected, _ = reference.recurrent(*(x.double() for x in inputs), before, **options)
+    state = new_state(step, device)
+    inputs = tokens(step.case, state.capacity + 3, device, seed=1)
     outs = []
     for i in range(inputs[0].shape[1]):
-        step = power_attention_step(*(x[:, i : i + 1] for x in inputs), state=state, inplace=True, **options)
-        outs.append(step.out)
-    return ((torch.cat(outs, 1).double() - expected).norm() / expected.norm()).item()
+        now = (x[:, i : i + 1] for x in inputs)
+        outs.append(power_attention_step(*now, state=state, inplace=True, p=step.case.p).out)
+    exact = _exact(step, device)
+    return ((torch.cat(outs, 1).double() - exact).norm() / exact.norm()).item()
+
+
+@lru_cache(maxsize=1)
+def _exact(step: Step, device: str) -> Tensor:
+    """What the outputs of `error` should be."""
+    case, state = step.case, new_state(step, device)
+    inputs = tokens(case, state.capacity + 3, device, seed=1)
+    options = {"p": case.p, "scale": case.K**-0.5, "normalize": True, "eps": 1e-6}
+    return reference.recurrent(*(x.double() for x in inputs), state.folded(torch.float64), **options)[0]
 
 
 def turn(case: Case, device: str, states: list[DecodingState]) -> Callable[[], None]:
@@ -98,16 +139,32 @@ def copy_call(device: str, size: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-@torch.no_grad()
-def measure(case: Case, device: str = "cuda", context: int = CONTEXT, copied: int = 1 << 30) -> dict:
-    """The row of a case; `context` tokens are in the softmax cache, `copied` bytes tell how fast memory is."""
-    wrong, allowed = error(case, device), bound(case)
-    if not wrong <= allowed:
-        raise RuntimeError(f"{case}: a step errs by {wrong:.1e} where {allowed:.1e} is allowed; not timed")
-    states = [new_state(case, device)]
-    read = states[0].s.nbytes + states[0].z.nbytes
+def states_in_turn(step: Step, device: str) -> list[DecodingState]:
+    """As many states as the L2 does not hold."""
+    first = new_state(step, device)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 0
-    states += [new_state(case, device, seed) for seed in range(1, -(-2 * cache // read))]
+    return [first, *(new_state(step, device, seed) for seed in range(1, -(-2 * cache // _read(first))))]
+
+
+def _read(state: DecodingState) -> int:
+    """Bytes that a step reads of s and z."""
+    return (state.s[0].nbytes + state.z[0].nbytes) * state.batch
+
+
+def checked_error(step: Step, device: str) -> float:
+    """`error`; raises RuntimeError where it is too large for the step to be timed."""
+    wrong, allowed = error(step, device), bound(step.case)
+    if not wrong <= allowed:
+        raise RuntimeError(f"{step}: a step errs by {wrong:.1e} where {allowed:.1e} is allowed; not timed")
+    return wrong
+
+
+@torch.no_grad()
+def measure(step: Step, device: str = "cuda", context: int = CONTEXT, copied: int = 1 << 30) -> dict:
+    """The row of a step; `context` tokens are in the softmax cache, `copied` bytes tell how fast memory is."""
+    case, wrong = step.case, checked_error(step, device)
+    states = states_in_turn(step, device)
+    read = _read(states[0])
     peers = softmax_calls(case, device, context)
     calls = [graphed(turn(case, device, states)), copy_call(device, copied), *peers.values()]
     ms, copy_ms, *peer_ms = milliseconds(calls, device, rounds=5)
@@ -117,6 +174,7 @@ def measure(case: Case, device: str = "cuda", context: int = CONTEXT, copied: in
     return (
         {"op": "power_attention_step", "impl": "auto", "device": device, "dtype": case.dtype, "gated": case.gated}
         | {"B": case.B, "H": case.H, "G": case.G, "K": case.K, "V": case.V, "p": case.p}
+        | {"state_dtype": step.state_dtype, "slotted": step.slotted}
         | {"capacity": states[0].capacity, "ms_per_token": round(ms, 5), "tokens_per_s": round(case.B / ms * 1e3)}
         | {"state_bytes": read, "held_bytes": states[0].nbytes, "states_in_turn": len(states)}
         | {"gb_per_s": round(bandwidth), "copy_gb_per_s": round(copy_bandwidth)}
@@ -133,4 +191,6 @@ def line(row: dict) -> str:
         f"{row['ms_per_token'] * 1e3:.1f} us, {row['gb_per_s']} GB/s of state, {row['share_of_copy']:.0%} of a copy"
     )
     peer = f"{row['peer']} over {row['context']:,}: {row['peer_ms'] * 1e3:.1f} us, {row['ratio']:.1f}x"
-    return f"B {row['B']}: {timing} ({row['states_in_turn']} states in turn); {peer}; err {row['err']:.1e}"
+    shape = f"B {row['B']}, H {row['H']}, G {row['G']}, K {row['K']}, state {row['state_dtype']}"
+    shape += ", slots" if row["slotted"] else ""
+    return f"{shape}: {timing} ({row['states_in_turn']} states in turn); {peer}; err {row['err']:.1e}"

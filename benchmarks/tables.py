@@ -84,14 +84,17 @@ def gpu_table(rows: list[dict]) -> str:
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
-    """A row a batch size."""
-    lines = ["| B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |", "|---:|" + "---:|" * 5]
+    """A row a step."""
+    lines = ["| heads, K | state | B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |"]
+    lines.append("|---|---|" + "---:|" * 6)
     for row in rows:
-        cells = [str(row["B"]), f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}"]
+        heads = f"H {row['H']}, G {row['G']}, K = V = {row['K']}"
+        cells = [heads, row["state_dtype"] + (", in slots" if row["slotted"] else ""), str(row["B"])]
+        cells += [f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}"]
         cells += [f"{row['share_of_copy']:.0%}", f"{row['peer_ms'] * 1e3:,.1f}", f"{row['ratio']:.1f}x"]
         lines.append(f"| {' | '.join(cells)} |")
     row = rows[0]
-    shape = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, state float32, as CUDA graphs"
+    shape = f"p {row['p']}, gated, {row['dtype']}, as CUDA graphs"
     softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows))
     run = f"{row['processor']}; torch {row['torch']}, commit {row['commit']}"
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])

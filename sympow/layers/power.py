@@ -26,7 +26,8 @@ from sympow.ops import (
 )
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
-from sympow.ops.decoding import tail_elements, try_on_state
+from sympow.ops.decoding import try_on_state
+from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.power import check_options
 
@@ -259,9 +260,7 @@ def continue_power(
     out, after = power_attention(q, k, v, log_g, **options)
     if after is None:
         raise RuntimeError("the op returned no state where one was asked for")
-    if isinstance(state, DecodingState):
-        return out, DecodingState.from_state(after, dtype=state.dtype, capacity=state.capacity)
-    return out, after
+    return out, state.continued(after) if isinstance(state, DecodingState) else after
 
 
 def try_power(
@@ -290,7 +289,7 @@ def try_power(
             return state
         if isinstance(state, PowerState):
             return folded(n)
-        return DecodingState.from_state(folded(n), dtype=state.dtype, capacity=state.capacity)
+        return state.continued(folded(n))
 
     return out, after
 

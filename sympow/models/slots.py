@@ -1,8 +1,11 @@
 """Steps many sequences of different lengths as one batch, for continuous batching.
 
 A slot holds the state of one sequence. Constant states make all slots equally large, so a new sequence fits if a slot
-is free. Slots in use are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
-layer updates in place, such as the state of power attention, are not copied.
+is free. Sequences are the first rows of one batch, without gaps. A step takes views of these rows, so tensors that a
+layer updates in place are not copied.
+
+States of power attention with a tail (on GPUs) are larger than all the rest, and their step takes slots by index. There
+a row names a slot, and when a row moves, its state stays where it is.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from sympow.layers.state import Rows
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.step_graphs import StepGraphs
+from sympow.ops import DecodingState
+
+Leaf = Tensor | Rows | DecodingState
 
 
 class Slots:
@@ -47,6 +53,8 @@ class Slots:
         self._model = model
         self._lengths = [0] * capacity
         self._position = torch.zeros(capacity, dtype=torch.int64, device=model.embedding.weight.device)
+        # The slot of every row in the pools of decoding states: first of those in use, then of those that are free.
+        self._slots = torch.arange(capacity, dtype=torch.int32, device=self._position.device)
         self._held = _slotted(model.init_state(capacity), self._position)
         self._view = self._held
         self._graphs = StepGraphs(capacity, self._advance) if self._position.is_cuda and self.as_one_batch else None
@@ -87,6 +95,8 @@ class Slots:
                 if batch > 1:
                     raise RuntimeError("the caches of several sequences cannot be put into slots at once")
                 held.rows.append(given.clone())
+            elif isinstance(held, DecodingState):
+                held.at(self._slots[row : row + batch]).put(given)
             else:
                 held[row : row + batch].copy_(given)
         for each in range(row, row + batch):
@@ -97,7 +107,7 @@ class Slots:
     def take(self, row: int) -> ModelState:
         """Returns a copy of a row, as the state of one sequence."""
         self._check(row)
-        return _cut(self._held, slice(row, row + 1), self._lengths[row], self._position).clone()
+        return self._cut(slice(row, row + 1), self._lengths[row]).clone()
 
     def release(self, row: int) -> None:
         """Frees a row. The last row in use moves to the freed row."""
@@ -107,8 +117,11 @@ class Slots:
             if isinstance(held, Rows):
                 held.rows[row] = held.rows[last]
                 held.rows.pop()
-            elif row != last:
+            elif row != last and not isinstance(held, DecodingState):
                 held[row].copy_(held[last])
+        freed = self._slots[row].clone()
+        self._slots[row].copy_(self._slots[last])
+        self._slots[last].copy_(freed)
         self._set_length(row, self._lengths[last])
         self._set_count(last)
 
@@ -120,7 +133,7 @@ class Slots:
         lengths = set(self._lengths[: self.count])
         if len(lengths) != 1 or not self.as_one_batch:
             raise RuntimeError("only rows of equal length that are stepped as one batch have one state")
-        return _cut(self._held, slice(0, self.count), lengths.pop(), self._position)
+        return self._cut(slice(0, self.count), lengths.pop())
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -139,6 +152,9 @@ class Slots:
         for held, stepped in _leaves(view, after):
             if isinstance(held, Rows):
                 held.rows[:] = stepped.rows
+            elif isinstance(held, DecodingState):
+                if held is not stepped:
+                    held.put(stepped)
             elif held.data_ptr() != stepped.data_ptr():
                 held.copy_(stepped)
         self._position[: tokens.shape[0]] += 1
@@ -146,7 +162,25 @@ class Slots:
 
     def _rows(self, count: int) -> ModelState:
         """Returns a view of the first rows."""
-        return _rebuilt(self._held, lambda held: held if isinstance(held, Rows) else held[:count])
+
+        def first(leaf: Leaf) -> Leaf:
+            if isinstance(leaf, DecodingState):
+                return leaf.at(self._slots[:count])
+            return leaf if isinstance(leaf, Rows) else leaf[:count]
+
+        return _rebuilt(self._held, first)
+
+    def _cut(self, rows: slice, tokens: int) -> ModelState:
+        """Returns the state of some rows, all after so many tokens: it may be a view, or a copy."""
+
+        def cut(leaf: Leaf) -> Any:
+            if isinstance(leaf, Rows):
+                return leaf.rows[rows.start]
+            if isinstance(leaf, DecodingState):
+                return leaf.at(self._slots[rows]).taken()
+            return tokens if leaf is self._position else leaf[rows]
+
+        return _rebuilt(self._held, cut)
 
     def _check(self, row: int) -> None:
         if not 0 <= row < self.count:
@@ -198,25 +232,14 @@ def _with_all_room(state: Any) -> Any:
     return _with_fields(whole, lambda name, item: _with_all_room(item))
 
 
-def _cut(held: Any, rows: slice, tokens: int, position: Tensor) -> Any:
-    """Returns some rows, all after so many tokens: views of tensors, with the number of tokens as counters."""
-
-    def cut(leaf: Tensor | Rows) -> Any:
-        if isinstance(leaf, Rows):
-            return leaf.rows[rows.start]
-        return tokens if leaf is position else leaf[rows]
-
-    return _rebuilt(held, cut)
-
-
 def _with_fields(value: Any, function: Callable[[str, Any], Any]) -> Any:
     """Returns a dataclass with function(name, field) in place of every field."""
     return replace(value, **{field.name: function(field.name, getattr(value, field.name)) for field in fields(value)})
 
 
-def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
-    """Returns `value` with function(leaf) in place of every tensor and of every `Rows`."""
-    if isinstance(value, Tensor | Rows):
+def _rebuilt(value: Any, function: Callable[[Leaf], Any]) -> Any:
+    """Returns `value` with function(leaf) in place of every leaf."""
+    if isinstance(value, Leaf):
         return function(value)
     if isinstance(value, list):
         return [_rebuilt(item, function) for item in value]
@@ -226,8 +249,8 @@ def _rebuilt(value: Any, function: Callable[[Tensor | Rows], Any]) -> Any:
 
 
 def _leaves(held: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields every tensor and every `Rows` in `held` except counters, each with its counterpart in `other`."""
-    if isinstance(held, Tensor | Rows):
+    """Yields every leaf in `held` except counters, each with its counterpart in `other`."""
+    if isinstance(held, Leaf):
         yield held, other
     elif isinstance(held, list):
         for pair in zip(held, other, strict=True):

@@ -1,6 +1,6 @@
 """What is computed and how fast: power attention, its feature maps, rotary positions and costs."""
 
-from sympow.ops.decoding import DecodingState
+from sympow.ops.decoding_state import DecodingState
 from sympow.ops.power import power_attention, power_attention_step, prefers_tail
 from sympow.ops.rotary import rotary_frequencies, rotary_positions, rotate, rotate_alike, rotate_heads
 from sympow.ops.types import PowerOutput, PowerState

@@ -6,8 +6,8 @@ attended to score by score; when a step finds no room, the tail's tokens are fol
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
 L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
-step never waits for it and can be captured in a CUDA graph. Here are the state and the step in plain torch; that of the
-kernels is in `triton/decode.py`.
+step never waits for it and can be captured in a CUDA graph. The state is in `decoding_state.py`. Here
+is the step in plain torch; that of the kernels is in `triton/decode.py`.
 
 What stands in the tail can be taken back (`DecodingState.rollback`), which a state alone cannot. So a step of several
 tokens, at most as many as the tail has room for, folds before it and not within: all its tokens stand in the tail.
@@ -16,26 +16,14 @@ tokens, at most as many as the tail has room for, folds before it and not within
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.decoding_state import DecodingState, decays, folded_state
+from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState
-
-
-def default_capacity(dim: int) -> int:
-    """Tokens of a tail beside D rows of state. Twice as many would write the state half as often; but the tail is read
-    for every token too, and held: with these it is about 1/16 of the state, K = V, in elements.
-    """
-    return max(4, min(64, dim // 32))
-
-
-def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
-    """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
-    return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
 
 
 class StepOptions(TypedDict):
@@ -45,146 +33,6 @@ class StepOptions(TypedDict):
     scale: float
     normalize: bool
     eps: float
-
-
-@dataclass(frozen=True)
-class DecodingState:
-    """A PowerState and a tail of tokens not yet folded into it. Its size does not grow.
-
-    `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
-    as: `state.folded().save(path)`.
-
-    Attributes:
-        s: [B, G, D, V] and z: [B, G, D], as in PowerState, after the last folded token.
-        tail_k: [B, G, C, K] and tail_v: [B, G, C, V], the tokens since, in any dtype of the inputs.
-        tail_g: [B, G, C], their log gates, in the dtype of s; 0 for tokens without a gate.
-        count: int32 [B, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
-            more than C tokens folds on its way, too.
-        arrived: int32 [B, G], 0 between steps: a counter of the kernel's.
-        p: the power; D = spow_dim(K, p).
-        key_dim: K.
-    """
-
-    s: Tensor
-    z: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
-    tail_g: Tensor
-    count: Tensor
-    arrived: Tensor
-    p: int
-    key_dim: int
-
-    def __post_init__(self) -> None:
-        PowerState(self.s, self.z, self.p, self.key_dim)  # which checks these
-        heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
-        shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
-        for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
-            x = getattr(self, name)
-            if room[:2] != heads or tuple(x.shape) != shape:
-                raise ValueError(
-                    f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "
-                    f"{list(shape)}; got {list(x.shape)}"
-                )
-        if not all(x.is_contiguous() for x in self.tensors().values()):
-            raise ValueError("the tensors of a DecodingState must be contiguous")
-
-    @classmethod
-    def from_state(
-        cls, state: PowerState, *, dtype: torch.dtype | None = None, capacity: int | None = None
-    ) -> DecodingState:
-        """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
-
-        Args:
-            dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
-                None.
-            capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
-        """
-        if not isinstance(state, PowerState):
-            raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
-        capacity = default_capacity(state.s.shape[2]) if capacity is None else capacity
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity must be an integer >= 1; got {capacity!r}")
-        dtype = state.s.dtype if dtype is None else dtype
-        if torch.promote_types(dtype, torch.float32) != state.s.dtype:
-            raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
-        shape, device = (*state.s.shape[:2], capacity), state.s.device
-        return cls(
-            s=state.s.contiguous(),
-            z=state.z.contiguous(),
-            tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
-            tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
-            tail_g=torch.zeros(shape, device=device, dtype=state.s.dtype),
-            count=torch.zeros(shape[:2], device=device, dtype=torch.int32),
-            arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
-            p=state.p,
-            key_dim=state.key_dim,
-        )
-
-    @property
-    def capacity(self) -> int:
-        return self.tail_k.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the keys and values in the tail."""
-        return self.tail_k.dtype
-
-    @property
-    def value_dim(self) -> int:
-        return self.s.shape[3]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, the tail's spare room included."""
-        return sum(x.nbytes for x in self.tensors().values())
-
-    def to(self, device: torch.device | str) -> DecodingState:
-        """Moves the state to a device."""
-        return self._replaced({name: x.to(device) for name, x in self.tensors().items()})
-
-    def detach(self) -> DecodingState:
-        return self._replaced({name: x.detach() for name, x in self.tensors().items()})
-
-    def clone(self) -> DecodingState:
-        return self._replaced({name: x.clone() for name, x in self.tensors().items()})
-
-    def rollback(self, tokens: int) -> None:
-        """Takes back the last `tokens` tokens, in place, as if they had never been read.
-
-        Those of the last step always stand in the tail, if they were at most C.
-
-        Raises ValueError where the tail holds fewer. On a GPU, where to count would be to wait, it is emptied instead.
-        """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")
-        held = tokens if self.count.is_cuda or not self.count.numel() else int(self.count.min())
-        if tokens > held:
-            raise ValueError(f"only tokens of the tail can be taken back, and it holds {held}; got {tokens}")
-        self.count.sub_(tokens).clamp_(min=0)
-        # A weight of 0 does not hide what is not finite.
-        gone = torch.arange(self.capacity, device=self.count.device) >= self.count[..., None]
-        self.tail_g.masked_fill_(gone, 0)
-        self.tail_k.masked_fill_(gone[..., None], 0)
-        self.tail_v.masked_fill_(gone[..., None], 0)
-
-    def folded(self, dtype: torch.dtype | None = None) -> PowerState:
-        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
-
-        It is computed in `dtype`, float32 or float64, and has it; that of s if None.
-        """
-        dtype = self.s.dtype if dtype is None else dtype
-        held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
-        tail_g = self.tail_g.masked_fill(~held, 0)
-        return _folded(PowerState(self.s, self.z, self.p, self.key_dim), self.tail_k, self.tail_v, tail_g, held, dtype)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors held, by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
-
-    def _replaced(self, tensors: dict[str, Tensor]) -> DecodingState:
-        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim)
 
 
 def step_with_tail(
@@ -203,11 +51,16 @@ def step_with_tail(
 
     As many at a time as the tail has room for when it is empty.
     """
+    if state.slots is not None:
+        part = state.taken()
+        out = step_with_tail(q, k, v, log_g, part, p=p, scale=scale, normalize=normalize, eps=eps)
+        state.put(part)
+        return out
     s, z, tail_k, tail_v, tail_g = state.s, state.z, state.tail_k, state.tail_v, state.tail_g
-    slots = torch.arange(state.capacity, device=q.device)
-    q = q.to(s.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
+    spots = torch.arange(state.capacity, device=q.device)
+    q = q.to(z.dtype).unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, T, K]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    gates = k.new_zeros(k.shape[:3], dtype=s.dtype) if log_g is None else log_g.transpose(1, 2).to(s.dtype)
+    gates = k.new_zeros(k.shape[:3], dtype=z.dtype) if log_g is None else log_g.transpose(1, 2).to(z.dtype)
     outs = []
     for start in range(0, k.shape[2], state.capacity):
         now = slice(start, start + state.capacity)
@@ -219,15 +72,15 @@ def step_with_tail(
             s.copy_(torch.where(full[..., None, None], after.s, s))
             z.copy_(torch.where(full[..., None], after.z, z))
             state.count.masked_fill_(full, 0)
-        slot = state.count[..., None].long() + slots[:new]  # [B, G, T]
+        spot = state.count[..., None].long() + spots[:new]  # [B, G, T]
         state.count.add_(new)
-        tail_k.scatter_(2, slot[..., None].expand(*slot.shape, k.shape[3]), k[:, :, now].to(tail_k.dtype))
-        tail_v.scatter_(2, slot[..., None].expand(*slot.shape, v.shape[3]), v[:, :, now].to(tail_v.dtype))
-        tail_g.scatter_(2, slot, gates[:, :, now])
+        tail_k.scatter_(2, spot[..., None].expand(*spot.shape, k.shape[3]), k[:, :, now].to(tail_k.dtype))
+        tail_v.scatter_(2, spot[..., None].expand(*spot.shape, v.shape[3]), v[:, :, now].to(tail_v.dtype))
+        tail_g.scatter_(2, spot, gates[:, :, now])
 
-        held = slots <= slot[..., None]  # [B, G, T, C]
+        held = spots <= spot[..., None]  # [B, G, T, C]
         query = q[:, :, :, now]
-        outs.append(_attended(query, s, z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
+        outs.append(_attended(query, s.to(z.dtype), z, tail_k, tail_v, tail_g, held, p=p, normalize=normalize, eps=eps))
     return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
 
 
@@ -256,7 +109,7 @@ def try_on_state(
         out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
 
     def after(n: int) -> PowerState:
-        return _folded(state, k[:, :, :n], v_wide[:, :, :n], gates[:, :, :n], None, dtype)
+        return folded_state(state, k[:, :, :n], v_wide[:, :, :n], gates[:, :, :n], None, dtype)
 
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype), after
 
@@ -288,27 +141,3 @@ def _attended(
     if normalize:
         out = out / (weight.sum(3, keepdim=True) + phi @ z[..., None] + eps)
     return out.unflatten(2, shape)
-
-
-def _folded(
-    state: PowerState, k: Tensor, v: Tensor, log_g: Tensor, held: Tensor | None, dtype: torch.dtype
-) -> PowerState:
-    """(M12): the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C]; if `held`
-    [B, G, C] is given, after those it marks.
-    """
-    left, kept = decays(log_g.to(dtype))
-    kept = kept if held is None else kept * held
-    with torch.autocast(state.s.device.type, enabled=False):
-        phi = spow(k.to(dtype), state.p) * kept[..., None]  # [B, G, C, D]
-        s = state.s * left[..., None, None] + phi.transpose(2, 3) @ v.to(dtype)
-    return PowerState(s, state.z * left[..., None] + phi.sum(2), state.p, state.key_dim)
-
-
-def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log gates [..., C]: what they leave of what was before them [...], and of each token at their end [..., C].
-
-    The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
-    gates behind a large one.
-    """
-    after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
-    return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sympow.ops import eager, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
-from sympow.ops.decoding import DecodingState, StepOptions, step_with_tail
+from sympow.ops.decoding import StepOptions, step_with_tail
+from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.types import PowerOutput, PowerState
@@ -128,6 +129,7 @@ def power_attention_step(
         state: what came before: a PowerState, e.g. `PowerState.zeros(...)` or one returned by `power_attention`, which
             every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
             that is many times faster, a step launches one kernel and can be captured in a CUDA graph (`inplace=True`).
+            Of a pool of states `pool.at(slots)` is that of a batch: slots int32 [B], nothing is copied.
         inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
         impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
             takes where it can.
@@ -361,11 +363,12 @@ def _check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor
     if (state.p, state.key_dim) != (p, k.shape[3]):
         raise ValueError(f"the state is of p={state.p}, K={state.key_dim}; this call is of p={p}, K={k.shape[3]}")
     wanted = (batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3])
-    if tuple(state.s.shape) != wanted:
-        raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(state.s.shape)}")
-    if state.s.dtype != torch.promote_types(k.dtype, torch.float32):
+    has = tuple(state.s.shape) if isinstance(state, PowerState) else (state.batch, *state.s.shape[1:])
+    if has != wanted:
+        raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(has)}")
+    if state.z.dtype != torch.promote_types(k.dtype, torch.float32):
         raise TypeError(
-            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.s.dtype}"
+            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.z.dtype}"
         )
     if state.s.device != k.device:
         raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")

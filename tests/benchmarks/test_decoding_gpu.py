@@ -1,11 +1,14 @@
 """The GPU benchmark of decoding, run on the CPU on a very small shape without a clock."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import decoding_gpu, tables
 from benchmarks.cases import Case
+from benchmarks.decoding_gpu import Step
 
-SMALL = Case(1, B=2, H=2, G=2, K=4, V=4, dtype="bfloat16")
+SMALL = Step(Case(1, B=2, H=2, G=2, K=4, V=4, dtype="bfloat16"))
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,15 @@ def test_rows():
     assert row["copy_gb_per_s"] == 0 and row["peer"].startswith("torch scaled_dot_product_attention, ")
     assert 0 < row["err"] < 0.01
     assert "4.0x" in decoding_gpu.line(row)
-    assert "| 2 | 2,000.0 |" in tables.decoding_gpu_table([row])
+    assert "| H 2, G 2, K = V = 4 | float32 | 2 | 2,000.0 |" in tables.decoding_gpu_table([row])
+
+
+@pytest.mark.parametrize("options", [{"state_dtype": "bfloat16"}, {"slotted": True}])
+def test_rows_of_other_states(options):
+    row = decoding_gpu.measure(replace(SMALL, **options), "cpu", context=16, copied=1 << 10)
+    element = 2 if "state_dtype" in options else 4
+    assert row["state_bytes"] == 2 * 2 * 10 * (4 * element + 4) and row["err"] < 0.01
+    assert row["held_bytes"] > row["state_bytes"] * (2 if "slotted" in options else 1)
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):

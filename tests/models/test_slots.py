@@ -51,6 +51,17 @@ def test_rows_with_tails(case, monkeypatch):
     model = small_model(case)
     assert any("DecodingState" in repr(layer) for layer in model.init_state(1).layers)
     check_rows(model)
+    slots = Slots(model, 3)
+    contexts = [Context.begin(model).read(model, prompt) for prompt in prompts()[:3]]
+    for context in contexts:
+        slots.put(context.state, context.tokens)
+    slots.release(0)  # the last row becomes the first
+    taken = slots.take(0)
+    assert all(map(torch.equal, taken.tensors(), contexts[2].state.tensors()))
+    assert slots.put(contexts[0].state, contexts[0].tokens) == 2
+    tokens = torch.tensor([1, 2, 3])
+    expected = [model.step(token[None, None], contexts[i].state)[0] for token, i in zip(tokens, (2, 1, 0), strict=True)]
+    torch.testing.assert_close(slots.step(tokens), torch.cat(expected))
 
 
 @pytest.mark.parametrize("case", ["power", "hybrid", "rwkv7 body", "data-dependent rotation"])

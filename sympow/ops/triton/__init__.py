@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton import knobs
 
-from sympow.ops.decoding import DecodingState, StepOptions
+from sympow.ops.decoding import StepOptions
+from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
 from sympow.ops.triton import config
 from sympow.ops.triton.decode import power_decode
@@ -126,7 +127,7 @@ def step_with_tail(
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
     return power_decode(
         q, k, v, log_g, state.s, state.z, state.tail_k, state.tail_v, state.tail_g, state.count, state.arrived,
-        **options,
+        state.slots, options["p"], options["scale"], options["normalize"], options["eps"],
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ Setup = Callable[[Any, tuple, Any], None]
 
 
 def operator(
-    fake: Callable, setup: Setup | None = None, backward: Callable | None = None
+    fake: Callable, setup: Setup | None = None, backward: Callable | None = None, *, changes: tuple[str, ...] = ()
 ) -> Callable[[Callable], Callable]:
     """Makes a decorator that registers a function as the operator `sympow::` and its name.
 
@@ -29,14 +29,15 @@ def operator(
         fake: with the arguments of the function, returns tensors of the shapes, dtypes and devices of its results.
         setup: keeps what `backward` needs; None: the operator has no gradient.
         backward: of the context and the gradients of the results, returns those of all arguments, None for numbers.
+        changes: the tensors that the function writes into.
 
-    The function takes tensors, None and numbers by position, has type hints, changes no argument and has no defaults.
+    The function takes tensors, None and numbers by position, has type hints and has no defaults.
     The decorated function is called by position.
     """
 
     def decorate(function: Callable) -> Callable:
         name = function.__name__
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=changes))
         for device in _DEVICES:
             _LIBRARY.impl(name, function, device)
         torch.library.register_fake(f"sympow::{name}", fake, lib=_LIBRARY)

@@ -1,0 +1,103 @@
+"""Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --json FILE`, on a GPU.
+
+A row a candidate of `config.DecodingLimits` and a step, in the order of their times. The kernels are compiled by other
+processes first, all at a time. Every candidate is checked against float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.cases import DTYPES, Case
+from benchmarks.decoding_gpu import CASES, Step, checked_error, copy_call, states_in_turn, tokens, turn
+from benchmarks.measure import graphed, measured, milliseconds, options, write
+from sympow.ops import DecodingState, PowerState, power_attention_step
+from sympow.ops.triton import config
+from sympow.ops.triton.config import DecodingLimits
+
+COMPILERS = 8  # processes
+COPIED = 1 << 30  # bytes
+# Elements of a tile, programs a multiprocessor, warps, stages, registers.
+CANDIDATES = {
+    "few": [
+        (4096, 2, 8, 1, 128),
+        (8192, 2, 8, 1, 128),
+        (8192, 2, 8, 2, 128),
+        (4096, 4, 4, 1, 128),
+        (8192, 3, 4, 1, 168),
+        (4096, 1, 16, 1, 128),
+    ],
+    "many": [
+        (4096, 32, 4, 1, 128),
+        (4096, 32, 4, 2, 128),
+        (4096, 32, 4, 3, 128),
+        (4096, 16, 4, 2, 128),
+        (8192, 32, 4, 1, 168),
+        (8192, 16, 8, 1, 128),
+        (8192, 16, 8, 2, 128),
+    ],
+}
+
+
+def use(limits: DecodingLimits) -> None:
+    """From now on steps are launched so."""
+    config.DECODING.update(few=limits, many=limits)
+
+
+def candidates(case: Case) -> list[DecodingLimits]:
+    """Those for the step of a case on this GPU."""
+    processors = config.processors(torch.device("cuda"))
+    return [DecodingLimits(*each) for each in CANDIDATES["few" if processors > case.B * case.G else "many"]]
+
+
+def compiled(step: Step, limits: DecodingLimits) -> None:
+    """Leaves the kernel in Triton's cache."""
+    use(limits)
+    case, dtype = step.case, DTYPES[step.case.dtype]
+    zeros = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, device="cuda")
+    state = DecodingState.from_state(zeros, dtype=dtype, state_dtype=DTYPES[step.state_dtype])
+    power_attention_step(*tokens(case, 1, "cuda", seed=1), state=state, p=case.p, inplace=True)
+
+
+def measure(step: Step) -> list[dict]:
+    """The rows of a step."""
+    states = states_in_turn(step, "cuda")
+    copy, rows = copy_call("cuda", COPIED), []
+    read = step.case.B * (states[0].s[0].nbytes + states[0].z[0].nbytes)
+    for limits in candidates(step.case):
+        use(limits)
+        wrong = checked_error(step, "cuda")
+        ms, copy_ms = milliseconds([graphed(turn(step.case, "cuda", states)), copy], "cuda", rounds=3, least=0.05)
+        ms /= states[0].capacity * len(states)
+        share = read / ms / (2 * COPIED / copy_ms)
+        row = asdict(step.case) | {"state_dtype": step.state_dtype, "slotted": step.slotted} | asdict(limits)
+        rows.append(row | {"us": round(ms * 1e3, 2), "share_of_copy": round(share, 3), "err": wrong})
+    return sorted(rows, key=lambda row: row["us"])
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = options("benchmarks.decoding_sweep", __doc__ or "")
+    parser.set_defaults(device="cuda")
+    arguments = parser.parse_args()
+    steps = [step for step in CASES if not step.slotted]
+    with ProcessPoolExecutor(COMPILERS, get_context("spawn")) as pool:
+        waiting = [pool.submit(compiled, step, limits) for step in steps for limits in candidates(step.case)]
+        for each in waiting:
+            each.result()
+    rows: list[dict] = []
+    for step in steps:
+        for row in measure(step):
+            rows.append(row | measured("cuda"))
+            shape = f"B {row['B']} H {row['H']} G {row['G']} K {row['K']} {row['state_dtype']}"
+            limits = tuple(row[name] for name in ("tile", "programs", "warps", "stages", "registers"))
+            print(f"{shape}: {limits}: {row['us']:.1f} us, {row['share_of_copy']:.0%} of a copy", flush=True)
+        write(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()

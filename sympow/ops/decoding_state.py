@@ -1,0 +1,285 @@
+"""The state of decoding: that of power attention, a tail of tokens not yet folded into it, and slots for batches.
+
+`decoding.py` tells what the tail is for, and has the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.types import PowerState
+
+
+def default_capacity(dim: int) -> int:
+    """Tokens of a tail beside D rows of state. Twice as many would write the state half as often; but the tail is read
+    for every token too, and held: with these it is about 1/16 of the state, K = V, in elements.
+    """
+    return max(4, min(64, dim // 32))
+
+
+def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
+    """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
+    return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
+
+
+@dataclass(frozen=True)
+class DecodingState:
+    """A PowerState and a tail of tokens not yet folded into it. Its size does not grow.
+
+    `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
+    as: `state.folded().save(path)`.
+
+    The tensors can be a pool of N slots, of which a batch takes any: `pool.at(slots)` is the state of the batch, and
+    steps change those slots and no others. Without `slots` the batch is all N. The tensors of a slot are contiguous;
+    strides between slots are free, so that the tensors of all layers can be views of one page a slot.
+
+    Attributes:
+        s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16, with z in
+            float32: half of the memory to read for a token, and rounded whenever a tail is folded.
+        tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens since, in any dtype of the inputs.
+        tail_g: [N, G, C], their log gates, in the dtype of z; 0 for tokens without a gate.
+        count: int32 [N, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
+            more than C tokens folds on its way, too.
+        arrived: int32 [N, G], 0 between steps: a counter of the kernel's.
+        p: the power; D = spow_dim(K, p).
+        key_dim: K.
+        slots: int32 [B], the slot of each sequence of the batch, each from 0 to N - 1 and none twice; None: all of
+            them. The numbers are not checked, as a GPU would have to be waited for.
+    """
+
+    s: Tensor
+    z: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
+    tail_g: Tensor
+    count: Tensor
+    arrived: Tensor
+    p: int
+    key_dim: int
+    slots: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        narrow = self.s.dtype == torch.bfloat16 and self.z.dtype == torch.float32
+        # A PowerState checks the others.
+        PowerState(self.z[..., None].expand_as(self.s) if narrow else self.s, self.z, self.p, self.key_dim)
+        _check_slots(self.slots, self.s)
+        heads, room = tuple(self.s.shape[:2]), tuple(self.tail_k.shape[:3])
+        shapes = {"tail_k": (*room, self.key_dim), "tail_v": (*room, self.value_dim), "tail_g": room}
+        for name, shape in (shapes | {"count": heads, "arrived": heads}).items():
+            x = getattr(self, name)
+            if room[:2] != heads or tuple(x.shape) != shape:
+                raise ValueError(
+                    f"a DecodingState with s {list(self.s.shape)} and tail_k {list(self.tail_k.shape)} holds {name} "
+                    f"{list(shape)}; got {list(x.shape)}"
+                )
+        if not all(x[:1].is_contiguous() for x in self.tensors().values()):
+            raise ValueError("the tensors of every slot of a DecodingState must be contiguous")
+
+    @classmethod
+    def from_state(
+        cls,
+        state: PowerState,
+        *,
+        dtype: torch.dtype | None = None,
+        capacity: int | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> DecodingState:
+        """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
+
+        Args:
+            dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
+                None.
+            capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
+            state_dtype: of s: that of `state` (None), or bfloat16 for a float32 state.
+        """
+        if not isinstance(state, PowerState):
+            raise TypeError(f"state must be a PowerState; got {type(state).__name__}")
+        capacity = default_capacity(state.s.shape[2]) if capacity is None else capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an integer >= 1; got {capacity!r}")
+        dtype = state.s.dtype if dtype is None else dtype
+        if torch.promote_types(dtype, torch.float32) != state.s.dtype:
+            raise TypeError(f"a {state.s.dtype} state continues with inputs of a dtype it can hold; got {dtype}")
+        state_dtype = state.s.dtype if state_dtype is None else state_dtype
+        if state_dtype not in (state.s.dtype, torch.bfloat16) or state.s.dtype == torch.float64 != state_dtype:
+            raise TypeError(
+                f"a {state.s.dtype} state is kept as it is, or in bfloat16 if it is float32; got {state_dtype}"
+            )
+        shape, device = (*state.s.shape[:2], capacity), state.s.device
+        return cls(
+            s=state.s.to(state_dtype).contiguous(),
+            z=state.z.contiguous(),
+            tail_k=torch.zeros(*shape, state.key_dim, device=device, dtype=dtype),
+            tail_v=torch.zeros(*shape, state.value_dim, device=device, dtype=dtype),
+            tail_g=torch.zeros(shape, device=device, dtype=state.s.dtype),
+            count=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            arrived=torch.zeros(shape[:2], device=device, dtype=torch.int32),
+            p=state.p,
+            key_dim=state.key_dim,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the batch, B."""
+        return self.s.shape[0] if self.slots is None else self.slots.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.tail_k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the keys and values in the tail."""
+        return self.tail_k.dtype
+
+    @property
+    def value_dim(self) -> int:
+        return self.s.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the tail's spare room and all slots included."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def at(self, slots: Tensor | None) -> DecodingState:
+        """The state of a batch in these slots of the pool, int32 [B]; None: of all. It shares all tensors.
+
+        Raises TypeError or ValueError for another dtype, shape or device.
+        """
+        return replace(self, slots=slots)
+
+    def taken(self) -> DecodingState:
+        """The batch alone, copied out of its slots: for those that do not know slots."""
+        if self.slots is None:
+            return self
+        return self._replaced({name: x.index_select(0, self.slots) for name, x in self.tensors().items()}, None)
+
+    def put(self, state: PowerState | DecodingState) -> None:
+        """Writes a state of as many sequences into the slots of the batch: a PowerState with an empty tail.
+
+        Raises ValueError where shapes, the power or the tail's room differ.
+        """
+        if isinstance(state, PowerState):
+            state = DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity)
+        given = state.taken().tensors()
+        for name, x in self.tensors().items():
+            wanted = (self.batch, *x.shape[1:])
+            if tuple(given[name].shape) != wanted or (state.p, state.key_dim) != (self.p, self.key_dim):
+                got = f"{list(given[name].shape)} of p={state.p}"
+                raise ValueError(f"these slots hold {name} {list(wanted)} of p={self.p}; got {got}")
+        for name, x in self.tensors().items():
+            if self.slots is None:
+                x.copy_(given[name])
+            else:
+                x.index_copy_(0, self.slots.long(), given[name].to(x.dtype))
+
+    def continued(self, state: PowerState) -> DecodingState:
+        """`state` with an empty tail, kept as this one is: in its slots, if it has slots, and in its dtypes."""
+        if self.slots is not None:
+            self.put(state)
+            return self
+        narrow = torch.bfloat16 if self.s.dtype == torch.bfloat16 else None
+        return DecodingState.from_state(state, dtype=self.dtype, capacity=self.capacity, state_dtype=narrow)
+
+    def to(self, device: torch.device | str) -> DecodingState:
+        """Moves the state to a device."""
+        slots = None if self.slots is None else self.slots.to(device)
+        return self._replaced({name: x.to(device) for name, x in self.tensors().items()}, slots)
+
+    def detach(self) -> DecodingState:
+        return self._replaced({name: x.detach() for name, x in self.tensors().items()}, self.slots)
+
+    def clone(self) -> DecodingState:
+        """Copies the batch; the copy is no pool."""
+        if self.slots is not None:
+            return self.taken()
+        copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
+        return self._replaced(copies, None)
+
+    def rollback(self, tokens: int) -> None:
+        """Takes back the last `tokens` tokens, in place, as if they had never been read.
+
+        Those of the last step always stand in the tail, if they were at most C.
+
+        Raises ValueError where the tail holds fewer. On a GPU, where to count would be to wait, it is emptied instead.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")
+        if self.slots is not None:
+            part = self.taken()
+            part.rollback(tokens)
+            self.put(part)
+            return
+        held = tokens if self.count.is_cuda or not self.count.numel() else int(self.count.min())
+        if tokens > held:
+            raise ValueError(f"only tokens of the tail can be taken back, and it holds {held}; got {tokens}")
+        self.count.sub_(tokens).clamp_(min=0)
+        # A weight of 0 does not hide what is not finite.
+        gone = torch.arange(self.capacity, device=self.count.device) >= self.count[..., None]
+        self.tail_g.masked_fill_(gone, 0)
+        self.tail_k.masked_fill_(gone[..., None], 0)
+        self.tail_v.masked_fill_(gone[..., None], 0)
+
+    def folded(self, dtype: torch.dtype | None = None) -> PowerState:
+        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
+
+        It is computed in `dtype`, float32 or float64, and has it; that of z if None.
+        """
+        if self.slots is not None:
+            return self.taken().folded(dtype)
+        dtype = self.z.dtype if dtype is None else dtype
+        held = torch.arange(self.capacity, device=self.s.device) < self.count[..., None]
+        tail_g = self.tail_g.masked_fill(~held, 0)
+        state = PowerState(self.s.to(self.z.dtype), self.z, self.p, self.key_dim)
+        return folded_state(state, self.tail_k, self.tail_v, tail_g, held, dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all slots, by name."""
+        return {name: getattr(self, name) for name in _HELD}
+
+    def _replaced(self, tensors: dict[str, Tensor], slots: Tensor | None) -> DecodingState:
+        return DecodingState(**tensors, p=self.p, key_dim=self.key_dim, slots=slots)
+
+
+_HELD = ("s", "z", "tail_k", "tail_v", "tail_g", "count", "arrived")
+
+
+def _check_slots(slots: Tensor | None, s: Tensor) -> None:
+    if slots is None:
+        return
+    if not isinstance(slots, Tensor) or slots.dtype != torch.int32:
+        got = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+        raise TypeError(f"slots must be a tensor of int32; got {got}")
+    if slots.ndim != 1 or not slots.is_contiguous() or slots.device != s.device:
+        raise ValueError(
+            f"slots must be [B], contiguous and on the state's device, {s.device}; "
+            f"got {list(slots.shape)} with strides {list(slots.stride())} on {slots.device}"
+        )
+
+
+def folded_state(
+    state: PowerState, k: Tensor, v: Tensor, log_g: Tensor, held: Tensor | None, dtype: torch.dtype
+) -> PowerState:
+    """(M12): the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C]; if `held`
+    [B, G, C] is given, after those it marks.
+    """
+    left, kept = decays(log_g.to(dtype))
+    kept = kept if held is None else kept * held
+    with torch.autocast(state.s.device.type, enabled=False):
+        phi = spow(k.to(dtype), state.p) * kept[..., None]  # [B, G, C, D]
+        s = state.s * left[..., None, None] + phi.transpose(2, 3) @ v.to(dtype)
+    return PowerState(s, state.z * left[..., None] + phi.sum(2), state.p, state.key_dim)
+
+
+def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log gates [..., C]: what they leave of what was before them [...], and of each token at their end [..., C].
+
+    The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
+    gates behind a large one.
+    """
+    after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
+    return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()

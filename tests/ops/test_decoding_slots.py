@@ -1,0 +1,158 @@
+"""Steps on slots of a pool of states, against steps on states of their own; and states held in bfloat16."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sympow.ops import DecodingState, PowerState, power_attention_step
+from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs
+
+GPU = DEVICE == "cuda"
+CASE = Case(B=2, T=5, H=2, G=1, K=4, V=5, state=True)
+CHOSEN = [4, 2]  # slots of a pool of 5
+CASES = {"small": CASE} | ({"K 128": replace(CASE, H=8, G=2, K=128, V=128)} if GPU else {})
+IMPLS = ["eager", "triton"]
+
+
+def tokens(case: Case, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    return {name: x.detach() for name, x in make_inputs(case, dtype=dtype).items() if x is not None}
+
+
+def plain_state(case: Case, inputs: dict, **options) -> DecodingState:
+    state = PowerState(inputs["s"].float(), inputs["z"].float(), case.p, case.K).clone()
+    return DecodingState.from_state(state, dtype=inputs["k"].dtype, capacity=2, **options)
+
+
+def pool_of(state: DecodingState, paged: bool) -> DecodingState:
+    """The state in CHOSEN slots of five, the others of which hold nothing finite.
+
+    paged: all tensors of a slot stand in one page of bytes, one behind the other and with room between pages.
+    """
+    tensors, at, size = {}, 0, 1 << 20 if GPU else 1 << 12
+    while size < 2 * sum(x[:1].nbytes for x in state.tensors().values()):
+        size *= 2
+    pages = torch.zeros(5, size, dtype=torch.uint8, device=DEVICE)
+    for name, x in state.tensors().items():
+        shape = (5, *x.shape[1:])
+        if paged:
+            bytes_of_one = x[:1].nbytes
+            tensors[name] = pages[:, at : at + bytes_of_one].view(x.dtype).unflatten(1, x.shape[1:])
+            at += -(-bytes_of_one // 64) * 64
+        else:
+            tensors[name] = torch.zeros(shape, dtype=x.dtype, device=DEVICE)
+        tensors[name].fill_(3 if x.dtype == torch.int32 else torch.nan)
+    pool = replace(state, **tensors).at(torch.tensor(CHOSEN, dtype=torch.int32, device=DEVICE))
+    pool.put(state)
+    return pool
+
+
+def steps(case: Case, inputs: dict, state: DecodingState, impl: str) -> torch.Tensor:
+    """One token at a time, and two at once: the tail is folded on the way."""
+    outs = []
+    for now in (slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 5)):
+        part = [inputs[name][:, now] for name in ("q", "k", "v", "log_g")]
+        out, after = power_attention_step(*part, state=state, impl=impl, inplace=True)
+        assert after is state
+        outs.append(out)
+    return torch.cat(outs, 1)
+
+
+def needs(impl: str) -> None:
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+
+
+@pytest.mark.parametrize(("paged", "state_dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_slot_is_stepped_as_a_state_of_its_own(name, impl, paged, state_dtype):
+    """Bit for bit, and what stands in no slot of the batch stays as it was."""
+    needs(impl)
+    case = CASES[name]
+    inputs = tokens(case)
+    state = plain_state(case, inputs, state_dtype=state_dtype)
+    pool = pool_of(state, paged)
+    unused = [slot for slot in range(5) if slot not in CHOSEN]
+    before = {name: x[unused].clone() for name, x in pool.tensors().items()}
+    assert torch.equal(steps(case, inputs, pool, impl), steps(case, inputs, state, impl))
+    for name, x in state.tensors().items():
+        assert torch.equal(pool.tensors()[name][CHOSEN], x), name
+        torch.testing.assert_close(pool.tensors()[name][unused], before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_in_bfloat16_errs_by_its_roundings(impl, dtype):
+    """It is rounded once when it is made and once when a tail is folded: here the tokens of two folds."""
+    needs(impl)
+    if impl == "triton" and dtype == torch.bfloat16 and not GPU:
+        return  # slow in the interpreter
+    inputs = tokens(CASE, dtype)
+    exact = plain_state(CASE, inputs)
+    rounded = plain_state(CASE, inputs, state_dtype=torch.bfloat16)
+    assert rounded.s.dtype == torch.bfloat16 and rounded.z.dtype == torch.float32
+    assert rounded.nbytes == exact.nbytes - exact.s.nbytes // 2
+    outs = [steps(CASE, inputs, each, impl).float() for each in (exact, rounded)]
+    wrong = (outs[1] - outs[0]).norm() / outs[0].norm()
+    assert 0 < wrong < 3 * 2**-9 + 2 * torch.finfo(dtype).eps
+    for state in (exact, rounded):
+        assert state.folded().s.dtype == torch.float32
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_slots_are_within_the_budget(impl):
+    needs(impl)
+    case = replace(CASE, return_state=True)
+    inputs = make_inputs(case, dtype=torch.float32)
+    detached = {name: x.detach() for name, x in inputs.items() if x is not None}
+    pool = pool_of(plain_state(case, detached), paged=True)
+    out = steps(case, detached, pool, impl)
+    after = pool.folded()
+    assert_within_budget({"out": out, "s": after.s, "z": after.z}, case, inputs)
+
+
+def test_a_batch_of_slots_is_a_state():
+    """It can be copied, folded, rolled back and written again."""
+    inputs = tokens(CASE)
+    state = plain_state(CASE, inputs)
+    pool = pool_of(state, paged=True)
+    assert (pool.batch, state.batch) == (2, 2) and pool.at(None).batch == 5
+    power_attention_step(*(inputs[n][:, :2] for n in ("q", "k", "v", "log_g")), state=pool, inplace=True)
+    power_attention_step(*(inputs[n][:, :2] for n in ("q", "k", "v", "log_g")), state=state, inplace=True)
+    copy = pool.clone()
+    assert copy.slots is None and torch.equal(copy.folded().s, state.folded().s)
+    pool.rollback(1)
+    state.rollback(1)
+    assert torch.equal(pool.folded().s, state.folded().s) and not torch.equal(pool.folded().s, copy.folded().s)
+    _, apart = power_attention_step(*(inputs[n][:, 2:3] for n in ("q", "k", "v", "log_g")), state=pool)
+    assert apart.slots is None and torch.equal(pool.folded().s, state.folded().s)
+    one = pool.at(pool.slots[1:2])
+    assert one.continued(PowerState.zeros(1, 1, 4, 5, device=DEVICE)) is one
+    assert not pool.s[CHOSEN[1]].any() and pool.count[CHOSEN[1]].sum() == 0 and pool.s[CHOSEN[0]].any()
+    with pytest.raises(ValueError, match=r"these slots hold s \[1, 1, 10, 5\] of p=2; got \[2, 1, 10, 5\] of p=2"):
+        one.put(PowerState.zeros(2, 1, 4, 5, device=DEVICE))
+
+
+def test_refusals():
+    inputs = tokens(CASE)
+    pool = pool_of(plain_state(CASE, inputs), paged=False)
+    slots = torch.tensor(CHOSEN, dtype=torch.int32, device=DEVICE)
+    for bad in (slots.long(), slots.float()):
+        with pytest.raises(TypeError, match=rf"^slots must be a tensor of int32; got {bad.dtype}$"):
+            pool.at(bad)
+    with pytest.raises(TypeError, match="slots must be a tensor of int32; got list"):
+        pool.at(CHOSEN)
+    for bad in (slots[None], slots.repeat(2)[::2], slots.to("meta")):
+        with pytest.raises(ValueError, match=r"^slots must be \[B\], contiguous and on the state's device, .*; got "):
+            pool.at(bad)
+    with pytest.raises(ValueError, match=r"s must be \[B, G, D, V\] = \[2, 1, 10, 5\]; got \[1, 1, 10, 5\]"):
+        part = [inputs[name][:, :1] for name in ("q", "k", "v", "log_g")]
+        power_attention_step(*part, state=pool.at(slots[:1]))
+    with pytest.raises(ValueError, match="the tensors of every slot of a DecodingState must be contiguous"):
+        replace(pool, s=pool.s.transpose(2, 3).contiguous().transpose(2, 3))
+    for state_dtype in (torch.float16, torch.float64):
+        with pytest.raises(TypeError, match="kept as it is, or in bfloat16 if it is float32; got"):
+            DecodingState.from_state(PowerState.zeros(1, 1, 2, 2), state_dtype=state_dtype)
+    with pytest.raises(TypeError, match="kept as it is, or in bfloat16"):
+        DecodingState.from_state(PowerState.zeros(1, 1, 2, 2, dtype=torch.float64), state_dtype=torch.bfloat16)
