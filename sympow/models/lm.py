@@ -323,7 +323,7 @@ class LanguageModel(nn.Module):
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
-        waits = tokens.is_cuda and torch.is_grad_enabled()
+        waits = tokens.is_cuda and (torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing())
         # Not is_compiling(), which is true in every thread while one of them compiles.
         if tokens.numel() == 0 or waits or torch.compiler.is_dynamo_compiling():
             return
