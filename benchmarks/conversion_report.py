@@ -34,12 +34,12 @@ python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --jso
 ```
 
 `hybrid` keeps softmax attention in the five layers whose single swap raises the loss most. `window`
-has a state of constant size: windows of 1,024 tokens and power attention in turns. The documents are
-of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
+has a state of constant size: windows of 1,024 tokens and power attention in turns. The documents
+are of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
 
 The last stage trains on these documents, which the teacher has not been trained on. So a gap below
-zero says that the student has learned the corpus, and not that it is the better model. The gap after
-the stage "predictions" is what the change of mixers costs.
+zero says that the student has learned the corpus, and not that it is the better model. The gap
+after the stage "predictions" is what the change of mixers costs.
 """
 
 
