@@ -27,7 +27,7 @@ from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, ModelState, generate
 from sympow.models.slots import Slots
 from sympow.training import override, read_metrics
-from sympow.training.loop import autocast, resolve_device
+from sympow.training.step import autocast, resolve_device
 
 PARTS = ("stages", "loss", "passkey", "positions", "decoding")
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

@@ -22,7 +22,7 @@ from benchmarks.measure import measured
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train
-from sympow.training.loop import autocast
+from sympow.training.step import autocast
 
 TENTHS = 10
 

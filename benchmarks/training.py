@@ -1,6 +1,6 @@
 """Times training steps: `python -m benchmarks.training --json FILE`; by torchrun on several GPUs, which share rows.
 
-The step is `train_step` of `sympow.training.loop`, the one that the loop takes: the copy of the batch to the device,
+The step is `train_step` of `sympow.training.step`, the one that the loop takes: the copy of the batch to the device,
 clipping and the optimizer belong to it; the check of its tokens, which the loop does ahead, does not. Tokens are
 random. Softmax attention is cuDNN's on a GPU. Before a mixer is timed its loss and gradient in bfloat16 are held to
 those in float32 on a shorter row; before a way to run it is timed its first step is held to that of the plain way. What
@@ -28,9 +28,9 @@ from benchmarks.measure import measured
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
-from sympow.training.loop import autocast, make_pass, train_step
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, join, launched, prepare
+from sympow.training.step import autocast, make_pass, train_step
 from sympow.training.throughput import peak_flops, token_flops
 
 BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True}

@@ -22,7 +22,7 @@ from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
 from sympow.recipes.scaling import VOCAB_SIZE
-from sympow.training.loop import resolve_device
+from sympow.training.step import resolve_device
 
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"

@@ -30,7 +30,7 @@ from benchmarks.tables import RESULTS, ROOT
 from sympow.data import open_corpus
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
-from sympow.training.loop import resolve_device
+from sympow.training.step import resolve_device
 
 T = TypeVar("T")
 COMMITTED = RESULTS / "context_scaling"

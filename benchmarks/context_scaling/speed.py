@@ -16,9 +16,9 @@ from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.work import choose_gpu, fast_attention
 from benchmarks.measure import commit, processor
 from sympow.models import LanguageModel
-from sympow.training.loop import make_pass, train_step
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, prepare
+from sympow.training.step import make_pass, train_step
 from sympow.training.throughput import token_flops
 
 WARM_UP, TIMED = 4, 12  # steps

@@ -43,9 +43,9 @@ from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import RunConfig, override
-from sympow.training.loop import resolve_device
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import read_config
+from sympow.training.step import resolve_device
 
 
 def train(options: argparse.Namespace) -> int | None:

@@ -16,9 +16,9 @@ from sympow.models import LanguageModel
 from sympow.progress import Progress
 from sympow.training import RunConfig, TrainingResult, load_model, train
 from sympow.training.checkpoint import latest_step
-from sympow.training.loop import resolve_device
 from sympow.training.ranks import join, launched
 from sympow.training.run_folder import clear_run_folder, open_run_folder
+from sympow.training.step import resolve_device
 
 TOKENIZER = "tokenizer.json"
 OPENING = "opening the data"  # which may train a tokenizer and fill a cache

@@ -15,7 +15,7 @@ from sympow.cli.runs import load_run
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
-from sympow.training.loop import resolve_device
+from sympow.training.step import resolve_device
 
 KEYS = "SYMPOW_API_KEYS"
 _GIB = 1 << 30

@@ -18,7 +18,8 @@ import torch
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig, Sweep
 from sympow.recall.results import write_results
-from sympow.recall.run import run, shape_key
+from sympow.recall.run import run
+from sympow.recall.steps import shape_key
 from sympow.training.checkpoint import atomic_write
 from sympow.training.claim import claim
 from sympow.training.config import unknown

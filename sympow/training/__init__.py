@@ -8,7 +8,7 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.config import DistillationConfig, ExecutionConfig, RunConfig, TrainingConfig
-from sympow.training.loop import NonFiniteError, TrainingResult, train
+from sympow.training.language import NonFiniteError, TrainingResult, train
 from sympow.training.metrics import read_metrics
 from sympow.training.objective import Objective
 from sympow.training.overrides import override

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import long_row
-from sympow.training.loop import TrainingResult
+from sympow.training.language import TrainingResult
 
 
 def test_command(tmp_path, monkeypatch, capsys):

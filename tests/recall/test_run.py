@@ -14,9 +14,12 @@ from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS
 from sympow.models import MixerConfig, RecallModel
 from sympow.recall import Architecture, read_results, run, write_results
-from sympow.recall.run import _compiled_loss, _load, _measure, _Trainer, describe_tasks
+from sympow.recall.rows import load, measure
+from sympow.recall.run import describe_tasks
+from sympow.recall.steps import RecallTraining, _compiled_loss
 from sympow.recipes.mqar import _mixers
 from sympow.training.config import TrainingConfig
+from sympow.training.loop import run_steps
 from sympow.training.optimizer import learning_rate
 
 # Where there is a GPU, steps are replayed as graphs there too.
@@ -65,7 +68,7 @@ def test_splits_and_seeds_are_different_rows(small):
         generate(small.train[0], 200, [small.data_seed, split, 0]).tokens.tobytes() for split in (0, 1, 2)
     ]
     assert len(set(drawn)) == 3
-    (part,) = _load(small.train, 200, (small.data_seed, 0), "cpu")
+    (part,) = load(small.train, 200, (small.data_seed, 0), "cpu")
     assert part.tokens.numpy().tobytes() == drawn[0]
 
 
@@ -82,25 +85,33 @@ def test_mixtures_are_trained_together_and_tested_apart(small):
 
 def trainer(config, compiled=False):
     model = RecallModel(config.model, seed=config.seed)
-    return _Trainer(config, model, torch.device("cpu"), compiled=compiled, graphs=False)
+    return RecallTraining(config, model, torch.device("cpu"), compiled=compiled, graphs=False)
 
 
-def test_an_epoch_takes_every_row_once_in_a_new_order(small):
+def test_an_epoch_takes_every_row_once_in_a_new_order(small, monkeypatch):
     config = replace(small, examples=320, train=small.train * 2, batch_size=32, validations=3)
     made = trainer(config)
-    seen, taken = [], []
-    made._train_step = lambda part: (seen.append((part, made.orders[part][made.cursors[part]].tolist())),
-                                     made.cursors[part].add_(32))  # fmt: skip
-    for number in range(6):
-        before = len(seen)
-        made.train(number)
-        taken.append(len(seen) - before)
-    assert taken == [4, 3, 3] * 2 and made.steps_done == 20
-    for epoch in (seen[:10], seen[10:]):
-        for part in (0, 1):
-            rows = [row for which, batch in epoch for row in batch if which == part]
-            assert sorted(rows) == list(range(160)) and rows != sorted(rows)
-    assert seen[:10] != seen[10:]
+    seen = []
+
+    answer = made.model.query_logits
+
+    def observed(tokens, places):
+        seen.append(tokens)
+        return answer(tokens, places)
+
+    monkeypatch.setattr(made.model, "query_logits", observed)
+    borders = []
+    for step in range(20):
+        made.take(step)
+        before = len(made.history)
+        batches = len(seen)
+        made.end(step + 1)
+        borders += [step + 1] * (len(made.history) - before)
+        del seen[batches:]  # of the validation
+    assert borders == [4, 7, 10, 14, 17, 20] and made.steps == 20
+    drawn = sorted(row for part in made.parts for row in part.tokens.tolist())
+    epochs = [[row for tokens in taken for row in tokens.tolist()] for taken in (seen[:10], seen[10:])]
+    assert all(sorted(epoch) == drawn for epoch in epochs) and epochs[0] != epochs[1]
 
 
 def test_the_learning_rate_rises_and_falls_to_zero(small):
@@ -108,8 +119,7 @@ def test_the_learning_rate_rises_and_falls_to_zero(small):
     settings = TrainingConfig(steps=100, warmup_steps=10, learning_rate=small.learning_rate, min_lr_ratio=0.0)
     assert made.rates.tolist() == pytest.approx([learning_rate(step, settings) for step in range(100)])
     assert made.rates.max() == pytest.approx(small.learning_rate) and made.rates[-1] == 0
-    made._shuffle()
-    made._train_step(0)
+    made.take(0)
     assert made.rate == made.rates[0] and all(group["lr"] == made.rate for group in made.optimizer.param_groups)
     assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.0]
 
@@ -119,8 +129,8 @@ def test_accuracy_counts_queries(small):
     config = replace(small, train=(RecallTask(length=8, pairs=2, vocab_size=12),))
     model = RecallModel(config.model, seed=0)
     model.query_logits = lambda tokens, places: torch.eye(12)[8].expand(*places.shape, 12)
-    parts = _load(config.train, 500, (0, 1), "cpu")
-    measured = _measure(model, parts, config)
+    parts = load(config.train, 500, (0, 1), "cpu")
+    measured = measure(model, parts, config)
     assert measured.accuracy == pytest.approx((parts[0].labels == 8).float().mean().item())
     assert 0 < measured.accuracy < 0.5
     probability = math.e / (math.e + 11)
@@ -174,9 +184,9 @@ def test_compiled_steps_are_the_same_and_compiled_once(small, compilations, arch
     config = replace(small, architecture=replace(architecture, head_dim=head_dim), width=8, examples=64)
     for changed in (config, replace(config, seed=1, learning_rate=1e-3)):
         plain, compiled = trainer(changed), trainer(changed, compiled=True)
-        for number in range(2):
-            assert compiled.train(number) == pytest.approx(plain.train(number), rel=1e-4)
-            _measure(compiled.model, compiled.parts, config)
+        for made in (compiled, plain):
+            assert run_steps(made, 0, made.steps) == (made.steps, None) and len(made.history) == 2
+        assert compiled.train_loss == pytest.approx(plain.train_loss, rel=1e-4)
     assert len(compilations) == 1
 
 
@@ -188,7 +198,7 @@ def test_auxiliary_losses_are_not_lost_in_compiled_steps(small, compilations):
         torch.manual_seed(0)  # of the noise that explores
         made = trainer(config, compiled)
         with pytest.warns(UserWarning, match="learned cannot be compiled") if compiled else nullcontext():
-            made.train(0)
+            run_steps(made, 0, made.steps)
         weights.append([p.detach() for p in made.model.parameters()])
     torch.testing.assert_close(*weights)
 
@@ -197,7 +207,7 @@ def test_models_and_shapes_are_compiled_apart(small, compilations):
     """More of them than a function may have variants."""
     with torch._dynamo.config.patch(recompile_limit=2):
         for width in range(1, 5):
-            trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).train(0)
+            trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).take(0)
     assert len(compilations) == 4
 
 
@@ -213,8 +223,10 @@ def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
     config = replace(small, examples=64, epochs=1)
     made = trainer(config, compiled=True)
     with pytest.warns(UserWarning, match="^attention cannot be compiled and is trained as it is: graph break$") as told:
-        assert made.train(0) == trainer(config).train(0)
-    assert len(told) == 1
+        run_steps(made, 0, made.steps)
+    plain = trainer(config)
+    run_steps(plain, 0, plain.steps)
+    assert len(told) == 1 and made.train_loss == plain.train_loss
     _compiled_loss.cache_clear()
 
 

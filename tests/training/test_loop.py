@@ -23,11 +23,11 @@ from sympow.training import (
     read_metrics,
     train,
 )
-from sympow.training import loop as module
+from sympow.training import language, step
 from sympow.training.checkpoint import list_checkpoints
-from sympow.training.loop import held_out_loss, resolve_device
 from sympow.training.ranks import Part
-from sympow.training.run_folder import clear_run_folder
+from sympow.training.run_folder import clear_run_folder, open_run_folder
+from sympow.training.step import held_out_loss, resolve_device
 from sympow.training.throughput import token_flops
 from tests.ops.contract import DEVICE
 
@@ -141,13 +141,13 @@ def test_the_seed_decides_everything_and_nothing_else_is_touched(tmp_path, make_
 def test_auxiliary_losses_are_trained_on_and_not_reported(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config(steps=1, warmup_steps=1)
     train(config, make_batches(config), tmp_path / "plain", quiet=True)
-    real = module._loss_sum
+    real = LanguageModel.loss_sum
 
-    def loss_sum(model, *arguments):
+    def loss_sum(model, *arguments, **options):
         add_auxiliary_loss(100 * model.embedding.weight.sum())
-        return real(model, *arguments)
+        return real(model, *arguments, **options)
 
-    monkeypatch.setattr(module, "_loss_sum", loss_sum)
+    monkeypatch.setattr(LanguageModel, "loss_sum", loss_sum)
     train(config, make_batches(config), tmp_path / "extra", quiet=True)
     (plain,), (extra,) = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "extra")
     assert extra["loss"] == plain["loss"]
@@ -156,8 +156,12 @@ def test_auxiliary_losses_are_trained_on_and_not_reported(tmp_path, make_config,
 
 def test_generators_continue(tmp_path, make_config, make_batches, monkeypatch):
     """A model with dropout would draw from torch's generator: here every loss does."""
-    real = module._loss_sum
-    monkeypatch.setattr(module, "_loss_sum", lambda *arguments: real(*arguments) * (1 + 0.1 * torch.rand(())))
+    real = LanguageModel.loss_sum
+
+    def noisy(*arguments, **options):
+        return real(*arguments, **options) * (1 + 0.1 * torch.rand(()))
+
+    monkeypatch.setattr(LanguageModel, "loss_sum", noisy)
     config = make_config(steps=8, checkpoint_every=3)
     batches = make_batches(config)
     train(config, batches, tmp_path / "whole", quiet=True)
@@ -176,8 +180,8 @@ def gradient(config, batches, monkeypatch) -> tuple[float, torch.Tensor]:
             seen.append(model.embedding.weight.grad.clone())
 
     optimizer = Recorder(model.parameters(), lr=0.1)
-    passes = [module.make_pass(batch, model, CPU) for batch in batches]
-    loss, _, targets = module.train_step(model, optimizer, passes, 0.1, config.training, CPU)
+    passes = [step.make_pass(batch, model, CPU) for batch in batches]
+    loss, _, targets = step.train_step(model, optimizer, passes, 0.1, config.training, CPU)
     assert targets == sum(int((batch.targets != -100).sum()) for batch in batches)
     assert all(parameter.grad is None for parameter in model.parameters())
     return loss, seen[0]
@@ -225,22 +229,22 @@ def test_passes_for_a_gpu_are_checked_and_pinned_on_the_host(make_config):
     model = LanguageModel(make_config().model, seed=0)
     rows = Part(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, -100, 17]]), torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="targets must lie in a vocabulary of 17 tokens; got 17"):
-        module.make_pass(rows, model, torch.device("meta"))
-    assert module.make_pass(rows, model, CPU) == (rows, 2)  # a model on the CPU looks at them itself
+        step.make_pass(rows, model, torch.device("meta"))
+    assert step.make_pass(rows, model, CPU) == (rows, 2)  # a model on the CPU looks at them itself
     if DEVICE == "cuda":
         rows.targets[0, 2] = 16
-        made = module.make_pass(rows, model, torch.device("cuda"))
+        made = step.make_pass(rows, model, torch.device("cuda"))
         assert made.targets == 2 and all(tensor.is_pinned() for tensor in made.rows)
 
 
 def test_the_held_out_loss_is_taken_in_evaluation_mode(tmp_path, make_config, make_batches, monkeypatch):
-    real, modes = module._loss_sum, []
+    real, modes = LanguageModel.loss_sum, []
 
-    def observed(model, *rest):
+    def observed(model, *rest, **options):
         modes.append((model.training, torch.is_grad_enabled()))
-        return real(model, *rest)
+        return real(model, *rest, **options)
 
-    monkeypatch.setattr(module, "_loss_sum", observed)
+    monkeypatch.setattr(LanguageModel, "loss_sum", observed)
     config = make_config(steps=3, evaluate_every=2, evaluation_batches=1)
     train(config, make_batches(config), tmp_path / "run", held_out=make_batches(config), quiet=True)
     training, evaluating = (True, True), (False, False)
@@ -249,7 +253,7 @@ def test_the_held_out_loss_is_taken_in_evaluation_mode(tmp_path, make_config, ma
 
 def test_gradients_are_clipped(tmp_path, make_config, make_batches, monkeypatch):
     norms = []
-    real = module.nn.utils.clip_grad_norm_
+    real = torch.nn.utils.clip_grad_norm_
 
     def clip(parameters, largest):
         parameters = list(parameters)
@@ -257,7 +261,7 @@ def test_gradients_are_clipped(tmp_path, make_config, make_batches, monkeypatch)
         norms.append(float(torch.sqrt(sum((p.grad**2).sum() for p in parameters))))
         return norm
 
-    monkeypatch.setattr(module.nn.utils, "clip_grad_norm_", clip)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     config = make_config(steps=3, clip=0.01)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     assert norms == pytest.approx([0.01] * 3, rel=1e-3)
@@ -292,13 +296,13 @@ def test_bf16_keeps_weights_in_float32(tmp_path, make_config, make_batches):
 
 def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config(steps=12, checkpoint_every=2)
-    real, calls = module._loss_sum, []
+    real, calls = LanguageModel.loss_sum, []
 
-    def poisoned(*arguments):
+    def poisoned(*arguments, **options):
         calls.append(1)
-        return real(*arguments) * (math.inf if len(calls) == 6 else 1)
+        return real(*arguments, **options) * (math.inf if len(calls) == 6 else 1)
 
-    monkeypatch.setattr(module, "_loss_sum", poisoned)
+    monkeypatch.setattr(LanguageModel, "loss_sum", poisoned)
     with pytest.raises(NonFiniteError) as caught:
         train(config, make_batches(config), tmp_path / "run", quiet=True)
     assert str(caught.value).startswith("the loss is inf and the norm of its gradient ")
@@ -386,7 +390,7 @@ def test_parts_are_compiled(tmp_path, make_config, make_batches, monkeypatch):
 
 def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, make_batches, monkeypatch):
     config = make_config(steps=2)
-    monkeypatch.setattr(module, "peak_flops", lambda device, precision: 1e9)
+    monkeypatch.setattr(language, "peak_flops", lambda device, precision: 1e9)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
     flops = token_flops(LanguageModel(config.model, seed=0), config.training.context)
     for row in read_metrics(tmp_path / "run"):
@@ -395,7 +399,7 @@ def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, ma
 
 def test_a_folder_without_a_checkpoint_takes_another_config(tmp_path, make_config, make_batches):
     stopped = make_config(steps=4, batch_size=0 + 1)
-    module.open_run_folder(tmp_path / "run", stopped)
+    open_run_folder(tmp_path / "run", stopped)
     (tmp_path / "run" / "tokenizer.json").write_text("of the other config")
     config = make_config(steps=4)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
@@ -476,7 +480,7 @@ def test_loading_what_is_no_run(tmp_path, make_config, make_batches):
         load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         load_model(tmp_path / "nothing")
-    module.open_run_folder(tmp_path / "run", make_config())
+    open_run_folder(tmp_path / "run", make_config())
     with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
         load_model(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"name": ')

@@ -19,9 +19,9 @@ import torch
 
 from sympow.training import ExecutionConfig, RunConfig, latest, load_checkpoint, load_model, read_metrics, train
 from sympow.training.checkpoint import latest_step, list_checkpoints
-from sympow.training.loop import held_out_loss
 from sympow.training.ranks import GATHERED, Ranks, gathered_together, join, launched
 from sympow.training.run_folder import open_run_folder
+from sympow.training.step import held_out_loss
 from tests.ops.contract import FLOAT64_TOLERANCE
 from tests.ranks import PRELOAD, run_ranks
 

@@ -1,0 +1,67 @@
+"""Rows of recall on the device, and how a model answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sympow.data.mqar import mixture
+from sympow.models import RecallModel
+from sympow.recall.config import AnyTask, RecallConfig
+from sympow.training.step import autocast
+
+TRAIN, VALIDATION, TEST = 0, 1, 2  # streams of the data seed
+_LOGIT_ELEMENTS = 1 << 25  # formed at once where accuracy is measured
+
+
+class Part(NamedTuple):
+    """The rows of one task on the device, int32: tokens [n, N], places and labels of their queries [n, D]."""
+
+    tokens: Tensor
+    places: Tensor
+    labels: Tensor
+
+    def rows(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows at index [B], as int64."""
+        tokens, places, labels = (tensor.index_select(0, index).long() for tensor in self)
+        return tokens, places, labels
+
+
+@lru_cache(maxsize=9)  # so that the runs of a sweep share what three tasks need
+def load(tasks: tuple[AnyTask, ...], examples: int, seed: tuple[int, ...], device: str) -> list[Part]:
+    """Draws `examples` rows of the tasks together and puts them on the device: one part for each task."""
+    parts = []
+    for drawn in mixture(tasks, examples, seed):
+        places, labels = drawn.queries()
+        tensors = (torch.from_numpy(array.astype("int32", copy=False)) for array in (drawn.tokens, places, labels))
+        parts.append(Part(*(tensor.to(device) for tensor in tensors)))
+    return parts
+
+
+class Measured(NamedTuple):
+    loss: float
+    accuracy: float
+
+
+@torch.no_grad()
+def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
+    """Mean loss in nats and share of queries answered right, over all queries of all parts."""
+    model.eval()
+    device = parts[0].tokens.device
+    loss, right, asked = torch.zeros((), device=device), torch.zeros((), device=device), 0
+    for part in parts:
+        pairs = part.labels.shape[1]
+        rows = max(1, _LOGIT_ELEMENTS // (pairs * model.config.vocab_size))
+        for index in torch.arange(len(part.tokens), device=device).split(rows):
+            tokens, places, labels = part.rows(index)
+            with autocast(config.precision, device):
+                logits = model.query_logits(tokens, places).float().flatten(0, 1)
+            loss += F.cross_entropy(logits, labels.flatten(), reduction="sum")
+            right += (logits.argmax(1) == labels.flatten()).sum()
+        asked += part.labels.numel()
+    return Measured(loss.item() / asked, right.item() / asked)

@@ -1,0 +1,198 @@
+"""Associative recall in training, for the loop of `sympow.training`: steps that never wait for the device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sympow.models import RecallModel
+from sympow.progress import Progress
+from sympow.recall.config import RecallConfig
+from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
+from sympow.training.config import TrainingConfig
+from sympow.training.optimizer import learning_rate, parameter_groups
+from sympow.training.step import autocast, backward, move
+
+_Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
+
+_EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimizer's state and warm up libraries
+
+
+class RecallTraining:
+    """A model, its optimizer and its data, for `sympow.training.loop.run_steps`.
+
+    Everything a step reads or counts is on the device, so no step waits.
+
+    Args:
+        config: the run.
+        model: on `device`.
+        device: where the data is put.
+        compiled: run the forward and backward pass of a step through torch.compile.
+        graphs: replay steps as CUDA graphs.
+        progress: counts validations; None: none is shown.
+
+    Attributes:
+        steps: of the whole run.
+        train_loss: mean loss of the steps between the last two validations.
+        validated: the last validation.
+        history: accuracies of all validations, in their order.
+    """
+
+    def __init__(
+        self,
+        config: RecallConfig,
+        model: RecallModel,
+        device: torch.device,
+        *,
+        compiled: bool,
+        graphs: bool,
+        progress: Progress | None = None,
+    ):
+        self.progress = progress
+        self.config, self.model, self.device, self.graphs = config, model, device, graphs
+        self.loss: _Loss = _loss
+        if compiled:
+            self.loss = _compiled_loss(shape_key(config))
+        self.parts = load(config.train, config.examples, (config.data_seed, TRAIN), str(device))
+        batches = [len(part.tokens) // config.batch for part in self.parts]
+        self.schedule = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
+        self.orders = [torch.zeros(len(part.tokens), dtype=torch.int64, device=device) for part in self.parts]
+        self.cursors = [torch.arange(config.batch, device=device) for _ in self.parts]
+        self.captured: list[torch.cuda.CUDAGraph | None] = [None for _ in self.parts]
+        self.eager_left = [_EAGER_STEPS for _ in self.parts]
+        self.generator = torch.Generator("cpu").manual_seed(config.seed)
+        batches_of_pieces = [len(piece) for piece in self.schedule.tensor_split(config.validations)]
+        self.borders = list(accumulate(batches_of_pieces * config.epochs))
+        self.steps = steps = self.borders[-1]
+        settings = TrainingConfig(
+            steps=steps, warmup_steps=round(config.warmup * steps), learning_rate=config.learning_rate, min_lr_ratio=0.0
+        )
+        self.rates = torch.tensor([learning_rate(step, settings) for step in range(steps)], device=device)
+        self.rate = torch.zeros((), device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.loss_sum = torch.zeros((), device=device)
+        self.steps_summed = 0
+        groups = parameter_groups(model, config.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=graphs)
+
+        self.validation = load(config.train, config.validation_examples, (config.data_seed, VALIDATION), str(device))
+        self.train_loss = math.nan
+        self.validated = Measured(math.nan, math.nan)
+        self.history: list[float] = []
+
+    def take(self, step: int) -> None:
+        """Takes optimizer step `step`, which is in a new order of the data where an epoch begins."""
+        if step % len(self.schedule) == 0:
+            self._shuffle()
+        if self.steps_summed == 0:
+            self.model.train()
+            self.loss_sum.zero_()
+        self._advance(int(self.schedule[step % len(self.schedule)]))
+        self.steps_summed += 1
+
+    def end(self, done: int) -> str | None:
+        """Validates where that is due; says "diverged" or "solved" where the run ends before its epochs are over."""
+        while len(self.history) < len(self.borders) and self.borders[len(self.history)] == done:
+            self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
+            self.loss_sum.zero_()
+            self.steps_summed = 0
+            self.validated = measure(self.model, self.validation, self.config)
+            self.history.append(round(self.validated.accuracy, 6))
+            self._tell()
+            if not math.isfinite(self.train_loss):
+                return "diverged"
+            if self.config.stop_at is not None and self.validated.accuracy >= self.config.stop_at:
+                return "solved"
+        return None
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            loss, accuracy = self.train_loss, self.validated.accuracy
+            self.progress.advance(note=f"loss {loss:.4f}")
+            self.progress.say(f"validation {len(self.history)}: loss {loss:.4f}, validation accuracy {accuracy:.4f}")
+
+    def _shuffle(self) -> None:
+        """A new order of the rows and of the parts that batches come from; drawn on the CPU: alike on all devices."""
+        for order, cursor in zip(self.orders, self.cursors, strict=True):
+            order.copy_(torch.randperm(len(order), generator=self.generator))
+            cursor.copy_(torch.arange(len(cursor)))
+        self.schedule = self.schedule[torch.randperm(len(self.schedule), generator=self.generator)]
+
+    def _advance(self, part: int) -> None:
+        """One step on a batch of a part: as it is, or by replaying its graph."""
+        graph = self.captured[part]
+        if graph is not None:
+            graph.replay()
+        elif not self.graphs:
+            self._train_step(part)
+        elif self.eager_left[part] > 0:
+            self.eager_left[part] -= 1
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*capturable=True")  # it will be captured soon
+                self._train_step(part)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    self._train_step(part)
+            except RuntimeError as error:
+                label, why = self.config.architecture.label, str(error).splitlines()[0]
+                raise RuntimeError(f"a step of {label} cannot be a CUDA graph, switch graphs off: {why}") from error
+            self.captured[part] = graph
+            graph.replay()
+
+    def _train_step(self, part: int) -> None:
+        cursor = self.cursors[part]
+        tokens, places, labels = self.parts[part].rows(self.orders[part].index_select(0, cursor))
+        try:
+            loss = self._backward(tokens, places, labels)
+        except Exception as error:
+            if self.loss is _loss:
+                raise
+            label, why = self.config.architecture.label, str(error).splitlines()[0]
+            warnings.warn(f"{label} cannot be compiled and is trained as it is: {why}", stacklevel=2)
+            self.loss = _loss
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._backward(tokens, places, labels)
+        self.rate.copy_(self.rates.index_select(0, self.step).squeeze(0))
+        move(self.optimizer)
+        self.loss_sum += loss
+        self.step += 1
+        cursor += len(cursor)
+
+    def _backward(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        """The loss, whose gradients are then on the parameters."""
+        (loss,) = backward([partial(self.loss, self.model, tokens, places, labels, self.config.precision)])
+        return loss
+def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, precision: str) -> Tensor:
+    """The mean loss of the queries."""
+    with autocast(precision, tokens.device):
+        logits = model.query_logits(tokens, places)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def shape_key(config: RecallConfig) -> str:
+    """Equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    return repr((config.model, config.train, config.batch, config.precision))
+
+
+@lru_cache(maxsize=1)
+def _compiled_loss(key: str) -> _Loss:
+    """`_loss` compiled whole, for the shapes of a key.
+
+    What was compiled before is dropped: a function keeps few variants, and a sweep needs many.
+    """
+    torch.compiler.reset()
+    return torch.compile(_loss, dynamic=False, fullgraph=True)
+
+

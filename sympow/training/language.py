@@ -1,0 +1,301 @@
+"""Training of a language model: batches in, a run folder with metrics and checkpoints out; it goes on where it was
+stopped.
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from sympow.models import LanguageModel
+from sympow.progress import Progress
+from sympow.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest,
+    load_checkpoint_into,
+    load_header,
+    restore_model,
+    save_checkpoint,
+)
+from sympow.training.config import RunConfig
+from sympow.training.interrupt import StopRequest
+from sympow.training.loop import run_steps
+from sympow.training.metrics import MetricsWriter
+from sympow.training.objective import Objective
+from sympow.training.optimizer import learning_rate, make_optimizer
+from sympow.training.ranks import Ranks, join, prepare
+from sympow.training.run_folder import check_config, open_run_folder
+from sympow.training.step import Pass, RowSource, held_out_loss, make_pass, resolve_device, train_step
+from sympow.training.throughput import peak_flops, token_flops, trace
+
+T = TypeVar("T")
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is no longer a number."""
+
+
+class TrainingResult(NamedTuple):
+    """Where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
+
+    step: int
+    steps: int
+    loss: float | None
+    stopped_by: str | None
+
+
+def train(
+    config: RunConfig,
+    batches: RowSource,
+    run_dir: str | os.PathLike[str],
+    *,
+    held_out: RowSource | None = None,
+    observe: Callable[[LanguageModel, int], object] | None = None,
+    start: Mapping[str, torch.Tensor] | None = None,
+    objective: Objective | None = None,
+    quiet: bool = False,
+    ranks: Ranks | None = None,
+) -> TrainingResult:
+    """Trains a language model, or continues from the newest checkpoint in `run_dir`.
+
+    With a default process group, which must take tensors on the CPU as well, all its ranks call this, with one
+    `run_dir`, on a disk that they share. `ranks` is what `join` gives; None calls it. Rank 0 writes the metrics, and
+    to the terminal.
+
+    `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, in turns on
+    several ranks, so that position in the data is a function of the step alone. The loss of a step is the mean over
+    all its real targets, however they fall into passes. `held_out` gives the first `evaluation_batches` of its
+    batches to the held-out loss; without it there is none. `observe(model, step)` is called every `evaluate_every`
+    steps and after the last, on every rank; its time does not count.
+
+    `start` are the weights to begin with, by name; without it they are drawn from the seed. `objective` gives the
+    loss of the steps; without it that is `LanguageModel.loss_sum`. With it the metrics hold the stage, and beside a
+    held-out loss that of the objective's reference and the gap between them.
+
+    On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
+    SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
+    ranks it does nothing: torchrun passes on what a scheduler may have sent to every process).
+
+    Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
+    or its gradient is not finite (that step is not saved), CheckpointError where a checkpoint
+    cannot be read or written.
+    """
+    settings = config.training
+    device = resolve_device(settings.device)
+    ranks = join(config, device) if ranks is None else ranks
+    run_dir = open_run_folder(run_dir, config, ranks)
+    with ExitStack() as stack:
+        cuda = [device] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
+        torch.manual_seed(settings.seed)
+        model = LanguageModel(config.model, seed=settings.seed)
+        if start is not None:
+            restore_model(model, start, "the start")
+        model.to(device)
+        trained = _Training(config, model, batches, run_dir, held_out, observe, objective, device, ranks)
+        trained.open(stack, quiet)
+        step, stopped_by = run_steps(trained, trained.resumed, settings.steps)
+        return TrainingResult(step, settings.steps, trained.loss, stopped_by)
+
+
+class _Training:
+    """A language model in training, for `run_steps`: what `train` was given, and where the run stands."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: LanguageModel,
+        batches: RowSource,
+        run_dir: Path,
+        held_out: RowSource | None,
+        observe: Callable[[LanguageModel, int], object] | None,
+        objective: Objective | None,
+        device: torch.device,
+        ranks: Ranks,
+    ):
+        self.config, self.settings, self.model, self.batches, self.run_dir = (
+            config, config.training, model, batches, run_dir
+        )  # fmt: skip
+        self.held_out, self.observe, self.objective = held_out, observe, objective
+        self.device, self.ranks = device, ranks
+        self.flops, self.peak = token_flops(model, self.settings.context), peak_flops(device, self.settings.precision)
+        prepare(model, config, ranks)
+        self.optimizer = make_optimizer(model, self.settings)
+        checkpoint = _restore(run_dir, config, batches, model, self.optimizer, device, ranks)
+        self.continues, self.resumed = checkpoint is not None, checkpoint.step if checkpoint else 0
+        self.tokens, self.seconds = (checkpoint.tokens, checkpoint.seconds) if checkpoint else (0, 0.0)
+        self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        self.loss: float | None = None
+        self.norm = self.rate = 0.0
+        self.stage = 0
+        self.reference_loss: float | None = None
+
+    def open(self, stack: ExitStack, quiet: bool) -> None:
+        """Begins the metrics, the progress, the trace, and the reading of batches; `stack` ends them."""
+        ranks, settings, step = self.ranks, self.settings, self.resumed
+        tracked = self.config if self.config.execution.tracker else None
+        self.metrics = MetricsWriter(self.run_dir, step, tracked) if ranks.main else None
+        if self.metrics:
+            stack.callback(self.metrics.close)
+        silent = quiet or not ranks.main
+        self.progress = stack.enter_context(
+            Progress("training", "step", total=settings.steps, done=step, quiet=silent)
+        )
+        if self.continues:
+            self.progress.say(f"continuing from step {step} of {settings.steps}")
+        self.stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
+        profiled = self.config.execution.profile_steps if ranks.main else 0
+        self.tracing = stack.enter_context(trace(self.run_dir, profiled))
+        self.passes = _ahead(self._load, range(step, settings.steps))
+
+    def take(self, step: int) -> None:
+        """Takes optimizer step `step`. Raises NonFiniteError where the loss or its gradient is not finite."""
+        passes = next(self.passes)
+        began = time.perf_counter()
+        objective = self.objective
+        self.stage, stage_start = (0, 0) if objective is None else objective.stage(step)
+        self.rate = learning_rate(step, self.settings, stage_start)
+        loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
+        self.loss, self.norm, targets = train_step(
+            self.model, self.optimizer, passes, self.rate, self.settings, self.device, self.ranks, loss_sum
+        )
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            raise NonFiniteError(
+                f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {step + 1} "
+                f"(learning rate {self.rate:.3g}); the last checkpoint: {latest(self.run_dir) or 'none'}"
+            )
+        self.tokens += targets
+        self.seconds += time.perf_counter() - began
+        self.progress.advance(note=f"loss {self.loss:.4f}")
+        self.tracing()
+
+    def end(self, done: int) -> str | None:
+        """Evaluates, writes metrics and saves a checkpoint where these are due; names the signal that ends the run."""
+        settings, objective = self.settings, self.objective
+        last = done == settings.steps
+        ends_stage = objective is not None and not last and objective.stage(done)[0] != self.stage
+        evaluates = last or ends_stage or done % settings.evaluate_every == 0
+        if self.observe and evaluates:
+            self.observe(self.model, done)
+        evaluates = evaluates and self.held_out is not None
+        number = int(self.ranks.max(self.stop.signal or 0))
+        stopped_by = signal.Signals(number).name if number else None
+        if last or evaluates or done % settings.log_every == 0:
+            row = self._row(done, evaluates)
+            if self.metrics:
+                self.metrics.write(row)
+        if last or stopped_by or done % settings.checkpoint_every == 0:
+            if self.metrics:
+                self.metrics.sync()  # no checkpoint without the metrics that led to it
+            self._save(done)
+        return stopped_by
+
+    def _load(self, index: int) -> list[Pass]:
+        first = index * self.settings.passes_per_step
+        own = range(self.ranks.data_rank, self.settings.passes_per_step, self.ranks.data_size)
+        return [make_pass(self.ranks.part(self.batches[first + i]), self.model, self.device) for i in own]
+
+    def _row(self, done: int, evaluates: bool) -> dict[str, Any]:
+        """The metrics after `done` steps, with the held-out loss if asked for."""
+        settings, objective = self.settings, self.objective
+        speed = (self.tokens - self.logged_tokens) / max(self.seconds - self.logged_seconds, 1e-9)
+        self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        row: dict[str, Any] = {
+            "step": done, "loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "tokens": self.tokens,
+            "tokens_per_second": speed, "seconds": self.seconds,
+        }  # fmt: skip
+        if self.flops and self.peak:
+            row["mfu"] = speed * self.flops / (self.peak * self.ranks.size)
+        if objective is not None:
+            row["stage"] = self.stage
+        if self.held_out is not None and evaluates:
+            row["held_out_loss"] = held_out_loss(self.model, self.held_out, settings, self.device, self.ranks)
+            if objective is not None:
+                if self.reference_loss is None:
+                    self.reference_loss = held_out_loss(
+                        objective.reference, self.held_out, settings, self.device, self.ranks
+                    )
+                row |= {"teacher_loss": self.reference_loss, "gap": row["held_out_loss"] - self.reference_loss}
+            self.progress.say(_summary(row, settings.steps))
+        return row
+
+    def _save(self, done: int) -> None:
+        checkpoint = Checkpoint(
+            config=self.config.to_dict(),
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            step=done,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            data={"batches": self.batches.state(), "position": done * self.settings.passes_per_step},
+            rng=_rng_states(self.device),
+        )
+        save_checkpoint(checkpoint, self.run_dir, self.settings.keep_checkpoints, self.ranks)
+
+
+def _restore(
+    run_dir: Path,
+    config: RunConfig,
+    batches: RowSource,
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    ranks: Ranks,
+) -> Checkpoint | None:
+    """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is none."""
+    path = latest(run_dir)
+    if path is None:
+        return None
+    checkpoint = load_header(path)
+    check_config(checkpoint.config, config, path)
+    batches.check_state(checkpoint.data.get("batches", {}))
+    position = checkpoint.step * config.training.passes_per_step
+    if checkpoint.data.get("position") != position:
+        raise CheckpointError(f"{path} is at position {checkpoint.data.get('position')} of the data, not {position}")
+    checkpoint = load_checkpoint_into(checkpoint, path, model, optimizer, ranks)
+    restore_model(model, checkpoint.model, path)
+    try:
+        optimizer.load_state_dict(checkpoint.optimizer)
+        torch.set_rng_state(checkpoint.rng["cpu"])
+        if device.type == "cuda" and "cuda" in checkpoint.rng:
+            torch.cuda.set_rng_state(checkpoint.rng["cuda"], device)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no state of this run's optimizer and generators") from error
+    return checkpoint
+
+
+def _rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _ahead(load: Callable[[int], T], indices: Iterable[int]) -> Iterator[T]:
+    """Yields load(i) for each index, reading one in a thread while the caller works on the one before."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        pending = None
+        for index in indices:
+            coming = pool.submit(load, index)
+            if pending is not None:
+                yield pending.result()
+            pending = coming
+        if pending is not None:
+            yield pending.result()
+
+
+def _summary(row: dict[str, Any], steps: int) -> str:
+    gap = f" ({row['gap']:+.4f} to the teacher)" if "gap" in row else ""
+    return (
+        f"step {row['step']} of {steps}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}{gap}, "
+        f"{row['tokens_per_second']:,.0f} tokens/s"
+    )

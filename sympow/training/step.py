@@ -1,0 +1,171 @@
+"""One optimizer step: the gradients of its passes, the move of the weights, and the loss without either."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers import auxiliary_losses
+from sympow.models import LanguageModel
+from sympow.training.config import TrainingConfig
+from sympow.training.optimizer import set_learning_rate
+from sympow.training.ranks import ALONE, Part, Ranks, Rows
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+LossSum = Callable[[LanguageModel, Rows], Tensor]
+
+
+class RowSource(Protocol):
+    """Batches by index, endless and always the same, as `sympow.data.Batches`.
+
+    `state()` says which they are, in JSON values; `check_state` raises ValueError for the state of others.
+    """
+
+    def __getitem__(self, index: int) -> Rows: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def check_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Pass(NamedTuple):
+    """Rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
+
+    rows: Rows
+    targets: int
+
+
+def backward(
+    losses: Sequence[Callable[[], Tensor]], weigh: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """Adds the gradients of a step's passes to the parameters. It does not wait for the device.
+
+    Args:
+        losses: one function for each pass, which returns the loss of the pass, a scalar.
+        weigh: what the gradient is taken of, made of the loss of a pass; None: the loss itself. Auxiliary losses of
+            layers are added to it, as their mean over the passes.
+
+    Returns the losses of the passes, without gradients.
+    """
+    found = []
+    for loss_of in losses:
+        with auxiliary_losses() as extra:
+            loss = loss_of()
+        ((weigh(loss) if weigh else loss) + sum(extra) / len(losses)).backward()
+        found.append(loss.detach())
+    return found
+
+
+def move(optimizer: torch.optim.Optimizer) -> None:
+    """Moves the weights by their gradients, and clears the gradients. It does not wait for the device."""
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
+    """What `train_step` takes: work of the host that no step should wait for, done ahead.
+
+    A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
+    `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
+    """
+    if device.type != "cpu":
+        model.check_tokens(rows.tokens, rows.targets)
+    if device.type == "cuda" and rows.tokens.is_cpu:
+        rows = _each(rows, torch.Tensor.pin_memory)
+    return Pass(rows, int((rows.targets != -100).sum()))
+
+
+def train_step(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    passes: list[Pass],
+    rate: float,
+    settings: TrainingConfig,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    loss_sum: LossSum | None = None,
+) -> tuple[float, float, int]:
+    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+
+    `loss_sum` gives the loss of rows, summed up over their targets; None: `LanguageModel.loss_sum`. The device is
+    waited for once, at the end.
+    """
+    targets = int(ranks.sum(sum(each.targets for each in passes)))
+    if targets == 0:
+        raise ValueError("a training step needs at least one target; every target of this one is -100")
+    model.train()
+    moved = [_moved(each.rows, device) for each in passes]  # all before the first, whose end a copy would await
+    losses = backward(
+        [partial(_loss_sum, model, rows, settings, device, loss_sum) for rows in moved],
+        lambda loss: loss * ranks.size / targets,  # FSDP takes the mean of the ranks' gradients
+    )
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for loss in losses:
+        total += loss
+    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    if ranks.size > 1:
+        norm = cast("DTensor", norm).full_tensor()
+    set_learning_rate(optimizer, rate)
+    move(optimizer)
+    return ranks.sum(float(total)) / targets, float(norm), targets
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device, ranks: Ranks = ALONE
+) -> float:
+    """Mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
+    model.eval()
+    total, targets = 0.0, 0
+    for first in range(0, settings.evaluation_batches, ranks.data_size):
+        index = first + ranks.data_rank
+        batch = make_pass(ranks.part(rows[min(index, settings.evaluation_batches - 1)]), model, device)
+        # On all ranks or on none: they gather weights together.
+        loss = float(_loss_sum(model, _moved(batch.rows, device), settings, device))
+        if index < settings.evaluation_batches:
+            total += loss
+            targets += batch.targets
+    total, targets = ranks.sum(total), int(ranks.sum(targets))
+    return total / targets if targets else math.nan
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of a name, "auto" being CUDA where there is one, else the CPU; ValueError if it is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """The context in which a model of `TrainingConfig.precision` runs."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def _moved(rows: Rows, device: torch.device) -> Rows:
+    return _each(rows, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The rows with every tensor changed."""
+    cu_seqlens = None if rows.cu_seqlens is None else change(rows.cu_seqlens)
+    return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
+
+
+def _loss_sum(
+    model: LanguageModel, rows: Rows, settings: TrainingConfig, device: torch.device, loss_sum: LossSum | None = None
+) -> Tensor:
+    with autocast(settings.precision, device):
+        if loss_sum is not None:
+            return loss_sum(model, rows)
+        return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)
