@@ -64,8 +64,8 @@ class PowerAttention(AttentionMixer):
             so that it starts as "fixed". "none": no rotation.
         position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
             learning rate. With r below 1, positions move that much more slowly.
-        initial_score: the score (M1) that every pair of a query and a key starts with (before `qk_norm`); for even p and
-            with `bias` only. Attention then starts as an average of the past, as softmax attention does. A constant
+        initial_score: the score (M1) that every pair of a query and a key starts with (before `qk_norm`); for even p
+            and with `bias` only. Attention then starts as an average of the past, as softmax attention does. A constant
             beside the biases of queries and keys holds it (`qkv_start`), so a host that sets the biases of linear
             layers to 0 does not remove it. Why: docs/decisions/0006-start-of-training.md.
         normalize: divides by the sum of the weights and `eps` (M5), for even p only; None: True for even p. Without it,
