@@ -73,7 +73,10 @@ def step(
     eps: float,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token after another on a state, (M9) and (M10), in as few operations as it takes. No gradients."""
+    """Decodes one token after another on a state, (M9) and (M10), in as few operations as it takes.
+
+    No gradients.
+    """
     s, z = (state.s, state.z) if inplace else (state.s.clone(), state.z.clone())
     time, groups, key_dim = k.shape[1:]
     phi_q = spow(q.to(s.dtype).unflatten(2, (groups, q.shape[2] // groups)) * scale, p)  # [B, T, G, R, D]
@@ -93,7 +96,7 @@ def step(
 
 
 def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool = False) -> int:
-    """The chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
+    """Returns the chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
 
     has_state: a state comes in or goes out, so that even a single chunk meets one.
     """
