@@ -62,7 +62,7 @@ class FlaMixer(Mixer):
         return self.layer.out_proj if hasattr(self.layer, "out_proj") else self.layer.o_proj
 
     def arguments(self) -> dict[str, Any]:
-        """Keywords of the layer besides its width and heads."""
+        """Returns the keywords of the layer besides its width and heads."""
         return {}
 
     def reset_parameters(

@@ -36,7 +36,7 @@ def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_key_dim(key_dim: int) -> int:
-    """Channels of a key with its sum, a multiple of 8."""
+    """Returns the channels of a key with its sum, a multiple of 8."""
     return -(-(key_dim + _PARTS) // 8) * 8
 
 

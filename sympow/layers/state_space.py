@@ -66,7 +66,7 @@ class DiagonalSSM(nn.Module):
     def init_state(
         self, batch_size: int, signals: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """Zeros [B, C, E, N / 2, 2], real and imaginary parts, in float32 at least."""
+        """Returns zeros [B, C, E, N / 2, 2], real and imaginary parts, in float32 at least."""
         shape = (batch_size, self.channels, signals, self.state_dim // 2, 2)
         return torch.zeros(shape, **state_options(self.c, device, dtype, sums=True))
 

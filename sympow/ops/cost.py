@@ -180,7 +180,10 @@ def softmax_cost(
     kv_heads: int = 1,
     element_bytes: int = 2,
 ) -> Cost:
-    """Forward of softmax attention in one layer, over one sequence; of window attention with `window`."""
+    """Returns the cost of the forward of softmax attention in one layer, over one sequence.
+
+    With `window` it is that of window attention.
+    """
     flops = softmax_flops(time, key_dim, value_dim, window=window, heads=heads)
     state = softmax_state(time, key_dim, value_dim, kv_heads=kv_heads, window=window)
     return Cost(flops, _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes), state)

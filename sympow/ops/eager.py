@@ -52,7 +52,7 @@ def chunked(
     return_state: bool,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """Shapes as in `reference`. Computes in float32 (float64 for float64 inputs), whatever autocast says."""
+    """Computes in float32 (float64 for float64 inputs), whatever autocast says. Shapes are those of `reference`."""
     options = _Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
     s, z = (None, None) if state is None else (state.s, state.z)
     with torch.autocast(q.device.type, enabled=False):

@@ -42,7 +42,10 @@ class Memory:
 
     @property
     def state_bits(self) -> int:
-        """The bits of the whole state, after any number of stored ones: its elements, and the width of a level."""
+        """Returns the bits of the whole state: its elements and the width of a level.
+
+        They are the same after any number of stored bits.
+        """
         return len(self.log_gate) * spow_dim(self.key_dim, self.p) * self.bits + _WIDTH_BITS
 
 
