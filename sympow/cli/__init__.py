@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
+    """Returns runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
 
     A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
     """
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
+    """Returns the commands and their options."""
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error was raised")
     top = _Parser(prog="sympow", description="Power attention: train, evaluate and sample language models.")

@@ -25,7 +25,9 @@ def convert_model(
     Args:
         source: as for `load_pretrained`.
         out: a new or an empty folder.
-        pattern, p, window: as for `parse_pattern` and `swap_mixers`.
+        pattern: as for `parse_pattern` and `swap_mixers`.
+        p: as for `parse_pattern` and `swap_mixers`.
+        window: as for `parse_pattern` and `swap_mixers`.
 
     Returns the folder and the model. Raises as those do, and FileNotFoundError for a model without a tokenizer.
     """

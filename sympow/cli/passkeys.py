@@ -12,7 +12,7 @@ from sympow.models import LanguageModel
 def measure_passkeys(
     models: Mapping[str, Scored], contexts: Sequence[int], *, texts: int, seed: int, quiet: bool
 ) -> list[PasskeyRow]:
-    """Recall of all models by label, at every context and depth; options as for `passkey_recall`.
+    """Measures recall of all models by label, at every context and depth; options as for `passkey_recall`.
 
     Raises ValueError for a model without a tokenizer.
     """

@@ -1,5 +1,4 @@
-"""`sympow read`: a text into a context file, in chunks, going on where a process that was killed has left
-off."""
+"""`sympow read`: a text into a context file, in chunks, continuing where a killed process stopped."""
 
 from __future__ import annotations
 
@@ -54,8 +53,13 @@ def read_text(
     is.
 
     Args:
+        run: the model that reads.
+        text: path of the text, or "-".
+        out: the context file to write.
         before: a context file behind which the text is read.
-        dtype, chunk: as in `save_context` and `Context.read`.
+        dtype: as in `save_context` and `Context.read`.
+        chunk: as in `save_context` and `Context.read`.
+        quiet: tell no progress.
 
     Raises ValueError for a text that is empty or not UTF-8, OSError where it cannot be read, and as
     `load_context` and `save_context` do.

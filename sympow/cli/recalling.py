@@ -131,7 +131,8 @@ def measure(
         models: by label, of one tokenizer.
         data: key=value, changes to the first model's data config, or a whole one where that is not known.
         context: predictions in a row; None: the least that one of the models was trained on.
-        rows, frequent: as of `hit_losses`.
+        rows: as of `hit_losses`.
+        frequent: as of `hit_losses`.
         count_tokens: as `tokens` of `count_bigrams`.
         with_text: whether examples will be asked for; then there must be a tokenizer.
         quiet: no progress.

@@ -31,7 +31,7 @@ class Documents(Protocol):
 
 
 class Bin(NamedTuple):
-    """Positions start..end-1, of which position t is predicted from t + 1 tokens.
+    """Holds the mean loss at positions start..end-1, of which position t is predicted from t + 1 tokens.
 
     loss: mean in nats; stderr: its standard error over the rows, NaN for a single row; tokens: targets in the bin.
     """

@@ -30,7 +30,7 @@ def auxiliary_losses() -> Iterator[list[Tensor]]:
 
 
 def collecting() -> bool:
-    """Whether a forward pass runs inside `auxiliary_losses`."""
+    """Returns whether a forward pass runs inside `auxiliary_losses`."""
     return _collected.get() is not None
 
 

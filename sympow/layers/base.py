@@ -1,5 +1,4 @@
-"""What every sequence mixer promises (`Mixer`), what those with queries, keys and values share (`AttentionMixer`), and
-packed documents.
+"""What every sequence mixer promises, what those with queries, keys and values share, and packed documents.
 
 Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
 d model width.
@@ -47,7 +46,7 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Mixer(nn.Module, ABC):
-    """A causal map from a sequence to a sequence, [B, T, d] -> [B, T, d], that can also run token by token.
+    """Maps a sequence to a sequence, [B, T, d] -> [B, T, d], causally, and can also run token by token.
 
     What it learns are parameters. A constant that is saved with them is a buffer. Both are filled by
     `reset_parameters`, because models are made on the meta device.
@@ -93,7 +92,7 @@ class Mixer(nn.Module, ABC):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> MixerState:
-        """The state before the first token, for `batch_size` sequences.
+        """Returns the state before the first token, for `batch_size` sequences.
 
         `device` defaults to that of the weights. `dtype` is that of cached keys and values and defaults to
         that of the weights; sums over the past are kept in float32 at least.
@@ -117,10 +116,10 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def state_size(self, context: int) -> int:
-        """Elements the state holds per sequence after `context` tokens, spare room included."""
+        """Returns the number of elements the state holds for a sequence after `context` tokens, spare room included."""
 
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """From now on `forward` takes this rank's part of every row and returns that part of the whole row's result.
+        """Makes `forward` take this rank's part of every row from now on, and return that part of the row's result.
 
         The parts lie on the ranks of `group` in their order, all of one length. Every rank calls `forward`, and
         its backward. `step` still takes whole rows, and packed documents (`cu_seqlens`) are refused.
@@ -132,7 +131,9 @@ class Mixer(nn.Module, ABC):
         )
 
     def training_flops(self, time: int) -> int | None:
-        """FLOPs of mixing one row of `time` tokens, forward and backward, without the projections; None: not counted.
+        """Counts the FLOPs of mixing one row of `time` tokens, forward and backward; None: not counted.
+
+        The projections are left out.
 
         Those of the cheapest form, as `sympow.ops.cost` counts them, whatever is executed.
         """
@@ -140,7 +141,7 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The keyword options of the constructor."""
+        """Returns the keyword options of the constructor."""
         constructors = [vars(base).get("__init__") for base in cls.__mro__ if issubclass(base, Mixer)]
         parameters = [p for f in constructors if f for p in inspect.signature(f).parameters.values()]
         return tuple(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
@@ -148,7 +149,7 @@ class Mixer(nn.Module, ABC):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As GPT-2 does: weights N(0, std), biases 0, norms 1, the output projection `out` N(0, out_std).
+        """Draws weights as GPT-2 does: N(0, std), biases 0, norms 1, the output projection `out` N(0, out_std).
 
         `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device. Then
         `reset_own_parameters`.
@@ -165,14 +166,19 @@ class Mixer(nn.Module, ABC):
         self.reset_own_parameters(generator)
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters whose initialisation is the mixer's own. By default there are none.
+        """Fills the parameters whose initialisation is the mixer's own.
+
+        By default there are none.
 
         Mixers override it rather than `reset_parameters`, unless nothing of that one holds for them.
         """
         return
 
     def extras(self, tokens: Tensor | None) -> dict[str, Tensor | None]:
-        """What `forward` and `step` need besides x, as keywords: {"tokens": tokens} or nothing, see `reads_tokens`."""
+        """Returns what `forward` and `step` need besides x, as keywords: {"tokens": tokens} or nothing.
+
+        See `reads_tokens`.
+        """
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:
@@ -186,7 +192,7 @@ class Mixer(nn.Module, ABC):
 
 
 class AttentionMixer(Mixer):
-    """A mixer of queries, keys and values in heads, with a rotation.
+    """Mixes by queries, keys and values in heads, with a rotation.
 
     Around what a subclass computes (`mix`) stand three optional parts, none of them by default: a short convolution
     of x in front, a norm of every head's output, and a gate on it. With all three,
@@ -367,7 +373,7 @@ class AttentionMixer(Mixer):
         return self.qkv(x)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, d] -> q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], not yet rotated."""
+        """Projects x [B, T, d] to q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V], not yet rotated."""
         q, k, v = self.projected(x).split(self._split, dim=-1)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -377,7 +383,7 @@ class AttentionMixer(Mixer):
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def rotated_heads(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """`heads`, with q and k rotated as `rotate` does."""
+        """Returns `heads`, with q and k rotated as `rotate` does."""
         if self.rotation == "none":
             return self.heads(x)
         turned = (self.projected(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
@@ -386,7 +392,7 @@ class AttentionMixer(Mixer):
         return rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
 
     def first_position(self, x: Tensor) -> int:
-        """The position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
+        """Returns the position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
         return 0 if self.context_group is None else dist.get_rank(self.context_group) * x.shape[1]
 
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
@@ -420,12 +426,12 @@ class AttentionMixer(Mixer):
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """`norm` of x, computed in the dtype of its weight and returned in that of x."""
+    """Returns `norm` of x, computed in the dtype of its weight and returned in that of x."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
-    """`norm` of every head of every token: y [B, T, H, V] -> [B, T, H V], see `normed`."""
+    """Returns `norm` of every head of every token: y [B, T, H, V] -> [B, T, H V], see `normed`."""
     flat = norm(y.flatten(0, 1).flatten(1).to(norm.weight.dtype)).to(y.dtype)
     return flat.unflatten(0, y.shape[:2])
 
@@ -433,14 +439,17 @@ def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
 def state_options(
     weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None, *, sums: bool = False
 ) -> dict[str, Any]:
-    """Device and dtype of a state: those of `weight` unless given, `sums` in float32 at least (`Mixer.init_state`)."""
+    """Returns device and dtype of a state: those of `weight` unless given, `sums` in float32 at least.
+
+    See `Mixer.init_state`.
+    """
     dtype = weight.dtype if dtype is None else dtype
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}
 
 
 def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:
-    """The cu_seqlens of x [1, T, ...] as plain numbers, checked; documents may be empty."""
+    """Returns the cu_seqlens of x [1, T, ...] as plain numbers, checked; documents may be empty."""
     integer = not cu_seqlens.is_floating_point() and cu_seqlens.dtype != torch.bool
     if x.shape[0] != 1 or cu_seqlens.ndim != 1 or not integer:
         raise ValueError(
@@ -454,7 +463,7 @@ def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:
 
 
 def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *tensors: Tensor) -> Tensor:
-    """function(*tensors), all [B, T, ...]; with cu_seqlens on each document alone, joined along time."""
+    """Calls function(*tensors), all [B, T, ...]; with cu_seqlens on each document alone, joined along time."""
     if cu_seqlens is None:
         return function(*tensors)
     bounds = document_bounds(cu_seqlens, tensors[0])

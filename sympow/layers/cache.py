@@ -14,7 +14,7 @@ _LEAST = 16  # tokens a cache makes room for at first
 
 
 def capacity(length: int, limit: int | None = None) -> int:
-    """Tokens a cache of `length` tokens has room for: about an eighth more at most, so it is seldom copied.
+    """Returns the tokens a cache of `length` tokens has room for: about an eighth more at most, so it is seldom copied.
 
     It depends on the length alone, not on the steps that led to it.
     """
@@ -39,7 +39,7 @@ class KVCache(MixerState):
     limit: int | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> Self:
-        """The cache with k [B, G, T', K] and v [B, G, T', V] added, cast to its dtype.
+        """Returns the cache with k [B, G, T', K] and v [B, G, T', V] added, cast to its dtype.
 
         Written in place where there is room; where gradients are on, into a copy, because autograd needs the
         old one.
@@ -52,12 +52,12 @@ class KVCache(MixerState):
         )
 
     def filled(self) -> tuple[Tensor, Tensor]:
-        """k and v of the tokens held, in any order."""
+        """Returns k and v of the tokens held, in any order."""
         n = self.length if self.limit is None else min(self.length, self.limit)
         return self.k[:, :, :n], self.v[:, :, :n]
 
     def ordered(self) -> tuple[Tensor, Tensor]:
-        """k and v of the tokens held, oldest first."""
+        """Returns k and v of the tokens held, oldest first."""
         k, v = self.filled()
         return in_order(k, self.length, self.limit, dim=2), in_order(v, self.length, self.limit, dim=2)
 
@@ -102,17 +102,17 @@ class InputCache(MixerState):
 
     @classmethod
     def empty(cls, batch_size: int, channels: int, limit: int, options: dict[str, Any]) -> InputCache:
-        """Before the first token; `options` are those of `base.state_options`."""
+        """Returns an empty cache; `options` are those of `base.state_options`."""
         return cls(torch.empty(batch_size, 0, channels, **options), 0, limit)
 
     def extend(self, x: Tensor) -> InputCache:
-        """The cache with x [B, T', C] added, see `KVCache.extend`."""
+        """Returns the cache with x [B, T', C] added, see `KVCache.extend`."""
         return InputCache(
             extended(self.x, x, self.length, self.limit, dim=1), self.length + x.shape[1], self.limit
         )
 
     def ordered(self) -> Tensor:
-        """The inputs held [B, min(length, limit), C], oldest first."""
+        """Returns the inputs held [B, min(length, limit), C], oldest first."""
         held = self.x[:, : min(self.length, self.limit)]
         return in_order(held, self.length, self.limit, dim=1)
 
@@ -127,7 +127,7 @@ def _with_room(held: Tensor, room: int) -> Tensor:
 
 
 def extended(held: Tensor, new: Tensor, length: int, limit: int | None, dim: int) -> Tensor:
-    """`held` of `length` tokens along `dim` with `new` ones added, cast to its dtype, see `KVCache.extend`."""
+    """Returns `held` of `length` tokens along `dim` with `new` ones added, cast to its dtype, see `KVCache.extend`."""
     length += new.shape[dim]
     kept = new.shape[dim] if limit is None else min(new.shape[dim], limit)
     start = length - kept if limit is None else (length - kept) % limit
@@ -145,5 +145,5 @@ def extended(held: Tensor, new: Tensor, length: int, limit: int | None, dim: int
 
 
 def in_order(held: Tensor, length: int, limit: int | None, dim: int) -> Tensor:
-    """The tokens in `held`, the last `limit` of `length`, oldest first."""
+    """Returns the tokens in `held`, the last `limit` of `length`, oldest first."""
     return held if limit is None or length <= limit else held.roll(-(length % limit), dims=dim)

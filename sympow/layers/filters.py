@@ -38,14 +38,14 @@ class LongFilter(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, length: int) -> Tensor:
-        """The first min(length, max_length) taps, [taps, C]."""
+        """Returns the first min(length, max_length) taps, [taps, C]."""
 
     def convolve(self, x: Tensor) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
+        """Maps x [B, T, C] to [B, T, C]."""
         return causal_convolution(x, self(x.shape[1]))
 
     def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> InputCache:
-        """No inputs yet."""
+        """Returns a cache without inputs."""
         options = state_options(next(self.parameters()), device, dtype)
         return InputCache.empty(batch_size, self.channels, self.max_length, options)
 
@@ -91,7 +91,10 @@ class PositionFilter(LongFilter):
         self.order, self.bands = order, bands
 
     def features(self, length: int, like: Tensor) -> Tensor:
-        """Those of the first min(length, max_length) taps, [taps, 2 bands + 1], in float32 at least: time is first."""
+        """Returns the features of the first min(length, max_length) taps, [taps, 2 bands + 1], time first.
+
+        They are in float32 at least.
+        """
         dtype = torch.promote_types(like.dtype, torch.float32)
         options: dict[str, Any] = {"device": like.device, "dtype": dtype}
         position = torch.arange(min(length, self.max_length), **options)[:, None]
@@ -147,7 +150,7 @@ class ImplicitFilter(PositionFilter):
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, length: int) -> Tensor:
-        """As `LongFilter.forward`, in float32 at least: positions need it."""
+        """Computes taps as `LongFilter.forward` does, in float32 at least: positions need it."""
         h = self.features(length, self.skip)
         time = h[:, :1]
         for layer in self.layers:
@@ -162,7 +165,10 @@ class ReluFilter(PositionFilter):
     """BaseConv's implicit filter W_2 relu(W_1 features + b_1) + b_2 (Arora et al., "Zoology", 2023, Listing 2).
 
     Args:
-        channels, max_length, order, bands: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+        channels: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+        max_length: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+        order: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+        bands: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
     """
 
     def __init__(self, channels: int, max_length: int, order: int, bands: int = 16):
@@ -174,7 +180,7 @@ class ReluFilter(PositionFilter):
         _draw_layers((self.first, self.last), generator)
 
     def forward(self, length: int) -> Tensor:
-        """As `LongFilter.forward`, in float32 at least: positions need it."""
+        """Computes taps as `LongFilter.forward` does, in float32 at least: positions need it."""
         hidden = linear_float32(self.first, self.features(length, self.last.weight))
         return linear_float32(self.last, torch.relu(hidden))
 
@@ -191,7 +197,7 @@ FILTERS = ("implicit", "relu", "explicit")
 
 
 def make_filter(kind: str, channels: int, max_length: int, order: int, bands: int) -> LongFilter:
-    """One of `FILTERS`; `order` and `bands` are of the first two."""
+    """Returns one of `FILTERS`; `order` and `bands` are of the first two."""
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
     if kind == "explicit":
@@ -201,7 +207,10 @@ def make_filter(kind: str, channels: int, max_length: int, order: int, bands: in
 
 
 def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:
-    """The last `new` rows of `causal_convolution(seen, h)`: seen [B, T, ...], h [S, ...]; one row costs O(T)."""
+    """Returns the last `new` rows of `causal_convolution(seen, h)`; one row costs O(T).
+
+    `seen` is [B, T, ...], h [S, ...].
+    """
     if new > 1:
         return causal_convolution(seen, h)[:, -new:]
     h = h[: seen.shape[1]].flip(0).to(seen.dtype)

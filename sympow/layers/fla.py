@@ -39,7 +39,9 @@ class FlaState(MixerState):
 
 
 class FlaMixer(Mixer):
-    """A layer of flash-linear-attention. Subclasses name it, its arguments, and the elements of its state.
+    """A layer of flash-linear-attention.
+
+    Subclasses name it, its arguments, and the elements of its state.
 
     Its linear weights are drawn as `Mixer.reset_parameters` does, everything else as its constructor does. Packed
     documents are computed one after another, and so are new tokens on a state.
@@ -56,11 +58,11 @@ class FlaMixer(Mixer):
 
     @property
     def out(self) -> nn.Linear:
-        """The output projection, under whichever name the layer gives it."""
+        """Returns the output projection, under whichever name the layer gives it."""
         return self.layer.out_proj if hasattr(self.layer, "out_proj") else self.layer.o_proj
 
     def arguments(self) -> dict[str, Any]:
-        """Keywords of the layer besides its width and heads."""
+        """Returns the keywords of the layer besides its width and heads."""
         return {}
 
     def reset_parameters(

@@ -14,21 +14,25 @@ _BLOCK = 128  # queries and keys that flex_attention skips, takes whole, or mask
 
 
 def suits_flex(q: Tensor, v: Tensor) -> bool:
-    """Whether flex_attention has a fast kernel for q [..., K] and v [..., V]: in half precision on CUDA devices."""
+    """Returns whether flex_attention has a fast kernel for q [..., K] and v [..., V].
+
+    It has one in half precision on CUDA devices.
+    """
     widths = (q.shape[-1], v.shape[-1])
     powers_of_two = all(16 <= width <= 256 and width & (width - 1) == 0 for width in widths)
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and powers_of_two
 
 
 def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Softmax attention of each token to the last `window` up to itself.
+    """Returns softmax attention of each token to the last `window` up to itself.
 
-    The first call for some shapes compiles, for seconds to a minute.
+    The first call for some shapes compiles a kernel.
 
     Args:
         q: [B, H, T, K].
         k: [B, G, T, K].
         v: [B, G, T, V].
+        window: tokens that a token sees, itself included.
     """
     time, grouped = q.shape[2], q.shape[1] != k.shape[1]
     # Keys behind the end lie in the future of every query, and whole blocks need no kernels of their own.
@@ -60,7 +64,9 @@ def _block_mask(blocks: int, window: int, device: torch.device) -> Any:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool [queries, keys], how many key blocks each query block has, and which: they stand first. int32, two axes
-    in front for batch and heads."""
+    """Returns how many key blocks each query block of bool [queries, keys] has, and which: these stand first.
+
+    Both are int32, with two axes in front for batch and heads.
+    """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

@@ -19,7 +19,7 @@ _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
 
 
 def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with channels that add -L_j to the scores, which keep their scale of 1 / sqrt(K).
+    """Returns queries and keys with channels that add -L_j to the scores, which keep their scale of 1 / sqrt(K).
 
     The error of a score is that of float32 for numbers as large as L, whatever the dtype of q and k.
 
@@ -36,18 +36,18 @@ def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_key_dim(key_dim: int) -> int:
-    """Channels of a key with its sum, a multiple of 8."""
+    """Returns the channels of a key with its sum, a multiple of 8."""
     return -(-(key_dim + _PARTS) // 8) * 8
 
 
 def gated_keys(k: Tensor, sums: Tensor) -> Tensor:
-    """k [B, T, G, K] with the sums L of its tokens, float64 [B, T, G]: [B, T, G, gated_key_dim(K)]."""
+    """Returns k [B, T, G, K] with the sums L of its tokens, float64 [B, T, G]: [B, T, G, gated_key_dim(K)]."""
     parts = _parts(sums, k.shape[-1] ** -0.5, k.dtype)
     return F.pad(torch.cat([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
 
 
 def gated_queries(q: Tensor) -> Tensor:
-    """q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
+    """Returns q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
     ones = q.new_full((*q.shape[:-1], _PARTS), _ONE)
     return F.pad(torch.cat([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
 
@@ -63,7 +63,9 @@ def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """q, k and log_g -> q and k of which the scores hold -L_j. Its backward adds up the gradient of log_g.
+    """q, k and log_g -> q and k of which the scores hold -L_j.
+
+    Its backward adds up the gradient of log_g.
 
     With D_ij the gradient of a score, that of log_g_t is A(t) = sum_{i >= t > j} D_ij. Rows of D add up to 0, so it
     is minus the sum of the columns from t on. But a kernel gives sums of columns rounded to its dtype, of a D whose

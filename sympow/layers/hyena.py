@@ -37,7 +37,9 @@ class Hyena(Mixer):
         max_length: taps of the filter; what lies further back is not seen.
         multi_head: n_heads heads; a single filter a channel otherwise.
         order: width of the filter's network.
-        bands, frequency, decays: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
+        bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
+        frequency: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
+        decays: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
     """
 
     def __init__(
@@ -106,11 +108,14 @@ class Hyena(Mixer):
 
 
 def filtered_attention(q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
-    """y_t = sum over s <= t of h_{t-s} (q_t . k_s) v_s, by scores or as a convolution of k v^T, whichever costs less.
+    """Returns y_t = sum over s <= t of h_{t-s} (q_t . k_s) v_s.
+
+    It is computed by scores or as a convolution of k v^T, whichever costs less.
 
     Args:
         q: [B, T', H, K], of the last T' of T tokens.
-        k, v: [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H, K].
         h: [S, H], the filter's taps; missing ones are zero.
     """
     new, total, width = q.shape[1], k.shape[1], q.shape[3]

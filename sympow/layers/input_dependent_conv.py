@@ -157,9 +157,9 @@ class AutocorrelationConv(_InputDependentConv):
 
 @torch.no_grad()
 def cross_correlation(q: Tensor, k: Tensor) -> Tensor:
-    """The sum over t of q_t . k_{t-l} for every lag l = 0 .. T - 1, of q and k [B, T, d]: [B, T], in float32 at least.
+    """Returns the sum over t of q_t . k_{t-l} for every lag l below T: [B, T], in float32 at least.
 
-    It has no gradient.
+    q and k are [B, T, d]. It has no gradient.
     """
     dtype, length = torch.promote_types(q.dtype, torch.float32), 2 * q.shape[1]
     spectrum = torch.fft.rfft(q.to(dtype), n=length, dim=1) * torch.fft.rfft(k.to(dtype), n=length, dim=1).conj()
@@ -167,6 +167,9 @@ def cross_correlation(q: Tensor, k: Tensor) -> Tensor:
 
 
 def at_lags(x: Tensor, lags: Tensor) -> Tensor:
-    """x_{t-l} for the lags l of token t: x [B, T, d], lags int64 [B, T, L] -> [B, T, L, d]; x_0 before the start."""
+    """Returns x_{t-l} for the lags l of token t, [B, T, L, d].
+
+    x is [B, T, d], lags are int64 [B, T, L]. Before the start stands x_0.
+    """
     at = (torch.arange(x.shape[1], device=x.device)[:, None] - lags).clamp(min=0)
     return x.gather(1, at.flatten(1)[..., None].expand(-1, -1, x.shape[2])).unflatten(1, lags.shape[1:])

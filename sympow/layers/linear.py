@@ -22,8 +22,10 @@ FEATURE_MAPS = ("identity", "elu+1")
 
 @dataclass
 class LinearAttentionState(MixerState):
-    """The op's state, the tokens so far (int64 [B] where rows differ) and, for elu + 1, the sum of the keys' features
-    [B, G, K]."""
+    """Holds the op's state and the tokens so far (int64 [B] where rows differ).
+
+    For elu + 1 it also holds the sum of the keys' features [B, G, K].
+    """
 
     counters: ClassVar[tuple[str, ...] | None] = ("position",)
 
@@ -33,14 +35,15 @@ class LinearAttentionState(MixerState):
 
 
 class LinearAttention(AttentionMixer):
-    """Linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
+    """Computes linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
 
     Args:
         feature_map: "identity": weights are q . k, and `head_norm` is on unless it is given. "elu+1": weights
             are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum.
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
             of the weights stays positive (Su et al., 2021, section 3.3).
-        chunk_size, impl: as in `sympow.ops.power_attention`.
+        chunk_size: as in `sympow.ops.power_attention`.
+        impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`.
     """
 

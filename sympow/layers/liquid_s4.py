@@ -24,8 +24,10 @@ class LiquidS4State(MixerState):
 
 
 class LiquidS4(Mixer):
-    """y = GLU(W gelu(s + D x)), s = 2 Re(C z), z_t = (a + b x_t) z_{t-1} + b x_t, all products of up to two inputs
-    (Hasani et al., "Liquid Structural State-Space Models", 2022, the KB kernel of degree 2; the output layer of S4).
+    """Computes y = GLU(W gelu(s + D x)), s = 2 Re(C z), z_t = (a + b x_t) z_{t-1} + b x_t.
+
+    All products of up to two inputs are kept (Hasani et al., "Liquid Structural State-Space Models", 2022, the KB
+    kernel of degree 2; the output layer of S4).
 
     With a diagonal transition the terms of second order are b**2 a**(t - i - 1) x_i x_j, i < j <= t. As a convolution,
     with S the running sum of x: sum over i < t of h_{t-1-i} x_i (S_t - S_i), h_m = 2 Re(C b**2 a**m). As a recurrence:

@@ -34,8 +34,10 @@ from sympow.ops.power import check_options
 
 @dataclass
 class PowerAttentionState(MixerState):
-    """The op's state, and where the rotation stands: tokens so far (int64 [B] where rows differ), or float64 [B, G] if
-    data-dependent."""
+    """Holds the op's state, and where the rotation stands.
+
+    That is the tokens so far (int64 [B] where rows differ), or float64 [B, G] if positions are data-dependent.
+    """
 
     counters: ClassVar[tuple[str, ...] | None] = ("position",)
 
@@ -44,33 +46,34 @@ class PowerAttentionState(MixerState):
 
 
 class PowerAttention(AttentionMixer):
-    """Power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15). Its state does not grow.
+    """Computes power attention (M1)-(M5) with a gate (M16) and a rotation (M13)-(M15).
 
-    By default it stands in the block of `AttentionMixer`: behind a short convolution of 4 taps, with a norm of every
-    head's output and a gate on it, and a quarter of the channels of queries and keys turns. Without these it hardly
+    Its state does not grow.
+
+    By default it has the block of `AttentionMixer`: a short convolution of 4 taps in front, a norm of every head's
+    output, and a gate on it. A quarter of the channels of queries and keys is rotated. Without these parts it hardly
     learns to use its context: docs/decisions/0007-block.md.
 
     Args:
-        p: the power; the state has spow_dim(K, p) rows of V values a key/value head.
+        p: the power; the state has spow_dim(K, p) rows of V values for each key/value head.
         gate: multiplies the past of every key/value head by sigmoid(W x + b) at every token.
-        gate_bias: the initial biases b of the first and the last key/value head; those between lie on a line
-            (a single head starts at the middle). A bias b remembers for about exp(b) tokens, so (1, 8)
-            spreads the heads over memories of a few to a few thousand tokens. This matters: biases of 0, a
-            half-life of one token, learn far worse, and ungated p = 2 worse still.
-        rotation: "data": positions advance by 1 + tanh(r W x) at every token (M14), W = 0 at first, which is
-            "fixed"; "fixed": by 1; "none".
+        gate_bias: the initial biases b of the first and the last key/value head. Those between lie on a line; a
+            single head starts at the middle. A head with bias b remembers about exp(b) tokens, so (1, 8) spreads
+            the heads over memories of a few to a few thousand tokens.
+        rotation: "fixed": positions advance by 1 at every token. "data": by 1 + tanh(r W x) (M14), where W starts at 0,
+            so that it starts as "fixed". "none": no rotation.
         position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
-            learning rate: with r below 1 positions move that much more slowly.
-        initial_score: the score (M1) that queries and keys give every pair at first (before `qk_norm`); even p only,
-            and with `bias`. So attention starts as an average of the past, as softmax attention does. From 0 its first
-            weights are squares of noise, and which sign all scores take together is decided by roundings:
-            docs/decisions/0006-start-of-training.md. A constant beside the biases of queries and keys gives it
-            (`qkv_start`), so that a host which sets the biases of linear layers to 0 leaves it alone. The biases learn.
-        normalize: divide by the sum of the weights and `eps` (M5), even p only; None: True for even p. Without it,
-            keep `head_norm`, as sums of weights grow with the context.
-        eps: what is added to the sum of the weights: as much as a token of score 1. It bounds the gradient where few
-            tokens, or only weak ones, are in sight. 1e-6 is that of the sources.
-        chunk_size, impl: as in `sympow.ops.power_attention`.
+            learning rate. With r below 1, positions move that much more slowly.
+        initial_score: the score (M1) that every pair of a query and a key starts with (before `qk_norm`); for even p
+            and with `bias` only. Attention then starts as an average of the past, as softmax attention does. A constant
+            beside the biases of queries and keys holds it (`qkv_start`), so a host that sets the biases of linear
+            layers to 0 does not remove it. Why: docs/decisions/0006-start-of-training.md.
+        normalize: divides by the sum of the weights and `eps` (M5), for even p only; None: True for even p. Without it,
+            keep `head_norm`, because sums of weights grow with the context.
+        eps: what is added to the sum of the weights: the weight of a token of score 1. It bounds the gradient where all
+            tokens in sight have small weights. The sources have 1e-6.
+        chunk_size: as in `sympow.ops.power_attention`.
+        impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, head_norm and output_gate
             True, rotary_fraction 1/4.
     """
@@ -185,8 +188,10 @@ class PowerAttention(AttentionMixer):
     def _inputs(
         self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Rotated q and k, v, log_g, and data-dependent positions after every token of x [B, T, G], given the position
-        before x, or the ranks that hold it."""
+        """Returns rotated q and k, v, log_g, and data-dependent positions after every token of x [B, T, G].
+
+        It takes the position before x, or the ranks that hold it.
+        """
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
         if self.beta is not None:
@@ -219,7 +224,7 @@ def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Te
 def initial_memory(
     mixer: AttentionMixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
 ) -> PowerState | DecodingState:
-    """The op's state before the first token: with a tail where decoding is faster on one."""
+    """Returns the op's state before the first token, with a tail where decoding is faster on one."""
     weight = mixer.out.weight
     dtype = weight.dtype if dtype is None else dtype
     shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
@@ -230,7 +235,7 @@ def initial_memory(
 
 
 def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
-    """Elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
+    """Returns the number of elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
     weight = mixer.out.weight
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
     if _keeps_tail(impl, weight.device, weight.dtype):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def distance_to_previous(tokens: Tensor) -> Tensor:
-    """How many tokens ago each of tokens [B, T] stood last, int64 [B, T]; 0 where it is the first of its kind.
+    """Returns how many tokens ago each of tokens [B, T] stood last, int64 [B, T]; 0 where it is the first of its kind.
 
     By sorting: O(T log T).
     """
@@ -19,7 +19,7 @@ def distance_to_previous(tokens: Tensor) -> Tensor:
 
 
 def checked_tokens(tokens: Tensor | None, x: Tensor) -> Tensor:
-    """`tokens`; raises ValueError unless there is an int64 token for every row of x [B, T, d]."""
+    """Returns `tokens`; raises ValueError unless there is an int64 token for every row of x [B, T, d]."""
     if tokens is None:
         raise ValueError("this mixer needs the tokens that x stands for")
     if tokens.shape != x.shape[:2] or tokens.dtype != torch.int64:

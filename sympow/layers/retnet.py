@@ -17,9 +17,10 @@ from sympow.ops import PowerState, power_attention
 
 
 class RetNet(AttentionMixer):
-    """y = W_o (swish(W_g x) * norm(sum over j <= i of gamma**(i - j) (q_i . k_j / sqrt(K)) v_j)) with
-    gamma = 1 - 2**(-5 - h) in head h (Sun et al., "Retentive Network", 2023, (5) to (8)): power attention with p = 1
-    and a constant gate.
+    """Computes y = W_o (swish(W_g x) * norm(sum over j <= i of gamma**(i - j) (q_i . k_j / sqrt(K)) v_j)).
+
+    Head h has gamma = 1 - 2**(-5 - h) (Sun et al., "Retentive Network", 2023, (5) to (8)). This is power attention with
+    p = 1 and a constant gate.
 
     The division of the parallel form by the sum of scores is left out: the norm of every head undoes it. Queries, keys,
     values and gates are drawn as published, Xavier-uniform with gain 2**-2.5, without biases.

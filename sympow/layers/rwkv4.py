@@ -19,8 +19,10 @@ _FEW = 8  # sums that a scan takes all at once
 
 @dataclass
 class RWKV4State(MixerState):
-    """The last input [B, d]; and of the past, [B, d] each in float32 at least: the sums of exp(k) v and of exp(k), both
-    divided by exp(largest), and the largest exponent."""
+    """Holds the last input [B, d], and sums over the past, [B, d] each in float32 at least.
+
+    The sums are those of exp(k) v and of exp(k), both divided by exp(largest), and the largest exponent.
+    """
 
     counters: ClassVar[tuple[str, ...] | None] = ()
 
@@ -60,7 +62,7 @@ class RWKV4(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As published: keys, receptances and the output start at 0, values at an orthogonal matrix."""
+        """Sets weights as published: keys, receptances and output at 0, values at an orthogonal matrix."""
         for linear in (self.key, self.receptance, self.out):
             nn.init.zeros_(linear.weight)
         draw_orthogonal(self.value.weight, 1.0, generator)
@@ -105,19 +107,25 @@ class RWKV4(Mixer):
 
 
 def shifted(x: Tensor, last: Tensor) -> Tensor:
-    """x [B, T, d] one token later, `last` [B, d] in front."""
+    """Returns x [B, T, d] one token later, `last` [B, d] in front."""
     return torch.cat([last[:, None].to(x.dtype), x[:, :-1]], dim=1)
 
 
 def decayed_mean(
     k: Tensor, v: Tensor, rate: Tensor, bonus: Tensor, numerator: Tensor, denominator: Tensor, largest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y_t = (A_{t-1} + e^{u + k_t} v_t) / (B_{t-1} + e^{u + k_t}), A_t = e^-rate A_{t-1} + e^{k_t} v_t, B_t likewise.
+    """Returns y_t = (A_{t-1} + e^{u + k_t} v_t) / (B_{t-1} + e^{u + k_t}).
+
+    A_t = e^-rate A_{t-1} + e^{k_t} v_t, and B_t is the same without v.
 
     Args:
-        k, v: [B, T, d].
-        rate, bonus: [d], rate > 0; u is the bonus.
-        numerator, denominator, largest: [B, d], A e^-largest, B e^-largest, and an exponent that bounds both.
+        k: [B, T, d].
+        v: [B, T, d].
+        rate: [d], above 0.
+        bonus: [d], u.
+        numerator: [B, d], A e^-largest.
+        denominator: [B, d], B e^-largest.
+        largest: [B, d], an exponent that bounds both.
 
     Returns:
         y [B, T, d], and numerator, denominator and largest after the last token.

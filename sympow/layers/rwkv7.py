@@ -56,7 +56,7 @@ class LowRank(nn.Module):
 
 
 def low_rank(d_model: int, factor: float) -> int:
-    """The rank of a `LowRank`: about factor sqrt(d), a multiple of 32."""
+    """Returns the rank of a `LowRank`: about factor sqrt(d), a multiple of 32."""
     return max(32, round(factor * sqrt(d_model) / 32) * 32)
 
 
@@ -102,7 +102,7 @@ class RWKV7(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As published: the output starts at 0, keys are drawn ten times smaller than values and receptances."""
+        """Draws weights as published: the output at 0, keys ten times smaller than values and receptances."""
         self.out_norm.reset_parameters()
         nn.init.zeros_(self.out.weight)
         d, k, depth = self.d_model, self.head_dim, self.depth
@@ -178,10 +178,16 @@ class RWKV7(Mixer):
 def delta_rule(
     r: Tensor, decay: Tensor, k: Tensor, v: Tensor, kappa: Tensor, rate: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t, token by token.
+    """Returns s_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t, token by token.
 
     Args:
-        r, decay, k, kappa, rate: [B, T, H, K]; v: [B, T, H, V]; memory: S before the first token, [B, H, V, K].
+        r: [B, T, H, K].
+        decay: w, [B, T, H, K].
+        k: [B, T, H, K].
+        v: [B, T, H, V].
+        kappa: [B, T, H, K].
+        rate: a, [B, T, H, K].
+        memory: S before the first token, [B, H, V, K].
 
     Returns:
         y [B, T, H, V], and S after the last token.
@@ -207,7 +213,9 @@ def chunked_delta_rule(
     rate: Tensor,
     memory: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` by `kernel`, the function chunk_rwkv7 of flash-linear-attention, from logarithms of the decays.
+    """Computes `delta_rule` by `kernel`, the function chunk_rwkv7 of flash-linear-attention.
+
+    It takes logarithms of the decays.
 
     All but decays and memory are rounded to `dtype`. The kernel keeps S transposed, reads it along a and writes b.
     """

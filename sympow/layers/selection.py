@@ -44,8 +44,9 @@ class SelectionState(MixerState):
 
 
 class SelectiveAttention(AttentionMixer):
-    """Causal softmax attention in which only selected tokens ask; the others get 0 (Arora et al., "Zoology", 2023,
-    section 5 and appendix). Every token can be attended to. Rotary.
+    """Computes causal softmax attention in which only selected tokens ask; the others get 0.
+
+    Source: Arora et al., "Zoology", 2023, section 5 and appendix. Every token can be attended to. Rotary.
 
     The source selects the k largest scores of the whole sequence, which looks at later tokens. Here a token is
     selected if its score is among the k largest so far, and no more than k (1 + ln(1 + t / k)) of the first t + 1
@@ -204,7 +205,7 @@ def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:
 
 
 def scattered(start: int, count: int, device: torch.device) -> Tensor:
-    """A number in [0, 1) for each of the positions start .. start + count - 1, in no order: a hash of the position."""
+    """Returns a number in [0, 1) for each of the positions start .. start + count - 1: a hash of the position."""
     x = torch.arange(start + 1, start + count + 1, device=device)
     for factor in (0x45D9F3B, 0x45D9F3B):
         x = ((x >> 16) ^ x) * factor & 0xFFFFFFFF

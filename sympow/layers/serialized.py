@@ -51,6 +51,7 @@ def serialize(state: MixerState, dtype: str = "float32", name: str = "state") ->
     Caches are cut to the tokens that they hold.
 
     Args:
+        state: what is taken apart.
         dtype: "float32" rounds nothing: every tensor keeps the dtype in which it is held, and a tail of
             decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
             dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.

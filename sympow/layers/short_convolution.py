@@ -15,7 +15,7 @@ from sympow.layers.state import After
 
 
 class ShortConvolution(Mixer):
-    """A causal depthwise convolution of a few tokens, alone or followed by another mixer: mixer(convolution(x)).
+    """Convolves a few tokens, causally and by channel, alone or followed by another mixer: mixer(convolution(x)).
 
     It lets a mixer compare a token with the one before another, which one layer of attention cannot (Arora et al.,
     "Zoology", 2023, section 4; Fu et al., "Hungry Hungry Hippos", 2022, use a shift for the same).
@@ -57,7 +57,7 @@ class ShortConvolution(Mixer):
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """As `Mixer.forward`; `tokens` are for a mixer behind that reads them."""
+        """Computes what `Mixer.forward` does; `tokens` are for a mixer behind that reads them."""
         self.check_input(x, self.convolution.weight)
         y = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         return y if self.mixer is None else self.mixer(y, cu_seqlens=cu_seqlens, **self.extras(tokens))

@@ -31,7 +31,7 @@ class GatedCache(MixerState):
 
 
 class SoftmaxAttention(AttentionMixer):
-    """Attention by `torch.nn.functional.scaled_dot_product_attention`, rotary, with a key/value cache.
+    """Computes attention by `torch.nn.functional.scaled_dot_product_attention`, rotary, with a key/value cache.
 
     Packed documents are computed one after another.
 
@@ -126,14 +126,14 @@ class SoftmaxAttention(AttentionMixer):
 
 
 def both_ways(time: int, mixer: AttentionMixer, window: int | None = None) -> int:
-    """`softmax_flops` of one row, forward and backward."""
+    """Returns `softmax_flops` of one row, forward and backward."""
     key_dim, value_dim, heads = mixer.head_dim, mixer.value_dim, mixer.n_heads
     ways = (softmax_flops(time, key_dim, value_dim, window=window, heads=heads, backward=b) for b in (False, True))
     return sum(ways)
 
 
 def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
-    """Causal softmax attention to scores q_i . k_j / sqrt(K) + L_i - L_j, L = cumsum(log_g).
+    """Computes causal softmax attention with scores q_i . k_j / sqrt(K) + L_i - L_j, L = cumsum(log_g).
 
     Args:
         q: [B, T, H, K].
@@ -156,13 +156,19 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale q k^T) v for q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]; `scale` is 1 / sqrt(K) if None."""
+    """Returns softmax(scale q k^T) v for q [B, H, T, K], k [B, G, S, K] and v [B, G, S, V].
+
+    `scale` is 1 / sqrt(K) if None.
+    """
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def attend_to_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """Causal attention of the last T of S tokens: q [B, H, T, K], k [B, G, S, K], v [B, G, S, V]; see `attend`."""
+    """Computes causal attention of the last T of S tokens; see `attend`.
+
+    q is [B, H, T, K], k [B, G, S, K], v [B, G, S, V].
+    """
     new, total = q.shape[2], k.shape[2]
     if new == 1 or new == total:
         return attend(q, k, v, causal=new > 1, scale=scale)
@@ -183,7 +189,10 @@ def empty_cache(
     limit: int | None = None,
     key_dim: int | None = None,
 ) -> KVCache:
-    """The cache of `mixer` before the first token; see `Mixer.init_state`. `key_dim` is the mixer's if None."""
+    """Returns the cache of `mixer` before the first token; see `Mixer.init_state`.
+
+    `key_dim` is the mixer's if None.
+    """
     options = state_options(mixer.out.weight, device, dtype)
     k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim if key_dim is None else key_dim, **options)
     v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)

@@ -16,7 +16,7 @@ After = Callable[[int], Any]
 
 @dataclass
 class MixerState:
-    """What a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
+    """Holds what a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
 
     `step` may update the tensors in place where gradients are off: use the state it returns, not the one it
     was given.
@@ -29,12 +29,12 @@ class MixerState:
     counters: ClassVar[tuple[str, ...] | None] = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor the state holds."""
+        """Yields every tensor that the state holds."""
         return _tensors(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, over the whole batch."""
+        """Returns the bytes of all tensors held, over the whole batch."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def with_all_room(self) -> Self:

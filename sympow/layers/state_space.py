@@ -15,9 +15,10 @@ _DT_MIN, _DT_MAX = 1e-3, 1e-1
 
 
 class DiagonalSSM(nn.Module):
-    """x' = A x + B u, y = 2 Re(C x), A complex and diagonal (Gu et al., "On the Parameterization and Initialization of
-    Diagonal State Space Models", 2022), discretized by the bilinear rule: a = (1 + dt A / 2) / (1 - dt A / 2),
-    b = dt B / (1 - dt A / 2), x_t = a x_{t-1} + b u_t.
+    """Computes x' = A x + B u, y = 2 Re(C x), A complex and diagonal, discretized by the bilinear rule.
+
+    a = (1 + dt A / 2) / (1 - dt A / 2), b = dt B / (1 - dt A / 2), x_t = a x_{t-1} + b u_t. Source: Gu et al., "On the
+    Parameterization and Initialization of Diagonal State Space Models", 2022.
 
     Drawn as S4D-Lin: A_n = -1/2 + i pi n, B = 1, C from a complex N(0, 1), dt log-uniform in 0.001 .. 0.1.
 
@@ -50,7 +51,7 @@ class DiagonalSSM(nn.Module):
         draw_uniform(self.log_dt, log(_DT_MIN), log(_DT_MAX), generator)
 
     def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """a, b and 2 c, complex [C, N / 2], in float32 at least."""
+        """Returns a, b and 2 c, complex [C, N / 2], in float32 at least."""
         dtype = torch.promote_types(self.c.dtype, torch.float32)
         dt = self.log_dt.to(dtype).exp()[:, None]
         half = dt / 2 * torch.complex(-self.log_decay.to(dtype).exp(), self.frequency.to(dtype))
@@ -58,14 +59,14 @@ class DiagonalSSM(nn.Module):
         return (1 + half) / (1 - half), dt * b / (1 - half), 2 * c
 
     def forward(self, u: Tensor) -> Tensor:
-        """u [B, T, C, E] -> y [B, T, C, E], E signals through each channel, as a convolution."""
+        """Maps u [B, T, C, E] to y [B, T, C, E], E signals through each channel, as a convolution."""
         a, b, c = self.coefficients()
         return causal_convolution(u, kernel(a, c * b, u.shape[1])[..., None])
 
     def init_state(
         self, batch_size: int, signals: int, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> Tensor:
-        """Zeros [B, C, E, N / 2, 2], real and imaginary parts, in float32 at least."""
+        """Returns zeros [B, C, E, N / 2, 2], real and imaginary parts, in float32 at least."""
         shape = (batch_size, self.channels, signals, self.state_dim // 2, 2)
         return torch.zeros(shape, **state_options(self.c, device, dtype, sums=True))
 
@@ -92,10 +93,10 @@ class DiagonalSSM(nn.Module):
 
 
 def powers_of(a: Tensor, count: int) -> Tensor:
-    """a**0 .. a**(count - 1): complex [C, N / 2] -> [C, N / 2, count]."""
+    """Returns a**0 .. a**(count - 1): complex [C, N / 2] -> [C, N / 2, count]."""
     return torch.exp(a.log()[..., None] * torch.arange(count, device=a.device))
 
 
 def kernel(a: Tensor, weight: Tensor, taps: int) -> Tensor:
-    """The filter Re(sum over n of weight_n a_n**t), [taps, C], of complex a and weight [C, N / 2]."""
+    """Returns the filter Re(sum over n of weight_n a_n**t), [taps, C], of complex a and weight [C, N / 2]."""
     return torch.einsum("cn,cnt->tc", weight, powers_of(a, taps)).real

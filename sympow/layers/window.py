@@ -44,7 +44,9 @@ class WindowMixer(AttentionMixer):
 
 
 class WindowAttention(WindowMixer):
-    """Softmax attention over the last `window` tokens, rotary. In half precision on a GPU by a compiled flex_attention.
+    """Computes softmax attention over the last `window` tokens, rotary.
+
+    In half precision on a GPU a compiled flex_attention computes it.
 
     The window includes the token itself. Options as in `WindowMixer`.
     """
@@ -103,7 +105,7 @@ class WindowAttention(WindowMixer):
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Softmax attention of the last T of S tokens, each to the last `window` tokens up to itself.
+    """Computes softmax attention of the last T of S tokens, each to the last `window` tokens up to itself.
 
     In blocks of queries, so time is linear in T and no more than a block's scores are formed at once.
 
@@ -111,6 +113,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         q: [B, H, T, K].
         k: [B, G, S, K], S >= T.
         v: [B, G, S, V].
+        window: tokens that a token sees, itself included.
     """
     if k.shape[2] <= window:
         return attend_to_past(q, k, v)

@@ -36,7 +36,7 @@ class ModelState(MixerState):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next token for every token of a sequence.
+    """Computes logits of the next token for every token of a sequence.
 
     Args:
         config: the body, the shape and the mixers.

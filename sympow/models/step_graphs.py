@@ -38,6 +38,7 @@ class StepGraphs:
         """Maps int64 [count] to logits [count, vocab_size], which the next step of as many rows overwrites.
 
         Args:
+            tokens: int64 [count].
             rows: of a number, returns the state of the first so many rows. Rows behind the given tokens are stepped
                 too, with tokens of no meaning.
         """

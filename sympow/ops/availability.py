@@ -29,7 +29,7 @@ NO_TRITON = _why_no_triton()
 
 
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
+    """Returns why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
     if NO_TRITON:
         return NO_TRITON
     from sympow.ops import triton
@@ -38,5 +38,5 @@ def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels are taken unasked: on GPUs, not in Triton's interpreter."""
+    """Returns whether "auto" takes kernels: on GPUs, not in Triton's interpreter."""
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None

@@ -15,13 +15,16 @@ from torch import Tensor
 
 
 def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup, *, reverse: bool = False) -> Tensor:
-    """The sum of all earlier ranks' x, each decayed by the ranks between: sum_{j<r} exp(sum_{j<m<r} log_decay_m) x_j.
+    """Sums up x of all earlier ranks, each decayed by the ranks between.
+
+    The sum on rank r is sum_{j<r} exp(sum_{j<m<r} log_decay_m) x_j.
 
     Every rank of the group calls it, with tensors of one shape. No gradients: `exclusive_sum` has them.
 
     Args:
         x: [N, ...], floating-point.
         log_decay: [N], the natural logarithm of what this rank leaves of what comes in; None: all of it.
+        group: the ranks that share a row.
         reverse: the sum over all later ranks instead.
 
     Returns:
@@ -40,8 +43,10 @@ def exclusive_scan_of_message(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """`exclusive_scan` of tensors [N, width] of several widths, one behind the other in a flat message, as which the
-    sums are returned too. log_decay: [N] or None."""
+    """Scans tensors [N, width] of several widths that lie one behind the other in a flat message.
+
+    See `exclusive_scan`. The sums are returned in the same form. log_decay: [N] or None.
+    """
     if torch.compiler.is_compiling():
         return _scan_as_operator(message, log_decay, widths, group.group_name, reverse)
     return _scan(message, log_decay, widths, group, reverse)
@@ -92,8 +97,10 @@ def _begin(transfer: Callable[..., dist.Work | None], x: Tensor, peer: int, grou
 def _scan_as_operator(
     message: Tensor, log_decay: Tensor | None, widths: Sequence[int], group: str, reverse: bool
 ) -> Tensor:
-    """In a graph of torch.compile: whole, as a compiler that saw the message would drop it on the rank that reads
-    nothing from it, and leave the others waiting."""
+    """Scans as one operator in a graph of torch.compile.
+
+    A compiler that saw the message would drop it on the rank that reads nothing from it, and leave the others waiting.
+    """
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return _scan(message, log_decay, widths, resolve(group), reverse)
 
@@ -104,8 +111,10 @@ def _(message, log_decay, widths, group, reverse):
 
 
 def exclusive_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of x [N, ...] over all earlier ranks, zero on the first. Every rank of the group calls it, also in the
-    backward."""
+    """Returns the sum of x [N, ...] over all earlier ranks, zero on the first.
+
+    Every rank of the group calls it, also in the backward.
+    """
     return _ExclusiveSum.apply(x, group)
 
 

@@ -21,7 +21,7 @@ _MATRIX_SHARE = 4
 
 
 def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
-    """y_t = sum over s <= t of h_s x_{t-s}, in float32 at least.
+    """Returns y_t = sum over s <= t of h_s x_{t-s}, in float32 at least.
 
     With few taps their sum; short sequences as a product with the Toeplitz matrix of every filter, in O(T T); else by
     fast Fourier transforms, in O(T log T) for any number of taps. They agree to rounding.

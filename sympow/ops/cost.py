@@ -24,8 +24,9 @@ STATE_BYTES = GATE_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention layer needs for one sequence. Adds up, and multiplies by a number of layers or
-    sequences.
+    """Holds what one attention layer needs for one sequence.
+
+    Costs add up, and multiply by a number of layers or sequences.
 
     flops: FLOPs; bytes: memory traffic; state: elements held after the last token.
     """
@@ -49,7 +50,7 @@ class Cost:
 def power_state(
     key_dim: int, value_dim: int, p: int, *, kv_heads: int = 1, normalizer: bool = True, basis: str = "spow"
 ) -> int:
-    """Elements of the state of power attention: G D (V + 1), or G D V without the normalizer.
+    """Returns the number of elements of the state of power attention: G D (V + 1), or G D V without the normalizer.
 
     basis: "spow" (M7) or "tpow" (M6). Linear attention is p = 1.
     """
@@ -60,8 +61,9 @@ def power_state(
 
 
 def softmax_state(context: int, key_dim: int, value_dim: int, *, kv_heads: int = 1, window: int | None = None) -> int:
-    """Elements of the key/value cache after `context` tokens: G (K + V) a token, of the last `window` if
-    given.
+    """Counts the elements of the key/value cache after `context` tokens.
+
+    They are G (K + V) a token, of the last `window` tokens if given.
     """
     _check(context=context, key_dim=key_dim, value_dim=value_dim, kv_heads=kv_heads, window=window)
     return kv_heads * (key_dim + value_dim) * min(context, window or context)
@@ -71,7 +73,7 @@ def softmax_state(context: int, key_dim: int, value_dim: int, *, kv_heads: int =
 
 
 def attention_pairs(time: int, window: int | None = None) -> int:
-    """Pairs (i, j) with j <= i of a sequence, and i - j < window if given."""
+    """Returns the number of pairs (i, j) with j <= i of a sequence, and i - j < window if given."""
     _check(time=time, window=window)
     full = min(time, window or time)
     return full * (full + 1) // 2 + (time - full) * full
@@ -89,7 +91,7 @@ def power_flops(
     kv_heads: int = 1,
     backward: bool = False,
 ) -> int:
-    """FLOPs of power attention over one sequence of `time` tokens, from an empty state.
+    """Counts the FLOPs of power attention over one sequence of `time` tokens, from an empty state.
 
     chunk: tokens of a chunk (M11); None, or `time` and more, is the quadratic form. n = ceil(T / c) chunks
     cost, with c tokens in each but the last, which has r:
@@ -117,7 +119,7 @@ def power_flops(
 def least_power_flops(
     time: int, key_dim: int, value_dim: int, p: int, gated: bool = False, *, heads: int = 1, kv_heads: int = 1
 ) -> int:
-    """`power_flops`, forward and backward, with the chunk that makes them the fewest: a power of two, or `time`."""
+    """Returns `power_flops`, forward and backward, with the best chunk: a power of two, or `time`."""
     chunks = [time, *(1 << i for i in range(time.bit_length()))]
     sizes = {"heads": heads, "kv_heads": kv_heads}
     return min(
@@ -135,7 +137,7 @@ def softmax_flops(
     heads: int = 1,
     backward: bool = False,
 ) -> int:
-    """FLOPs of causal softmax attention over one sequence; of the last `window` tokens if given.
+    """Counts the FLOPs of causal softmax attention over one sequence; of the last `window` tokens if given.
 
     2 (K + V) a pair and query head forward, 2 (3K + 2V) backward.
     """
@@ -159,7 +161,10 @@ def power_cost(
     kv_heads: int = 1,
     element_bytes: int = 2,
 ) -> Cost:
-    """Forward of power attention in one layer, over one sequence. Linear attention is p = 1."""
+    """Returns the cost of the forward of power attention in one layer, over one sequence.
+
+    Linear attention is p = 1.
+    """
     flops = power_flops(time, key_dim, value_dim, p, chunk, gated, heads=heads, kv_heads=kv_heads)
     boundaries = -(-time // min(chunk or time, time)) - 1
     return _power_layer(flops, time, boundaries, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
@@ -175,7 +180,10 @@ def softmax_cost(
     kv_heads: int = 1,
     element_bytes: int = 2,
 ) -> Cost:
-    """Forward of softmax attention in one layer, over one sequence; of window attention with `window`."""
+    """Returns the cost of the forward of softmax attention in one layer, over one sequence.
+
+    With `window` it is that of window attention.
+    """
     flops = softmax_flops(time, key_dim, value_dim, window=window, heads=heads)
     state = softmax_state(time, key_dim, value_dim, kv_heads=kv_heads, window=window)
     return Cost(flops, _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes), state)
@@ -191,8 +199,9 @@ def power_step_cost(
     kv_heads: int = 1,
     element_bytes: int = 2,
 ) -> Cost:
-    """One decoded token in one layer: the state is read, decayed, updated and written, whatever the
-    context.
+    """Returns the cost of one decoded token in one layer.
+
+    The state is read, decayed, updated and written, whatever the context.
     """
     flops = power_state(key_dim, value_dim, p) * (2 * heads + (3 if gated else 2) * kv_heads)
     return _power_layer(flops, 1, 1, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
@@ -208,7 +217,10 @@ def softmax_step_cost(
     kv_heads: int = 1,
     element_bytes: int = 2,
 ) -> Cost:
-    """One decoded token in one layer, the last of `context`: the cache is read, and its own entry written."""
+    """Returns the cost of one decoded token in one layer, the last of `context`.
+
+    The cache is read, and the token's own entry is written.
+    """
     state = softmax_state(context, key_dim, value_dim, kv_heads=kv_heads, window=window)
     seen = min(context, window or context)
     moved = _io_bytes(1, key_dim, value_dim, heads, kv_heads, element_bytes) + state * element_bytes
@@ -220,7 +232,7 @@ def softmax_step_cost(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that its costs depend on.
+    """Holds the sizes of a model that its costs depend on.
 
     Attributes:
         mlp_ratio: hidden width over d_model of an MLP of two matrices.
@@ -246,14 +258,14 @@ class ModelShape:
 
     @classmethod
     def of(cls, d_model: int, n_layers: int, n_heads: int) -> ModelShape:
-        """The plain shape: heads of width d_model / n_heads, keys and values of their own for every head."""
+        """Returns the plain shape: heads of width d_model / n_heads, keys and values of their own for every head."""
         if n_heads < 1 or d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
         return cls(d_model, n_layers, n_heads, d_model // n_heads, d_model // n_heads, n_heads)
 
     @property
     def block_weights(self) -> int:
-        """Elements of the weight matrices of all blocks, 12 d**2 a block in the plain shape.
+        """Returns the number of elements of the weight matrices of all blocks, 12 d**2 a block in the plain shape.
 
         Without embedding and head, biases, norms and gates.
         """
@@ -266,8 +278,9 @@ class ModelShape:
 def weight_state_flop_ratio(
     shape: ModelShape, context: int, *, p: int | None = None, window: int | None = None, chunk: int = 128
 ) -> float:
-    """Weight-state FLOP ratio [SCRA section 3.2]: what training spends on weights over what it spends on
-    the state.
+    """Returns the weight-state FLOP ratio [SCRA section 3.2].
+
+    That is what training spends on weights over what it spends on the state.
 
     FLOPs a token, forward and backward:
     - weights: 6 an element of `block_weights` (2 forward, 4 backward);
@@ -297,7 +310,7 @@ def weight_state_flop_ratio(
 
 
 def format_ratio(ratio: float) -> str:
-    """A ratio as [SCRA Table 2] prints it, "8:1" or "1:125": whole below 10, then in multiples of 5."""
+    """Returns a ratio as [SCRA Table 2] prints it, "8:1" or "1:125": whole below 10, then in multiples of 5."""
     if ratio <= 0:
         raise ValueError(f"a ratio is positive, got {ratio}")
     larger = max(ratio, 1 / ratio)
@@ -306,7 +319,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes in decimal units, "39 MB" or "2.2 TB"."""
+    """Returns a number of bytes in decimal units, "39 MB" or "2.2 TB"."""
     units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
     size, unit = float(count), 0
     while size >= 999.5 and unit < len(units) - 1:

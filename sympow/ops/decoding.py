@@ -47,7 +47,9 @@ def step_with_tail(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """New tokens on `state`, in place: out [B, T, H, V] in the dtype of v. No gradients.
+    """Reads new tokens on `state`, in place, and returns out [B, T, H, V] in the dtype of v.
+
+    No gradients.
 
     As many at a time as the tail has room for when it is empty.
     """
@@ -96,8 +98,10 @@ def try_on_state(
     normalize: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Callable[[int], PowerState]]:
-    """New tokens behind `state`, which stays as it is: out [B, T, H, V] in the dtype of v, and a function of n that
-    gives the state after the first n tokens, n >= 1. No gradients.
+    """Reads new tokens behind `state`, which stays as it is.
+
+    Returns out [B, T, H, V] in the dtype of v, and a function of n that gives the state after the first n tokens,
+    n >= 1. No gradients.
     """
     time, dtype = k.shape[1], state.s.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -15,20 +15,24 @@ from sympow.ops.types import PowerState
 
 
 def default_capacity(dim: int) -> int:
-    """Tokens of a tail beside D rows of state. Twice as many would write the state half as often; but the tail is read
-    for every token too, and held: with these it is about 1/16 of the state, K = V, in elements.
+    """Returns the tokens of a tail beside D rows of state.
+
+    Twice as many would write the state half as often; but the tail is read for every token too, and held: with these it
+    is about 1/16 of the state, K = V, in elements.
     """
     return max(4, min(64, dim // 32))
 
 
 def tail_elements(key_dim: int, value_dim: int, p: int) -> int:
-    """Elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
+    """Returns the number of elements a kv head that a DecodingState of default capacity holds beyond its PowerState."""
     return default_capacity(spow_dim(key_dim, p)) * (key_dim + value_dim + 1) + 2
 
 
 @dataclass(frozen=True)
 class DecodingState:
-    """A PowerState and a tail of tokens not yet folded into it. Its size does not grow.
+    """Holds a PowerState and a tail of tokens not yet folded into it.
+
+    Its size does not grow.
 
     `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
     as: `state.folded().save(path)`.
@@ -88,9 +92,12 @@ class DecodingState:
         capacity: int | None = None,
         state_dtype: torch.dtype | None = None,
     ) -> DecodingState:
-        """`state` with an empty tail. It shares the tensors of `state`, which steps in place overwrite.
+        """Returns `state` with an empty tail.
+
+        It shares the tensors of `state`, which steps in place overwrite.
 
         Args:
+            state: what came before.
             dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
                 None.
             capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
@@ -124,36 +131,40 @@ class DecodingState:
 
     @property
     def batch(self) -> int:
-        """Sequences of the batch, B."""
+        """Returns the number of sequences of the batch, B."""
         return self.s.shape[0] if self.slots is None else self.slots.shape[0]
 
     @property
     def capacity(self) -> int:
+        """Returns C, the tokens that the tail has room for."""
         return self.tail_k.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the keys and values in the tail."""
+        """Returns the dtype of the keys and values in the tail."""
         return self.tail_k.dtype
 
     @property
     def value_dim(self) -> int:
+        """Returns V, the width of the values."""
         return self.s.shape[3]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the tail's spare room and all slots included."""
+        """Returns the bytes held, the tail's spare room and all slots included."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def at(self, slots: Tensor | None) -> DecodingState:
-        """The state of a batch in these slots of the pool, int32 [B]; None: of all. It shares all tensors.
+        """Returns the state of a batch in these slots of the pool, int32 [B]; None: of all.
+
+        It shares all tensors.
 
         Raises TypeError or ValueError for another dtype, shape or device.
         """
         return replace(self, slots=slots)
 
     def taken(self) -> DecodingState:
-        """The batch alone, copied out of its slots: for those that do not know slots."""
+        """Returns the batch alone, copied out of its slots: for those that do not know slots."""
         if self.slots is None:
             return self
         return self._replaced({name: x.index_select(0, self.slots) for name, x in self.tensors().items()}, None)
@@ -178,7 +189,7 @@ class DecodingState:
                 x.index_copy_(0, self.slots.long(), given[name].to(x.dtype))
 
     def continued(self, state: PowerState) -> DecodingState:
-        """`state` with an empty tail, kept as this one is: in its slots, if it has slots, and in its dtypes."""
+        """Returns `state` with an empty tail, kept as this one is: in its slots, if it has slots, and in its dtypes."""
         if self.slots is not None:
             self.put(state)
             return self
@@ -191,6 +202,7 @@ class DecodingState:
         return self._replaced({name: x.to(device) for name, x in self.tensors().items()}, slots)
 
     def detach(self) -> DecodingState:
+        """Returns the state cut off from the graph of gradients; it shares its tensors."""
         return self._replaced({name: x.detach() for name, x in self.tensors().items()}, self.slots)
 
     def clone(self) -> DecodingState:
@@ -225,7 +237,9 @@ class DecodingState:
         self.tail_v.masked_fill_(gone[..., None], 0)
 
     def folded(self, dtype: torch.dtype | None = None) -> PowerState:
-        """The PowerState after the last token: new tensors, this state stays as it is. Gradients of s and z pass.
+        """Returns the PowerState after the last token: new tensors, this state stays as it is.
+
+        Gradients of s and z pass.
 
         It is computed in `dtype`, float32 or float64, and has it; that of z if None.
         """
@@ -238,7 +252,7 @@ class DecodingState:
         return folded_state(state, self.tail_k, self.tail_v, tail_g, held, dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of all slots, by name."""
+        """Returns the tensors of all slots, by name."""
         return {name: getattr(self, name) for name in _HELD}
 
     def _replaced(self, tensors: dict[str, Tensor], slots: Tensor | None) -> DecodingState:
@@ -264,8 +278,9 @@ def _check_slots(slots: Tensor | None, s: Tensor) -> None:
 def folded_state(
     state: PowerState, k: Tensor, v: Tensor, log_g: Tensor, held: Tensor | None, dtype: torch.dtype
 ) -> PowerState:
-    """(M12): the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C]; if `held`
-    [B, G, C] is given, after those it marks.
+    """Returns the state, in `dtype`, after C tokens k [B, G, C, K], v [B, G, C, V] and log_g [B, G, C] (M12).
+
+    If `held` [B, G, C] is given, it is the state after the tokens that `held` marks.
     """
     left, kept = decays(log_g.to(dtype))
     kept = kept if held is None else kept * held
@@ -276,10 +291,6 @@ def folded_state(
 
 
 def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log gates [..., C]: what they leave of what was before them [...], and of each token at their end [..., C].
-
-    The latter adds up the gates after a token alone: as a difference of sums from the start it would lose the small
-    gates behind a large one.
-    """
+    """Returns what log gates [..., C] leave of the past, [...], and of each token at their end, [..., C]."""
     after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
     return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()

@@ -52,7 +52,7 @@ def chunked(
     return_state: bool,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """Shapes as in `reference`. Computes in float32 (float64 for float64 inputs), whatever autocast says."""
+    """Computes in float32 (float64 for float64 inputs), whatever autocast says. Shapes are those of `reference`."""
     options = _Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
     s, z = (None, None) if state is None else (state.s, state.z)
     with torch.autocast(q.device.type, enabled=False):
@@ -73,7 +73,10 @@ def step(
     eps: float,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token after another on a state, (M9) and (M10), in as few operations as it takes. No gradients."""
+    """Decodes one token after another on a state, (M9) and (M10), in as few operations as it takes.
+
+    No gradients.
+    """
     s, z = (state.s, state.z) if inplace else (state.s.clone(), state.z.clone())
     time, groups, key_dim = k.shape[1:]
     phi_q = spow(q.to(s.dtype).unflatten(2, (groups, q.shape[2] // groups)) * scale, p)  # [B, T, G, R, D]
@@ -93,7 +96,7 @@ def step(
 
 
 def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool = False) -> int:
-    """The chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
+    """Returns the chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
 
     has_state: a state comes in or goes out, so that even a single chunk meets one.
     """

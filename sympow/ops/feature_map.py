@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def tpow_dim(key_dim: int, p: int) -> int:
-    """Dimension of the tensor power: K**p."""
+    """Returns the dimension of the tensor power: K**p."""
     _check_dims(key_dim, p)
     return key_dim**p
 
 
 def spow_dim(key_dim: int, p: int) -> int:
-    """Dimension of the symmetric power: C(K + p - 1, p)."""
+    """Returns the dimension of the symmetric power: C(K + p - 1, p)."""
     _check_dims(key_dim, p)
     return comb(key_dim + p - 1, p)
 
 
 def tspow_dim(key_dim: int, p: int, tile: int) -> int:
-    """Dimension of the tiled symmetric power: C(K/tile + p - 1, p) * tile**p."""
+    """Returns the dimension of the tiled symmetric power: C(K/tile + p - 1, p) * tile**p."""
     _check_dims(key_dim, p)
     if tile < 1 or key_dim % tile:
         raise ValueError(f"the tile must divide key_dim={key_dim}; got tile={tile}")
@@ -34,7 +34,10 @@ def tspow_dim(key_dim: int, p: int, tile: int) -> int:
 
 @lru_cache(maxsize=32)
 def spow_indices(key_dim: int, p: int) -> Tensor:
-    """The multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p], CPU. Do not write to it."""
+    """Returns the multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p], CPU.
+
+    Do not write to it.
+    """
     _check_dims(key_dim, p)
     first = torch.arange(key_dim)
     if p == 1:
@@ -47,13 +50,16 @@ def spow_indices(key_dim: int, p: int) -> Tensor:
 
 
 def spow_offset(key_dim: int, p: int, a: int) -> int:
-    """Where the multi-indices with i1 >= a begin in the lexicographic list."""
+    """Returns where the multi-indices with i1 >= a begin in the lexicographic list."""
     return spow_dim(key_dim, p) - (spow_dim(key_dim - a, p) if a < key_dim else 0)
 
 
 @lru_cache(maxsize=32)
 def multinomials(key_dim: int, p: int) -> Tensor:
-    """p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU. Do not write to it."""
+    """Returns p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU.
+
+    Do not write to it.
+    """
     index = spow_indices(key_dim, p)
     run = torch.ones(len(index), dtype=torch.float64)
     hist = torch.ones_like(run)
@@ -65,7 +71,7 @@ def multinomials(key_dim: int, p: int) -> Tensor:
 
 
 def tpow(x: Tensor, p: int) -> Tensor:
-    """(M6): [..., K] -> [..., K**p]."""
+    """Maps [..., K] to [..., K**p] (M6)."""
     _check_dims(x.shape[-1], p)
     out = x
     for _ in range(p - 1):
@@ -74,7 +80,7 @@ def tpow(x: Tensor, p: int) -> Tensor:
 
 
 def spow(x: Tensor, p: int) -> Tensor:
-    """(M7): [..., K] -> [..., C(K + p - 1, p)], lexicographic."""
+    """Maps [..., K] to [..., C(K + p - 1, p)] (M7), in lexicographic order."""
     key_dim = x.shape[-1]
     index = spow_indices(key_dim, p).to(x.device)
     weight = multinomials(key_dim, p).sqrt().to(x.device, x.dtype)
@@ -85,7 +91,10 @@ def spow(x: Tensor, p: int) -> Tensor:
 
 
 def tspow(x: Tensor, p: int, tile: int) -> Tensor:
-    """(M8): [..., K] -> [..., C(K/tile + p - 1, p) * tile**p], tiles lexicographic, tensor power inside a tile."""
+    """Maps [..., K] to [..., C(K/tile + p - 1, p) * tile**p] (M8).
+
+    Tiles are in lexicographic order, with the tensor power inside a tile.
+    """
     key_dim = x.shape[-1]
     tspow_dim(key_dim, p, tile)
     tiles = x.unflatten(-1, (key_dim // tile, tile))

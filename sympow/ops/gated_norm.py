@@ -13,7 +13,9 @@ from sympow.ops.availability import has_kernels
 
 
 def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """RMSNorm(y) * weight over the channels of every head, times silu(gate): each factor only where it is given.
+    """Returns RMSNorm(y) * weight over the channels of every head, times silu(gate).
+
+    Each factor is left out where it is not given.
 
     y * (mean of y**2 over V + eps)**-0.5 is computed in float32 at least.
 

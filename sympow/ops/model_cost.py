@@ -1,5 +1,6 @@
-"""Training FLOPs and parameters of language models by mixer, as Zoology counts them: the tables of its appendix, with
-their slips corrected (Arora et al., 2023, arXiv 2312.04927).
+"""Training FLOPs and parameters of language models by mixer, as Zoology counts them.
+
+These are the tables of its appendix, with their slips corrected (Arora et al., 2023, arXiv 2312.04927).
 
 Conventions of the source, which are not those of `cost.py`: 6 FLOPs a multiply-add in training (2 forward, 4 backward);
 the whole square of scores counts, not its causal half; a long convolution is three Fourier transforms and what stands
@@ -97,14 +98,17 @@ PARAMETERS: dict[str, Callable[[int, int], float]] = {
 
 
 def zoology_flops(model: ZoologyModel, time: int = LENGTH, vocabulary: int = VOCABULARY) -> float:
-    """FLOPs of training on one sequence: 6 (2 V N D + L (mixer + MLP)), the first term embedding and head."""
+    """Returns the FLOPs of training on one sequence: 6 (2 V N D + L (mixer + MLP)).
+
+    The first term is that of embedding and head.
+    """
     n, d = time, model.d_model
     block = MULTIPLY_ADDS[model.mixer](n, d, model.n_heads) + model.mlp_cost * n * d * d
     return 6 * (2 * vocabulary * n * d + model.n_layers * block)
 
 
 def zoology_parameters(model: ZoologyModel, time: int = LENGTH, vocabulary: int = VOCABULARY) -> int:
-    """Parameters, with filters of `time` taps where they are explicit."""
+    """Returns the number of parameters, with filters of `time` taps where they are explicit."""
     d = model.d_model
     mlp = 9 * d * d + 2 * d if model.mlp_hidden is None else 3 * d * model.mlp_hidden
     block = PARAMETERS[model.mixer](time, d) + mlp + 4 * d  # two LayerNorms

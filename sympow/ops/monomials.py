@@ -67,6 +67,7 @@ class Basis:
 
 @lru_cache(maxsize=64)
 def basis(key_dim: int, p: int) -> Basis:
+    """Returns the basis for one K and p, kept for later calls."""
     return Basis(key_dim, p)
 
 
@@ -90,19 +91,19 @@ class Features:
             self.levels.append(level)
 
     def read(self, state: Tensor) -> Tensor:
-        """state phi(x): [N, V', C]."""
+        """Returns state phi(x): [N, V', C]."""
         out = state.new_zeros(self.heads, state.shape[1], self.time)
         for rows, phi in self._tiles():
             out += state[:, :, rows] @ phi
         return out
 
     def accumulate(self, state: Tensor, values: Tensor) -> None:
-        """state += values phi(x)^T."""
+        """Adds values phi(x)^T to the state."""
         for rows, phi in self._tiles():
             state[:, :, rows] += values @ phi.transpose(1, 2)
 
     def read_gradient(self, state: Tensor, dout: Tensor) -> Tensor:
-        """The gradient [N, K, C] of `read` with respect to x."""
+        """Returns the gradient [N, K, C] of `read` with respect to x."""
         if self.p == 1:
             return state.transpose(1, 2) @ dout
         dlevels = [torch.zeros_like(level) for level in self.levels]

@@ -40,7 +40,9 @@ def power_attention(
     context_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> PowerOutput[PowerState | None]:
-    """Causal attention with weights (scale q.k)**p, decayed by a gate: linear in T, with a state of constant size.
+    """Computes causal attention with weights (scale q.k)**p, decayed by a gate.
+
+    Time is linear in T, and the state has a constant size.
 
     out_i = sum_{j<=i} b_ij (scale q_i.k_j)**p v_j / (sum_{j<=i} b_ij (scale q_i.k_j)**p + eps), (M1)-(M5), with
     b_ij = exp(log_g_{j+1} + ... + log_g_i).
@@ -122,14 +124,23 @@ def power_attention_step(
     inplace: bool = False,
     impl: str = "auto",
 ) -> PowerOutput[State]:
-    """One or a few new tokens on a state: decoding, (M9) and (M10). No gradients.
+    """Decodes one or a few new tokens on a state, (M9) and (M10).
+
+    No gradients.
 
     Args:
-        q, k, v, log_g, p, scale, normalize, eps: as for `power_attention`, T the number of new tokens.
+        q: [B, T, H, K], T the number of new tokens.
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        log_g: [B, T, G], natural logarithms of the gate; None: no gate.
+        p: as for `power_attention`.
+        scale: as for `power_attention`.
+        normalize: as for `power_attention`.
+        eps: as for `power_attention`.
         state: what came before: a PowerState, e.g. `PowerState.zeros(...)` or one returned by `power_attention`, which
             every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
-            that is many times faster, a step launches one kernel and can be captured in a CUDA graph (`inplace=True`).
-            Of a pool of states `pool.at(slots)` is that of a batch: slots int32 [B], nothing is copied.
+            a step then launches one kernel and can be captured in a CUDA graph (`inplace=True`). `pool.at(slots)` gives
+            the states of a batch in a pool without copying them; slots are int32 [B].
         inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
         impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
             takes where it can.
@@ -155,7 +166,7 @@ def power_attention_step(
 
 
 def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether steps with inputs of this device and dtype are faster on a DecodingState: where it has a kernel."""
+    """Returns whether steps with inputs of this device and dtype are faster on a DecodingState."""
     return has_kernels(device, dtype)
 
 

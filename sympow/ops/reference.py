@@ -26,7 +26,10 @@ def quadratic(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, PowerState]:
-    """(M1)-(M5): every score, T x T. A state from before is read through phi(q), as in (M11) with one chunk."""
+    """Computes (M1)-(M5) from every score, T x T.
+
+    A state from before is read through phi(q), as in (M11) with one chunk.
+    """
     q = _group(q, k)
     decay = _cumulative_decay(k, log_g)  # L, [B, T, G]
     score = scale * torch.einsum("btgrk,bsgk->bgrts", q, k)  # (M1)
@@ -62,7 +65,7 @@ def chunked(
     chunk_size: int,
     **options,
 ) -> tuple[Tensor, PowerState]:
-    """(M11), (M12): the quadratic form within a chunk, the state from chunk to chunk."""
+    """Computes (M11) and (M12): the quadratic form within a chunk, the state from chunk to chunk."""
     outs = []
     for start in range(0, q.shape[1], chunk_size):
         span = slice(start, start + chunk_size)
@@ -86,7 +89,7 @@ def recurrent(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, PowerState]:
-    """(M9), (M10): one token at a time, reading nothing but the state."""
+    """Computes (M9) and (M10): one token at a time, reading nothing but the state."""
     b, t, g, key_dim = k.shape
     q = _group(q, k)
     gammas = None if log_g is None else log_g.to(k.dtype).exp()

@@ -36,9 +36,10 @@ def rotary_frequencies(
         rule: "standard": theta_1 = 1, N = base (Su et al., 2021). "conformal": theta_1 = 2 pi, N = max_length, the
             longest document (Kumar et al., 2025).
         max_length: N of the conformal rule; not taken by the standard one.
+        base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         rotary_dim: the channels that turn, even and at most K: theta is that of so many channels in the first pairs,
             and 0 in the others. None: all.
-        base: N of the standard rule, 10,000 if None; not taken by the conformal one.
+        device: of the result.
     """
     if key_dim < 2 or key_dim % 2:
         raise ValueError(f"rotary positions turn pairs of channels: key_dim must be even; got {key_dim}")
@@ -60,7 +61,7 @@ def rotary_frequencies(
 
 
 def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
-    """(M14): c_i = start + beta_1 + ... + beta_i, accumulated in float64.
+    """Computes positions (M14): c_i = start + beta_1 + ... + beta_i, accumulated in float64.
 
     Args:
         beta: [B, T, G], the steps.
@@ -90,7 +91,9 @@ def _running_sums(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """(M15): turns the channel pairs (2m - 1, 2m) of x by positions * theta_m. Differentiable in x and positions.
+    """Rotates (M15): turns the channel pairs (2m - 1, 2m) of x by positions * theta_m.
+
+    Differentiable in x and positions.
 
     Args:
         x: [B, T, H, K].
@@ -104,7 +107,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
-    """`rotate` of each of several tensors of one dtype, as queries and keys: sines and cosines are taken once."""
+    """Rotates several tensors of one dtype as `rotate` does, such as queries and keys, with sines taken once."""
     grouped = _grouped(positions)
     for x in tensors:
         if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
@@ -130,7 +133,9 @@ def rotate_heads(
     norms: tuple[Tensor, Tensor] | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits what a fused projection puts out into heads, and rotates queries and keys. On a GPU it is one kernel.
+    """Splits what a fused projection puts out into heads, and rotates queries and keys.
+
+    On a GPU it is one kernel.
 
     With `norms`, queries and keys go through an RMSNorm over their channels first.
 

@@ -16,7 +16,7 @@ from sympow.ops.documents import borders, check_borders, document_starts
 def short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor, *, past: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """y_t = bias + sum over s < k of weight[:, k - 1 - s] x_{t-s}, with zeros before the first token.
+    """Returns y_t = bias + sum over s < k of weight[:, k - 1 - s] x_{t-s}, with zeros before the first token.
 
     Sums are formed in float32 at least. Under autocast x is first cast to the dtype of autocast.
 

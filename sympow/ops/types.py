@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class PowerState:
-    """What power attention remembers of the past: (M9), in the symmetric-power basis (M7).
+    """Holds what power attention remembers of the past: (M9), in the symmetric-power basis (M7).
 
     The basis is lexicographic and defined by the mathematics alone, so a state made by one implementation can be
     continued by any other. `scale` is not part of it: it is folded into the query's side.
@@ -62,7 +62,7 @@ class PowerState:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> PowerState:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         d = spow_dim(key_dim, p)
         return cls(
             s=torch.zeros(batch, kv_heads, d, value_dim, device=device, dtype=dtype),
@@ -73,11 +73,12 @@ class PowerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the state holds; it does not grow with the context."""
+        """Returns the bytes the state holds; it does not grow with the context."""
         return self.s.nbytes + self.z.nbytes
 
     @property
     def value_dim(self) -> int:
+        """Returns V, the width of the values."""
         return self.s.shape[3]
 
     def to(self, *args, **kwargs) -> PowerState:
@@ -85,9 +86,11 @@ class PowerState:
         return PowerState(self.s.to(*args, **kwargs), self.z.to(*args, **kwargs), self.p, self.key_dim)
 
     def detach(self) -> PowerState:
+        """Returns the state cut off from the graph of gradients; it shares its tensors."""
         return PowerState(self.s.detach(), self.z.detach(), self.p, self.key_dim)
 
     def clone(self) -> PowerState:
+        """Returns a copy with tensors of its own."""
         return PowerState(self.s.clone(), self.z.clone(), self.p, self.key_dim)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -110,7 +113,7 @@ class PowerState:
 
 
 class PowerOutput(NamedTuple, Generic[State]):
-    """What `power_attention` and `power_attention_step` return, whatever the options."""
+    """Holds what `power_attention` and `power_attention_step` return, whatever the options."""
 
     out: Tensor
     """[B, T, H, V] in the dtype of v."""

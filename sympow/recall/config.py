@@ -27,7 +27,7 @@ AnyTask = RecallTask | OwnTask
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model but for its width and vocabulary.
+    """Describes a model but for its width and vocabulary.
 
     Attributes:
         label: its name in tables and figures.
@@ -54,7 +54,7 @@ class Architecture:
         object.__setattr__(self, "mixers", tuple(self.mixers))
 
     def model(self, width: int, vocab_size: int, length: int) -> ModelConfig:
-        """The config of the model for rows of `length`; ValueError where head_dim does not divide the width."""
+        """Returns the config of the model for rows of `length`; ValueError where head_dim does not divide the width."""
         heads = self.heads
         if self.head_dim is not None:
             if self.head_dim < 1 or width % self.head_dim:
@@ -66,7 +66,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class RecallConfig:
-    """A run: a model trained on recall until it is solved or its epochs are over.
+    """Describes a run: a model trained on recall until it is solved or its epochs are over.
 
     The defaults are the published protocol (Zoology, appendix; its code, train.py, for what falls after the warmup).
 
@@ -148,24 +148,24 @@ class RecallConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """The model's config."""
+        """Returns the model's config."""
         longest = max(task.length for task in (*self.train, *self.test))
         return self.architecture.model(self.width, self.train[0].vocab_size, longest)
 
     @property
     def batch(self) -> int:
-        """Rows in a step."""
+        """Returns the rows in a step."""
         size = max(self.width, *(task.length for task in self.train))
         return self.batch_size or (8 if size >= 512 else 16 if size >= 256 else 64)
 
     @property
     def tests(self) -> tuple[AnyTask, ...]:
-        """The tasks tested on."""
+        """Returns the tasks tested on."""
         return self.test or self.train
 
     @property
     def id(self) -> str:
-        """A file name of this run: readable, and different for every config."""
+        """Returns a file name of this run: readable, and different for every config."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
         task = self.train[-1]
@@ -175,7 +175,10 @@ class RecallConfig:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs under one name. A run that stands in it twice counts once."""
+    """Lists runs under one name.
+
+    A run that stands in it twice counts once.
+    """
 
     name: str
     runs: tuple[RecallConfig, ...]
@@ -186,7 +189,7 @@ class Sweep:
             raise ValueError(f"the sweep {self.name} has no runs")
 
     def override(self, assignments: Sequence[str]) -> Sweep:
-        """The sweep with fields of every run set, each as "key.path=value"; see `sympow.training.override`."""
+        """Returns the sweep with fields of every run set, each as "key.path=value"; see `sympow.training.override`."""
         return Sweep(self.name, tuple(override(run, assignments) for run in self.runs))
 
 
@@ -199,7 +202,7 @@ def grid(
     learning_rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> tuple[RecallConfig, ...]:
-    """`base` with every combination of the values given; an axis without values stays as `base` has it."""
+    """Returns `base` with every combination of the values given; an axis without values stays as `base` has it."""
     runs = [base]
     axes: dict[str, Sequence[Any]] = {"train": [(task,) for task in tasks], "architecture": architectures,
                                       "width": widths, "learning_rate": learning_rates, "seed": seeds}  # fmt: skip

@@ -16,7 +16,7 @@ from sympow.layers.registry import imported, is_import_path
 
 @dataclass(frozen=True)
 class OwnTask:
-    """A task whose rows a function draws.
+    """Names a task whose rows a function draws.
 
     The function is called as `function(rng, examples, length, vocab_size, **options)` and returns two integer arrays
     [examples, length]: the tokens, 0 to vocab_size - 1, and the targets, a token where one is asked for and -100

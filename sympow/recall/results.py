@@ -32,7 +32,7 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a file of `write_results`; ValueError where it is none."""
+    """Returns the rows of a file of `write_results`; ValueError where it is none."""
     rows = read_rows(path)
     missing = [name for name in (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
                if rows and name not in rows[0]]  # fmt: skip
@@ -42,7 +42,10 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The rows of any file of `write_results`. Columns named in `texts` are not read as numbers where they look so."""
+    """Returns the rows of any file of `write_results`.
+
+    Columns named in `texts` are not read as numbers where they look so.
+    """
     with open(path, newline="", encoding="utf-8") as file:
         return [
             {name: text if name in texts and text else _value(text) for name, text in row.items()}
@@ -51,7 +54,7 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
-    """Of every setting the rows, one a seed, of the learning rate whose mean validation accuracy is highest.
+    """Chooses the rows of every setting, one a seed, of the learning rate with the highest mean validation accuracy.
 
     Of equal ones the one with the lower mean validation loss. The test has no part in it.
     """
@@ -62,7 +65,7 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
 
 
 def group(rows: Sequence[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by their values of these columns, in the order in which they come."""
+    """Returns rows by their values of these columns, in the order in which they come."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -70,7 +73,7 @@ def group(rows: Sequence[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A table in Markdown, of every setting the chosen learning rate and the median test accuracy over its seeds."""
+    """Returns a table in Markdown: every setting's chosen learning rate and median test accuracy over its seeds."""
     lines = ["| model | heads | d | task | state, bytes | learning rate | seeds | validation | test | lowest test |"]
     lines.append("|---|" + "---:|" * 2 + "---|" + "---:|" * 6)
     for same in group(chosen(rows), *SETTING).values():

@@ -28,18 +28,19 @@ _NAME = re.compile(r"step-(\d{8,})\.(pt|shards)")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or used; the message says which and why."""
+    """Says that a checkpoint cannot be written, read or used; the message says which and why."""
 
 
 @dataclass
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped, in types that `torch.load` reads as data.
+    """Holds all that a run needs to continue as if it had never stopped, in types that `torch.load` reads as data.
 
-    step     optimizer steps done
-    tokens   target tokens seen
-    seconds  training time so far, without held-out losses and checkpoints
-    data     what the batches say of themselves and the next position in them
-    rng      states of torch's generators: "cpu", and "cuda" where the run uses it
+    Attributes:
+        step: optimizer steps done.
+        tokens: target tokens seen.
+        seconds: training time so far, without held-out losses and checkpoints.
+        data: what the batches say of themselves and the next position in them.
+        rng: states of torch's generators: "cpu", and "cuda" where the run uses it.
     """
 
     config: dict[str, Any]
@@ -53,34 +54,36 @@ class Checkpoint:
 
 
 def checkpoint_path(run_dir: str | os.PathLike[str], step: int, sharded: bool = False) -> Path:
-    """Where the checkpoint of `step` stands in a run folder."""
+    """Returns the path of the checkpoint of `step` in a run folder."""
     return Path(run_dir) / "checkpoints" / f"step-{step:08d}.{'shards' if sharded else 'pt'}"
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint, not the folder of a run, at `path`."""
+    """Returns whether there is a checkpoint, not the folder of a run, at `path`."""
     return Path(path).is_file() or (Path(path) / HEADER).is_file()
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints of a run folder, oldest first."""
+    """Returns the checkpoints of a run folder, oldest first."""
     return _in_folder(Path(run_dir) / "checkpoints")
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint of a run folder, or None."""
+    """Returns the newest checkpoint of a run folder, or None."""
     found = list_checkpoints(run_dir)
     return found[-1] if found else None
 
 
 def latest_step(run_dir: str | os.PathLike[str]) -> int:
-    """The step of the newest checkpoint of a run folder; 0 where there is none."""
+    """Returns the step of the newest checkpoint of a run folder; 0 where there is none."""
     path = latest(run_dir)
     return _step(path) if path else 0
 
 
 def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], keep: int, ranks: Ranks = ALONE) -> Path:
-    """Writes a checkpoint, then removes all but the newest `keep`. On several ranks, a folder; all of them call it.
+    """Writes a checkpoint, then removes all but the newest `keep`.
+
+    On several ranks, a folder; all of them call it.
 
     Raises CheckpointError where the disk refuses (full, over quota, read-only): then nothing is removed.
     """
@@ -143,7 +146,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def load_checkpoint_into(
     header: Checkpoint, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> Checkpoint:
-    """The whole of the checkpoint at `path` that `header` is of, its tensors sharded as those of `model` are.
+    """Loads the whole of the checkpoint at `path` that `header` is of, its tensors sharded as those of `model` are.
 
     Every rank calls it. Raises as `load_checkpoint` does.
     """
@@ -165,7 +168,10 @@ def load_checkpoint_into(
 
 
 def load_header(path: str | os.PathLike[str]) -> Checkpoint:
-    """A checkpoint without the tensors that lie in shards: all of a file. Raises as `load_checkpoint` does."""
+    """Loads a checkpoint without the tensors that lie in shards: all of a file.
+
+    Raises as `load_checkpoint` does.
+    """
     path = Path(path)
     if path.is_dir():
         path = path / HEADER
@@ -218,7 +224,7 @@ def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that becomes `path` when the block ends, whole and on disk, or leaves no trace."""
+    """Opens a binary file that becomes `path` when the block ends, whole and on disk, or leaves no trace."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -14,7 +14,7 @@ TRACKERS = ("wandb",)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
+    """Returns one line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
     known = sorted(known)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -23,22 +23,26 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a model is trained.
+    """Describes how a model is trained.
 
-    context           tokens in a row
-    batch_size        rows in one optimizer step
-    micro_batch_size  rows in one forward and backward pass; None: all of `batch_size`
-    steps             optimizer steps of the whole run
-    learning_rate     the highest one, reached after `warmup_steps`
-    min_lr_ratio      the last learning rate over the highest one (cosine decay)
-    betas, weight_decay   of AdamW; only matrices decay
-    clip              largest norm of the gradient
-    precision         "float32", or "bf16": autocast, with weights, state and optimizer in float32
-    seed              of the initial weights, the order of the data and the generators of torch
-    log_every         steps from one line of metrics to the next
-    checkpoint_every, keep_checkpoints   steps from one checkpoint to the next, and how many stay on disk
-    evaluate_every, evaluation_batches   steps from one held-out loss to the next, and its batches
-    device            "auto" (CUDA where there is one, else the CPU) or a torch device
+    Attributes:
+        context: tokens in a row.
+        batch_size: rows in one optimizer step.
+        micro_batch_size: rows in one forward and backward pass; None: all of `batch_size`.
+        steps: optimizer steps of the whole run.
+        learning_rate: the highest one, reached after `warmup_steps`.
+        min_lr_ratio: the last learning rate over the highest one (cosine decay).
+        betas: of AdamW; only matrices decay.
+        weight_decay: of AdamW; only matrices decay.
+        clip: largest norm of the gradient.
+        precision: "float32", or "bf16": autocast, with weights, state and optimizer in float32.
+        seed: of the initial weights, the order of the data and the generators of torch.
+        log_every: steps from one line of metrics to the next.
+        checkpoint_every: steps from one checkpoint to the next.
+        keep_checkpoints: how many checkpoints stay on disk.
+        evaluate_every: steps from one held-out loss to the next.
+        evaluation_batches: batches of a held-out loss.
+        device: "auto" (CUDA where there is one, else the CPU) or a torch device.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -105,21 +109,21 @@ class TrainingConfig:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows in one forward and backward pass."""
+        """Returns the rows in one forward and backward pass."""
         return self.micro_batch_size or self.batch_size
 
     @property
     def passes_per_step(self) -> int:
-        """Forward and backward passes in one optimizer step."""
+        """Returns the number of forward and backward passes in one optimizer step."""
         return self.batch_size // self.rows_per_pass
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean fields."""
+        """Returns the fields as JSON values."""
         return {**asdict(self), "betas": list(self.betas)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
-        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
         check_fields(cls, values, "training")
         if isinstance(values.get("betas"), list):
             values = {**values, "betas": tuple(values["betas"])}
@@ -128,13 +132,16 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How a run is executed: it changes speed, memory and rounding, and a run may go on with another one.
+    """Describes how a run is executed.
 
-    context_parallel        ranks that share a row, each with a part of it; the number of ranks is a multiple
-    checkpoint_activations  recompute every block in the backward pass
-    compile                 run every block through torch.compile
-    profile_steps           steps to trace, from the third on, into the run's folder as profile/; 0: none
-    tracker                 "wandb": send the metrics to Weights & Biases as well
+    It changes speed, memory and rounding; a run may continue with another one.
+
+    Attributes:
+        context_parallel: ranks that share a row, each with a part of it; the number of ranks is a multiple.
+        checkpoint_activations: recompute every block in the backward pass.
+        compile: run every block through torch.compile.
+        profile_steps: steps to trace, from the third on, into the run's folder as profile/; 0: none.
+        tracker: "wandb": send the metrics to Weights & Biases as well.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -155,25 +162,26 @@ class ExecutionConfig:
             raise ValueError(unknown("execution.tracker", str(self.tracker), TRACKERS))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean fields."""
+        """Returns the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ExecutionConfig":
-        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
         check_fields(cls, values, "execution")
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """How a converted model learns from the model it was made of, in three stages over the steps of a run.
+    """Describes how a converted model learns from its teacher, in three stages over the steps of a run.
 
-    start        the folder of the converted model, with whose weights the run begins
-    teacher      a run's folder, or what `sympow convert` reads
-    layer_steps  steps of stage 1: the output of every layer's mixer against the teacher's, on the teacher's inputs
-    text_steps   steps of stage 3, the last ones: the loss of the text itself. Stage 2, between them, is the
-                 divergence of the predictions from the teacher's
+    Attributes:
+        start: the folder of the converted model, with whose weights the run begins.
+        teacher: a run's folder, or what `sympow convert` reads.
+        layer_steps: steps of stage 1: the output of every layer's mixer against the teacher's, on the teacher's inputs.
+        text_steps: steps of stage 3, the last ones: the loss of the text itself. Stage 2, between them, is the
+            divergence of the predictions from the teacher's.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -191,19 +199,19 @@ class DistillationConfig:
             _check_integer(name, getattr(self, name), 0, "distillation")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean fields."""
+        """Returns the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DistillationConfig":
-        """The inverse of `to_dict`; a field it does not know raises ValueError."""
+        """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
         check_fields(cls, values, "distillation")
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run: its name, the model, the data and the training; and how it is executed.
+    """Holds all that decides a run: its name, the model, the data and the training; and how it is executed.
 
     `distillation` is None but for runs of `sympow distill`.
     """
@@ -243,7 +251,7 @@ class RunConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean nested fields."""
+        """Returns the nested fields as JSON values."""
         return {
             "name": self.name,
             "model": self.model.to_dict(),
@@ -254,7 +262,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """The inverse of `to_dict`; a field it does not know, or a missing one, raises ValueError."""
+        """Returns the config of `to_dict`'s values; an unknown or a missing field raises ValueError."""
         check_fields(cls, values, "run")
         optional = ("execution", "distillation")
         missing = [f.name for f in fields(cls) if f.name not in values and f.name not in optional]
@@ -284,12 +292,12 @@ class RunConfig:
 
 
 def without_execution(values: dict[str, Any]) -> dict[str, Any]:
-    """Of `RunConfig.to_dict`, what decides the run."""
+    """Returns what decides the run, of `RunConfig.to_dict`."""
     return {name: value for name, value in values.items() if name != "execution"}
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Where two JSON-clean values first differ: (dotted path, old, new), or None where they are equal."""
+    """Returns where two JSON values first differ: (dotted path, old, new), or None where they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [(str(key), old.get(key), new.get(key)) for key in {**old, **new}]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):

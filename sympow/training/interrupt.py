@@ -7,8 +7,9 @@ from typing import Any
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets `.signal`; the second does what it did before, or nothing if
-    `patient`.
+    """Sets `.signal` at the first SIGINT or SIGTERM while it is entered.
+
+    The second signal does what it did before, or nothing if `patient`.
 
     Outside the main thread, where Python handles no signals, it changes nothing and never asks to stop.
     """

@@ -66,7 +66,7 @@ def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`, without a last line that was cut short; no file, no rows."""
+    """Reads the rows of a run's `metrics.jsonl`, without a last line that was cut short; no file, no rows."""
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return []

@@ -11,15 +11,15 @@ from sympow.training.ranks import Rows
 
 
 class Objective(Protocol):
-    """A loss in stages, and the model whose held-out loss is told beside that of the trained one."""
+    """Gives a loss in stages, and the model whose held-out loss is told beside that of the trained one."""
 
     @property
     def reference(self) -> LanguageModel: ...
 
     def stage(self, step: int) -> tuple[int, int]:
-        """The stage of an optimizer step (0-based), numbered from 1, and the step with which it begins."""
+        """Returns the stage of an optimizer step (0-based), numbered from 1, and the step with which it begins."""
         ...
 
     def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
-        """The loss of a step over all targets of `rows` that are not -100, summed up: a scalar."""
+        """Returns the loss of a step over all targets of `rows` that are not -100, summed up: a scalar."""
         ...

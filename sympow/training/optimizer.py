@@ -9,7 +9,7 @@ from sympow.training.config import TrainingConfig
 
 
 def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> float:
-    """Learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
+    """Returns the learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
 
     It rises over `warmup_steps` steps to `learning_rate`, which the last of them uses, and falls to
     `min_lr_ratio * learning_rate`, which the last step of the run uses. Where a later stage of the run begins, at
@@ -25,7 +25,7 @@ def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> fl
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two AdamW groups: matrices decay; norms, biases and every other vector or scalar do not.
+    """Returns two AdamW groups: matrices decay; norms, biases and every other vector or scalar do not.
 
     A parameter shared by two modules (a tied head) stands once.
     """
@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over `model` as `config` says; fused where the parameters are on a CUDA device."""
+    """Makes AdamW over `model` as `config` says; fused where the parameters are on a CUDA device."""
     on_cuda = any(p.is_cuda for p in model.parameters())
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),

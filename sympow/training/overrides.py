@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 def override(config: C, assignments: Sequence[str]) -> C:
-    """A copy of a dataclass with some fields set, nested ones by dotted names: "training.learning_rate=1e-3".
+    """Returns a copy of a dataclass with some fields set, nested ones by dotted names: "training.learning_rate=1e-3".
 
     Tuples of plain values are written with commas (0.9,0.95), None as none, elements of a tuple of groups by
     number (model.mixers.0.name=softmax), entries of a dict by key, as JSON or else a string

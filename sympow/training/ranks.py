@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes the run's files and to the terminal."""
+        """Returns whether this process writes the run's files and to the terminal."""
         return self.rank == 0
 
     @property
@@ -75,7 +75,7 @@ class Ranks:
         return self.rank % self.context_size
 
     def part(self, rows: Rows) -> Rows:
-        """This context rank's part of rows [B, T]: tokens, and the targets that follow them in the whole row.
+        """Returns this context rank's part of rows [B, T]: tokens, and the targets that follow them in the whole row.
 
         Raises ValueError for packed documents and for rows that cannot be cut into equal parts.
         """
@@ -92,15 +92,15 @@ class Ranks:
         return Part(tokens[self.context_rank].contiguous(), targets[self.context_rank].contiguous())
 
     def sum(self, value: float) -> float:
-        """The sum over all ranks."""
+        """Returns the sum over all ranks."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
-        """The largest of all ranks."""
+        """Returns the largest of all ranks."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Waits until every rank is here."""
         self.sum(0)
 
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
@@ -112,7 +112,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that fails on all ranks where it fails on one. Not for blocks in which ranks wait for each other."""
+        """Runs a block that fails on all ranks where it fails on one.
+
+        Not for blocks in which ranks wait for each other.
+        """
         failure: Exception | None = None
         try:
             yield
@@ -123,7 +126,7 @@ class Ranks:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """A block that rank 0 runs before the others: what it writes, they find."""
+        """Runs a block on rank 0 before the others, so that they find what it writes."""
         if not self.main:
             self.wait()
         try:
@@ -137,13 +140,13 @@ ALONE = Ranks()
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0 of those that torchrun started, or the only one."""
+    """Returns whether this process is rank 0 of those that torchrun started, or the only one."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
 def launched(device: torch.device) -> Iterator[None]:
-    """A default process group for a program that torchrun started on several ranks; alone, or within one, nothing.
+    """Makes a default process group for a program that torchrun started on several ranks; alone, it does nothing.
 
     On CUDA every rank takes the GPU of its local rank.
     """
@@ -163,7 +166,7 @@ def launched(device: torch.device) -> Iterator[None]:
 
 
 def join(config: RunConfig, device: torch.device) -> Ranks:
-    """This process among the ranks of the default group, if there is one.
+    """Returns this process among the ranks of the default group, if there is one.
 
     Raises ValueError where the ranks cannot be arranged as the config says, or a step not be divided among them.
     """
@@ -186,8 +189,10 @@ def join(config: RunConfig, device: torch.device) -> Ranks:
 
 
 def gathered_together(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks in groups of neighbours of up to `GATHERED` weights, one block at least: what FSDP gathers at once,
-    and sums the gradients of."""
+    """Returns the blocks in groups of neighbours of up to `GATHERED` weights, one block at least.
+
+    FSDP gathers the weights of a group at once, and sums up their gradients at once.
+    """
     groups: list[list[nn.Module]] = []
     room = 0
     for block in blocks:

@@ -25,7 +25,9 @@ _OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "profil
 
 
 def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE) -> Path:
-    """Makes the folder of a new run, or checks that an existing one belongs to `config`. Every rank calls it.
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`.
+
+    Every rank calls it.
 
     A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew; how a run is
     executed may change at any time. Raises ValueError where there is a checkpoint of another config,
@@ -77,7 +79,7 @@ def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
 
 
 def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
-    """The config of the run in a folder; FileNotFoundError where there is none."""
+    """Reads the config of the run in a folder; FileNotFoundError where there is none."""
     file = Path(run_dir) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
@@ -114,7 +116,7 @@ def write_run_folder(
 
 
 def new_folder(path: str | os.PathLike[str]) -> Path:
-    """The path of a folder that is new or empty; FileExistsError for another."""
+    """Returns the path of a folder that is new or empty; FileExistsError for another."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
@@ -122,7 +124,7 @@ def new_folder(path: str | os.PathLike[str]) -> Path:
 
 
 class LoadedModel(NamedTuple):
-    """A trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for.
+    """Holds a trained model in evaluation mode, the config of its run, its folder, and the steps it was trained for.
 
     older: whether the run is of version 0.1, whose power attention had no short convolution and no output gate.
     """
@@ -135,7 +137,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> LoadedModel:
-    """The model of a checkpoint file, or of the newest checkpoint in a run folder.
+    """Loads the model of a checkpoint file, or of the newest checkpoint in a run folder.
 
     Raises FileNotFoundError where there is none, CheckpointError where it cannot be read.
     """

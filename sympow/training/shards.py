@@ -1,5 +1,7 @@
-"""Named tensors in a folder to which every rank writes its part, and which any number of ranks reads: torch's
-distributed checkpoint, read without running code from it."""
+"""Named tensors in a folder to which every rank writes its part, and which any number of ranks reads.
+
+This is torch's distributed checkpoint, read without running code from it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class ShardError(RuntimeError):
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors, sharded (DTensor) or the same on all ranks, into a new folder. Every rank calls it.
+    """Writes tensors, sharded (DTensor) or the same on all ranks, into a new folder.
+
+    Every rank calls it.
 
     Raises the OSError of the first rank that could not, or ShardError for another reason.
     """
@@ -50,7 +54,9 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """The tensors in a folder. Every rank of the default group calls it, if there is one.
+    """Reads the tensors in a folder.
+
+    Every rank of the default group calls it, if there is one.
 
     `like(name)` is a tensor on whose device the named one is to be, and sharded as it is where the shapes agree;
     None: whole, on the CPU. Raises ShardError for a folder that is truncated, damaged or holds something else.

@@ -26,7 +26,7 @@ PEAK_FLOPS = {
 
 
 def token_flops(model: LanguageModel, context: int) -> float | None:
-    """FLOPs of training on one token of rows of `context`: 6 an element of a matrix, and those of the mixers.
+    """Counts the FLOPs of training on one token of rows of `context`: 6 an element of a matrix, and the mixers'.
 
     The head counts, tied or not; the embedding is looked up and does not. Rows count as one document each. None where a
     mixer does not count its own.
@@ -42,7 +42,7 @@ def token_flops(model: LanguageModel, context: int) -> float | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOPs a second that a device can reach in training at `precision`; None where that is not known."""
+    """Returns the FLOPs a second that a device can reach in training at `precision`; None where that is not known."""
     if device.type != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -51,9 +51,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 @contextmanager
 def trace(run_dir: Path, steps: int) -> Iterator[Callable[[], None]]:
-    """Gives the function to call after every step. The third to the `steps` + 2nd are traced, with what runs on which
-    device and when, into profile/trace.json of the folder, which chrome://tracing and Perfetto show. With 0 steps
-    it does nothing.
+    """Gives the function to call after every step.
+
+    The third to the `steps` + 2nd are traced, with what runs on which device and when, into profile/trace.json of the
+    folder, which chrome://tracing and Perfetto show. With 0 steps it does nothing.
     """
     if not steps:
         yield lambda: None

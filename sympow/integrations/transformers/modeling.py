@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 
 from sympow.integrations.transformers.cache import SympowCache, moved
 from sympow.integrations.transformers.configuration import SympowConfig
+from sympow.integrations.transformers.weights import native_name, weights
 from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
 from sympow.models import LanguageModel
@@ -373,31 +374,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Lists the parameters of a model by name, a tied head not again, and the constants saved with them."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def native_name(name: str) -> str:
-    """Translates the name of a weight into that in `LanguageModel`."""
-    if name == "lm_head.weight":
-        return "head.weight"
-    parts = name.removeprefix("model.").split(".")
-    return ".".join(["blocks", parts[1], *parts[3:]] if parts[0] == "layers" else parts)
-
-
-def hugging_face_name(name: str) -> str:
-    """Translates the name of a weight of `LanguageModel` into that in `SympowForCausalLM`."""
-    if name == "head.weight":
-        return "lm_head.weight"
-    parts = name.split(".")
-    return ".".join(
-        ["model", *(["layers", parts[1], "block", *parts[2:]] if parts[0] == "blocks" else parts)]
-    )
 
 
 def _kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:

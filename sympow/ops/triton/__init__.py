@@ -109,7 +109,10 @@ def automatic_chunk_size(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, gradient: bool,
     has_state: bool = False,
 ) -> int:  # fmt: skip
-    """What chunk_size=None stands for. q and k have a key dim that the kernels hold; `gradient`: of a training step."""
+    """Returns what chunk_size=None stands for.
+
+    q and k have a key dim that the kernels hold; `gradient`: of a training step.
+    """
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
     reach = log_g is not None and cu_seqlens is None and not has_state
     chunk = config.chunk_size(key_dim, p, time, gradient, reach)

@@ -19,8 +19,11 @@ _CHUNKS, _BLOCK = 8, 512  # of a program's tile
 
 
 def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor:
-    """[B, G, chunks], float32, of rows with a gate: log2 of the decay from the row's start to each chunk's; in reverse,
-    from each chunk's end to the row's. That of the whole row goes to log_decay [B G], as a natural logarithm."""
+    """Returns log2 of the decay from the row's start to each chunk's start, [B, G, chunks], float32.
+
+    In reverse it is the decay from each chunk's end to the row's end. Rows have a gate. The decay of the whole row
+    goes to log_decay [B G], as a natural logarithm.
+    """
     plan, sums = call.plan, call.gate.sums
     rows = plan.layout.sequences
     chunks = plan.layout.blocks(plan.chunk) // max(rows, 1)
@@ -33,7 +36,10 @@ def chunk_decays(call: Call, log_decay: Tensor, reverse: bool = False) -> Tensor
 
 
 def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
-    """states [B chunks, G, m, n] + incoming [B G m n] times 2**decays [B, G, chunks]: in float32, rounded once."""
+    """Returns states [B chunks, G, m, n] + incoming [B G m n] times 2**decays [B, G, chunks].
+
+    The sum is in float32, and rounded once.
+    """
     if not states.numel():
         return torch.empty_like(states)
     total, G, width = states.shape[0], states.shape[1], states.shape[2] * states.shape[3]

@@ -321,7 +321,7 @@ def power_decode(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """out [B, T, H, V] for T tokens one after another, on the tensors of a DecodingState, which it continues."""
+    """Decodes T tokens one after another on the tensors of a DecodingState, and returns out [B, T, H, V]."""
     (batch, time, heads, key_dim), groups, value_dim = q.shape, k.shape[2], v.shape[3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     rows, dim, pairs, capacity = heads // groups, s.shape[2], batch * groups, tail_k.shape[2]

@@ -90,7 +90,7 @@ class Shapes:
 
     @property
     def row_count(self) -> int:
-        """`rows.count`, without the tables: they are not to be made where torch.compile only asks for shapes."""
+        """Returns `rows.count` without making the tables, for torch.compile, which only asks for shapes."""
         return level_count(self.key_dim, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
 
     def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,8 +106,10 @@ class Shapes:
         return (count, self.G, self.row_count, self.V), (count if z or self.hopper else 0, self.G, self.K, self.K)
 
     def keeps(self, z: bool) -> bool:
-        """Whether the forward keeps its states for the backward, as a state pass costs a tenth of both: not where they
-        are too large, nor for p > 2 unless rows are by levels."""
+        """Returns whether the forward keeps its states for the backward.
+
+        It does not where they are too large, nor for p > 2 unless rows are by levels.
+        """
         if not self.chunk or (self.p > 2 and not self.leveled):
             return False
         size = math.prod(self.state_shapes(z and self.p == 2)[0]) * self.dtype.itemsize
@@ -188,8 +190,10 @@ class Plan(Shapes):
         return {"H": self.H, "G": self.G}
 
     def spread(self, launch: config.Launch, heads: int) -> dict[str, Any]:
-        """Of how many heads, of all sequences, the longest programs come first: as many as have LAST_PROGRAMS for every
-        multiprocessor."""
+        """Returns the number of heads, of all sequences, whose longest programs come first.
+
+        These heads have LAST_PROGRAMS programs for every SM.
+        """
         blocks = max(1, config.ceil_div(self.layout.length, launch.block))
         spread = config.ceil_div(LAST_PROGRAMS * config.processors(self.device), blocks)
         return {"spread": min(spread, self.layout.sequences * heads)}
@@ -237,5 +241,5 @@ def plan_of(
 
 
 def forget_plans() -> None:
-    """For tests that change what plans are made of."""
+    """Forgets all plans: for tests that change what plans are made of."""
     _plans.clear()

@@ -20,8 +20,10 @@ def await_last(OVERLAP: tl.constexpr):
 
 @triton.jit
 def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Of a program that owns one block of one sequence: sequence n, its first token (over all sequences), its length,
-    and the block's first token within it. `starts` is cu_seqlens, `blocks` a table of (n, block); both for PACKED only.
+    """Returns what a program owns that has one block of one sequence.
+
+    That is the sequence n, its first token (over all sequences), its length, and the block's first token within it.
+    `starts` is cu_seqlens, `blocks` a table of (n, block); both for PACKED only.
     """
     if PACKED:
         n = tl.load(blocks + 2 * pid)
@@ -39,7 +41,7 @@ def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def reach_tile(n, g, token, T, tokens, TILE: tl.constexpr):
-    """Where `states.gate_sums` writes of the tile of TILE tokens that holds `token`, of sequence n and kv head g."""
+    """Returns where `states.gate_sums` writes for the tile of TILE tokens with `token`, of sequence n and kv head g."""
     return (g * (tokens // T) + n) * tl.cdiv(T, TILE) + token // TILE
 
 
@@ -54,7 +56,7 @@ def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def aligned(start, n, ALIGN: tl.constexpr):
-    """Where sequence n begins in a buffer in which each sequence begins at a multiple of ALIGN and is padded to one."""
+    """Returns where sequence n begins in a buffer with each sequence padded to a multiple of ALIGN."""
     return tl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + tl.cast(n, tl.int64) * ALIGN, ALIGN)
 
 

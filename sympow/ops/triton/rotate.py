@@ -106,7 +106,8 @@ def turn_heads(
     K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """From flat [B, T, H K + G K + G V] to q and k, turned, and v; for BACKWARD the gradient of the first from theirs.
+    """Computes rotated q and k, and v, from flat [B, T, H K + G K + G V]; for BACKWARD the gradient of flat.
+
     With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T]. With weight_q and weight_k
     [K] queries and keys are normed first; the backward reads raw, the forward's flat, and writes dweights
     [programs, 2, K], the part of each program in the gradients of both weights.

@@ -105,7 +105,10 @@ def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tens
 def context_states(
     k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """S and Z before each chunk, from none; the gate's sums (empty without one); decays to the chunks; the message."""
+    """Returns S and Z before each chunk without an incoming state, the gate's sums, decays to the chunks, the message.
+
+    The sums are empty without a gate.
+    """
     call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, gradient)
     s, z, decays, message = _own_states(call)
     return s, z, call.gate.sums, decays, message
@@ -147,8 +150,11 @@ def context_output(
     wide: bool,
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out [B, T, H, V] and normalizer [H, B T]; what the backward needs of the states, each empty where it does not: S
-    and Z with what came in, at the boundaries of chunks, under the limit of `Shapes.keeps`; the last ones, flat."""
+    """Returns out [B, T, H, V], the normalizer [H, B T], and what the backward needs of the states.
+
+    The states are S and Z with the incoming state, at the boundaries of chunks, under the limit of `Shapes.keeps`,
+    and the last ones, flat. Each is empty where the backward does not need it.
+    """
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, Gate(sums, None, None))
     s, z = _all_states(call, s, z, decays, incoming)
     out, norm = launch.output(call, s, z, True, normalize, eps, wide)
@@ -243,8 +249,10 @@ def context_key_gradient(
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dk, dv and dlog_g (empty without a gate). s, z: the states before each chunk, where `Plan.restarts`; `last`: of
-    the forward, its last states."""
+    """Returns dk, dv and dlog_g (empty without a gate).
+
+    s, z: the states before each chunk, where `Plan.restarts`; `last`: the last states of the forward.
+    """
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, gate=Gate(sums, None, None))
     ds, dz = _all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)

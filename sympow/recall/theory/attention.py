@@ -18,7 +18,7 @@ Weights = tuple[Tensor, Tensor, Tensor]
 
 
 def recall_weights(vocab_size: int) -> Weights:
-    """The projections of queries, keys and values, [3 C, C] each, that read the three parts of the tape."""
+    """Returns the projections of queries, keys and values, [3 C, C] each, that read the three parts of the tape."""
     parts = torch.eye(3 * vocab_size, dtype=torch.float64).split(vocab_size, dim=1)
     return parts[2], parts[0], parts[1]
 
@@ -31,6 +31,7 @@ def recall_by_attention(instances: Instances, p: int | None) -> Tensor:
     for all others, so every power of them is the same.
 
     Args:
+        instances: the rows.
         p: the power of power attention, normalized where p is even; None for softmax attention, whose scores are
             multiplied by 2 ln N, so that all rows that do not match weigh at most 1 / N together.
     """

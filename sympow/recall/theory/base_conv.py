@@ -37,7 +37,7 @@ class Layer:
 
 
 def circular_convolution(u: Tensor, h: Tensor) -> Tensor:
-    """y_t = sum over s of h_s u_{(t - s) mod N}: u [n, N, d], h [S, d] or [n, S, d] with S <= N."""
+    """Returns y_t = sum over s of h_s u_{(t - s) mod N}: u [n, N, d], h [S, d] or [n, S, d] with S <= N."""
     rows = u.shape[1]
     return causal_convolution(torch.cat([u, u], dim=1), pad(h, (0, 0, 0, rows - h.shape[-2])))[:, rows:]
 
@@ -50,20 +50,20 @@ def apply(layers: Sequence[Layer], u: Tensor) -> Tensor:
 
 
 def linear(rows: int, weight: Tensor, bias: Tensor | float = 0.0, mask: Tensor | float = 1.0) -> Layer:
-    """The layer (u W + bias) * mask; bias and mask broadcast to [N, d]."""
+    """Returns the layer (u W + bias) * mask; bias and mask broadcast to [N, d]."""
     like = weight.new_zeros(rows, weight.shape[1])
     return Layer(weight, like + bias, like[:1], like + mask)
 
 
 def convolution(rows: int, kernel: Tensor, mask: Tensor | float = 1.0, *, circular: bool = False) -> Layer:
-    """The layer mask * (h (*) u) for a kernel [S, d] or [n, S, d]; the mask broadcasts to [N, d]."""
+    """Returns the layer mask * (h (*) u) for a kernel [S, d] or [n, S, d]; the mask broadcasts to [N, d]."""
     width = kernel.shape[-1]
     like = kernel.new_zeros(rows, width)
     return Layer(kernel.new_zeros(width, width), like + mask, kernel, like, circular)
 
 
 def taps(width: int, *places: int) -> Tensor:
-    """A kernel [S, d] that is 1 at the given taps in every channel, and 0 elsewhere."""
+    """Returns a kernel [S, d] that is 1 at the given taps in every channel, and 0 elsewhere."""
     kernel = torch.zeros(max(places) + 1, width, dtype=torch.float64)
     kernel[list(places)] = 1
     return kernel

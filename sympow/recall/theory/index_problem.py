@@ -42,18 +42,23 @@ class Memory:
 
     @property
     def state_bits(self) -> int:
-        """The bits of the whole state, after any number of stored ones: its elements, and the width of a level."""
+        """Returns the bits of the whole state: its elements and the width of a level.
+
+        They are the same after any number of stored bits.
+        """
         return len(self.log_gate) * spow_dim(self.key_dim, self.p) * self.bits + _WIDTH_BITS
 
 
 def retnet(key_dim: int, heads: int) -> Memory:
-    """RetNet's state: power 1, and the decay 1 - 2**(-5 - h) of head h."""
+    """Returns RetNet's state: power 1, and the decay 1 - 2**(-5 - h) of head h."""
     gates = tuple(float(torch.log1p(torch.tensor(-(2.0 ** (-5 - h)), dtype=torch.float64))) for h in range(heads))
     return Memory("RetNet", 1, key_dim, gates)
 
 
 def accuracy(memory: Memory, stored: int, rows: int, seed: int) -> float:
-    """The share of right answers when `memory` has read `stored` bits, over `rows` rows of random bits and keys.
+    """Returns the share of right answers when `memory` has read `stored` bits.
+
+    It is measured over `rows` rows of random bits and keys.
 
     A bit is stored as 1 or -1 behind a random key of entries 1 and -1. After the last pair the state is rounded to its
     bits, and up to 512 of the stored bits are asked for: the answer is the sign of the sum of the heads' outputs.
@@ -77,7 +82,9 @@ def accuracy(memory: Memory, stored: int, rows: int, seed: int) -> float:
 
 
 def most_possible(bits_per_stored: float) -> float:
-    """The accuracy that no state of so many bits for every stored bit exceeds: a with 1 - H(a) = bits, H in bits.
+    """Returns the accuracy that no state of so many bits for every stored bit exceeds.
+
+    It is the a with 1 - H(a) = bits, H in bits.
 
     Fano's inequality: N random bits of which each is told rightly with probability a need N (1 - H(a)) bits.
     """

@@ -26,7 +26,7 @@ def matches_by_lag(u: Tensor) -> Tensor:
 
 
 def largest_lags(u: Tensor, count: int) -> Tensor:
-    """The `count` lags with the most matches (H.37): int64 [n, count].
+    """Returns the `count` lags with the most matches (H.37): int64 [n, count].
 
     All lags at which a query finds its key are among them if a row has no more than `count` of them.
     """

@@ -29,7 +29,7 @@ _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on thei
 
 
 def key_tile(shape: tuple[int, ...], token_stride: int, head_stride: int, rows: int) -> Tile:
-    """For the copy engine: of [B, T, heads, K] tiles of `rows` tokens of a head, zeros past the end of a sequence."""
+    """Describes for the TMA [B, T, heads, K] tiles of `rows` tokens of a head, zeros past the end of a sequence."""
     _, time, _, width = shape
     strides = [time * token_stride, token_stride, head_stride, 1]
     layout = gl.NVMMASharedLayout.get_default_for([1, rows, 1, width], gl.bfloat16)

@@ -1,0 +1,57 @@
+"""Docstrings of public names: there is one, and it begins with a verb. ruff (pydocstyle) holds the rest of their form."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "sympow"
+PARTS = ("ops", "layers", "models", "data", "training", "evaluation", "recall", "conversion")
+LATER = {"commands.py", "runs.py", "run.py", "sweep.py", "claim.py", "loop.py"}  # TODO
+# Recipes are listed by the command line with their docstrings; kernels are no public names.
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not {"recipes", "triton"} & set(path.parts) and path.name not in LATER]
+VERBS = set("""
+Adds Answers Applies Asks Builds Calls Checks Chooses Closes Collects Compares Computes Continues
+Converts Convolves Copies Counts Cuts Decodes Delivers Describes Divides Draws Encodes Ends Fetches
+Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches Learns Lets Lists Loads Makes Maps
+Measures Mixes Moves Multiplies Names Norms Opens Orders Packs Parses Permutes Places Plans Prints
+Projects Proposes Puts Queues Raises Reads Records Refuses Registers Removes Returns Rotates Rounds
+Runs Saves Says Scans Scores Selects Sends Serves Sets Shows Sorts Splits Starts Steps Stops Stores
+Sums Swaps Takes Tells Trains Translates Tries Turns Waits Wraps Writes Yields
+""".split())
+
+
+def public(body: list[ast.stmt], names: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    """Public functions, methods and classes of a file, with dotted names."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield names + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body, f"{names}{node.name}.")
+
+
+def first_word(docstring: str) -> str:
+    return docstring.split()[0].rstrip(",:")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_docstrings_of_functions_begin_with_a_verb(path):
+    """Of classes only those that packages offer, see below."""
+    found = []
+    for name, node in public(ast.parse(path.read_text("utf-8")).body):
+        docstring = ast.get_docstring(node)
+        if docstring and not isinstance(node, ast.ClassDef) and first_word(docstring) not in VERBS:
+            found.append(f"{name}: {docstring.splitlines()[0]}")
+    assert found == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_package_offers_says_what_it_does(part):
+    module = importlib.import_module(f"sympow.{part}")
+    for name in module.__all__:
+        offered = getattr(module, name)
+        if callable(offered):
+            assert name in ("NonFiniteError", "TrainingResult") or offered.__doc__ and first_word(offered.__doc__) in VERBS, f"{part}.{name}: {offered.__doc__}"
