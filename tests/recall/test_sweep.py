@@ -19,7 +19,7 @@ import torch
 from sympow.models import MixerConfig
 from sympow.recall import Architecture, RecallConfig, Sweep, grid, read_results, run_sweep
 from sympow.recall import sweep as module
-from sympow.recall.run import shape_key
+from sympow.recall.steps import shape_key
 from sympow.training.claim import claim
 
 ROOT = Path(__file__).resolve().parents[2]
