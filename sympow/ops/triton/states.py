@@ -165,8 +165,12 @@ def _read(ptr, i, count, sub, j, col, columns, WIDTH: tl.constexpr):
 @triton.jit
 def _product(ptr, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr, ALONE: tl.constexpr):
     """[]: the part of these rows, `acc`, in the inner product of their state with the one at ptr. From the last index
-    ALONE on, a row stands for both orderings."""
-    x = tl.sum(_read(ptr, i, count, sub, j, col, columns, WIDTH) * acc, 1)
+    ALONE on, a row stands for both orderings.
+
+    `acc` is rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    """
+    own = acc.to(ptr.dtype.element_ty).to(tl.float32)
+    x = tl.sum(_read(ptr, i, count, sub, j, col, columns, WIDTH) * own, 1)
     return tl.sum(x * tl.where(j < ALONE, 1.0, 2.0), 0)
 
 

@@ -263,9 +263,8 @@ def test_the_state_pass_multiplies_gradients_with_states(p, key_dim, packed, dty
             index += 1
     assert len(followed) >= 2
     assert all(torch.equal(a[:index], b[:index]) for a, b in zip(*parts, strict=True))
-    # In bfloat16 one is of gradients before they are rounded, the other of those after.
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(parts[0][2].sum(2)[followed], expected[followed], rtol=tolerance, atol=tolerance)
+    got, expected = parts[0][2].sum(2)[followed], expected[followed]
+    assert (got - expected).norm() <= 1e-4 * expected.norm()  # float32 sums of products of either sign
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

@@ -89,43 +89,56 @@ def _write_all(
 
 @gluon.jit
 def computed_here(x):
-    """x, and what follows from it is computed here: before the loop it would take registers all along."""
+    """Returns x. What follows from it is computed here: before the loop it would take registers all along."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _multiply(
-    other, acc, is_z, prefix, row0, last,
+def _multiply_and_write(
+    out, other, followed, acc, is_z, prefix, row0, last,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    FIRST: gl.constexpr, layout: gl.constexpr,
+    FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
-    """[rows]: of each row of a tile, `acc`, its part in the inner product with the state at `other`. Between parts of K
-    (`rows.py`) one row stands for both orderings."""
+    """As `_write`. [rows]: of each row its part in the inner product with the state at `other`, which may be `out`; 0
+    unless `followed`. Between parts of K (`rows.py`) one row stands for both orderings."""
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    wanted = m < gl.where(is_z, WIDTH, PREFIXES * WIDTH)
+    wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH)) & followed
     here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
     theirs = gl.load(other + here, mask=wanted[:, None], other=0.0).to(gl.float32)
+    # Rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    own = acc.to(out.dtype.element_ty).to(gl.float32)
     between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
-    return gl.sum(theirs * acc, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
+    x = gl.sum(theirs * own, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
+    barrier()  # all threads have read what is written over
+    _write(out, acc, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout)
+    return x
 
 
 @gluon.jit
-def _multiply_all(
-    other, products, is_z, prefix, row0, last, a0, a1, a2, a3,
+def _multiply_and_write_all(
+    out, other, products, followed, is_z, prefix, row0, last, a0, a1, a2, a3,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    FIRST: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr,
+    FIRST: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
-    """products [1]: of all tiles, the sum of `_multiply`."""
+    """products [1]: of all tiles, the sum of `_multiply_and_write`."""
     prefix = computed_here(prefix)
-    x = _multiply(other, a0, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout)
+    x = _multiply_and_write(
+        out, other, followed, a0, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout, out_layout
+    )
     if not is_z:
-        prefix += PREFIXES
-        x += _multiply(other, a1, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout)
+        x += _multiply_and_write(
+            out, other, followed, a1, is_z, prefix + PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout,
+            out_layout,
+        )  # fmt: skip
         if TILES > 2:
-            prefix += PREFIXES
-            x += _multiply(other, a2, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout)
-            prefix += PREFIXES
-            x += _multiply(other, a3, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout)
+            x += _multiply_and_write(
+                out, other, followed, a2, is_z, prefix + 2 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
+                layout, out_layout,
+            )  # fmt: skip
+            x += _multiply_and_write(
+                out, other, followed, a3, is_z, prefix + 3 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
+                layout, out_layout,
+            )  # fmt: skip
     gl.store(products, gl.sum(x, 0))
 
 
@@ -226,13 +239,12 @@ def _walk(
                 chunk = chunks - 1 - chunk
             here = out + chunk.to(gl.int64) * out_step
             if products is not None:
-                if it > 0:
-                    _multiply_all(
-                        other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, is_z,
-                        prefix, row0, last, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, FIRST, TILES, mma,
-                    )  # fmt: skip
-                barrier()  # `other` may be `out`: other threads have read what is written over
-            _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
+                _multiply_and_write_all(
+                    here, other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, it > 0,
+                    is_z, prefix, row0, last, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, FIRST, TILES, mma, out_layout,
+                )  # fmt: skip
+            else:
+                _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
             if GATED:
                 decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
