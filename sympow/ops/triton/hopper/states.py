@@ -109,6 +109,7 @@ def _multiply_and_write(
     own = acc.to(out.dtype.element_ty).to(gl.float32)
     between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
     x = gl.sum(theirs * own, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
+    x = gl.where(wanted, x, 0.0)  # rows beside Z are of no prefix: `acc` is anything there
     barrier()  # all threads have read what is written over
     _write(out, acc, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout)
     return x
