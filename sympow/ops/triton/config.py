@@ -152,7 +152,7 @@ _FORMS = {
     (2, 16): ((1024, 256), (1024, 256)),
     (2, 32): ((2048, 256), (1536, 256)),
     (2, 64): ((4096, 768), (4096, 768)),
-    (2, 128): ((16384, 1024), (16384, 1024)),
+    (2, 128): ((16384, 1024), (16384, 2048)),
     (3, 16): ((4096, 1024), (4096, 1024)),
     (3, 24): ((8192, 1024), (8192, 1024)),
     (3, 32): ((16384, 2048), (8192, 2048)),
@@ -164,8 +164,8 @@ _FORMS = {
 # The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
 # layers have them.
 _FORMS_GATED = {
-    (2, 64): ((8192, 768), (8192, 768)),
-    (2, 128): ((32768, 1024), (16384, 1024)),
+    (2, 64): ((8192, 768), (8192, 1024)),
+    (2, 128): ((32768, 1024), (16384, 2048)),
     (3, 32): ((32768, 2048), (8192, 2048)),
 }
 # Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
