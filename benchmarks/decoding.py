@@ -71,7 +71,7 @@ def device_of(model: LanguageModel) -> torch.device:
 
 
 def stepping(model: LanguageModel, state: ModelState, read: int) -> Callable[[Tensor], None]:
-    """Returns what reads a token [1, 1] after `read` others as `generate` does: by a CUDA graph where that is possible."""
+    """Returns what reads a token [1, 1] after `read` others, as `generate` does: where possible by a CUDA graph."""
     slots = Slots.with_graphs(model, state, read)
 
     def step(token: Tensor) -> None:
