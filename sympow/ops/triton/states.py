@@ -178,7 +178,8 @@ def _product(ptr, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr, ALON
 def _walk(
     x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
     products_step, prefixes, i, count, start, length, chunks, columns,
-    J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
