@@ -234,8 +234,10 @@ class _Sequence:
         return self.log_g.sum(1, dtype=torch.float64).flatten()
 
     def check_range(self, total: Tensor, s: Tensor | None, z: Tensor | None) -> None:
-        """Raises a ValueError if sums `total`, of finite inputs and of the state s, z, have left the range of their
-        dtype. Looks at values on a CPU only: a GPU would be waited for."""
+        """Raises a ValueError if sums `total`, of finite inputs and states s and z, have left the range of their dtype.
+
+        Looks at values on a CPU only: a GPU would be waited for.
+        """
         if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
             return
         inputs = (self.q, self.k, self.v, self.log_g, s, z)
