@@ -44,6 +44,7 @@ LARGE = {
     "p 4, K 24": Case(B=1, T=600, H=2, G=1, K=24, V=14, p=4, state=True),
     "p 4, K 32": Case(B=1, T=530, H=2, G=1, K=32, V=14, p=4, return_state=False),
     "p 4, packed": Case(T=900, H=2, G=1, K=16, V=16, p=4, ends=(0, 1, 300, 300, 900)),
+    "p 3, K 48": Case(B=1, T=600, H=2, G=1, K=48, V=64, p=3, return_state=False),
     "p 3, K 64": Case(B=1, T=600, H=2, G=1, K=64, V=64, p=3, return_state=False),
     "p 4, K 16": Case(B=1, T=600, H=2, G=1, K=16, V=16, p=4, state=True),
     "p 1, K 64": Case(B=1, T=900, H=2, G=1, K=64, V=64, p=1, state=True),
@@ -62,6 +63,7 @@ LARGE_QUADRATIC = {
         "short": {"B": 3, "T": 37, "H": 4, "G": 2, "K": 64},
         "one token": {"B": 64, "T": 1, "H": 2, "G": 1, "K": 64},
         "packed": {"T": 700, "H": 2, "G": 1, "K": 64, "ends": (0, 1, 300, 300, 700)},
+        "p 3, K 48": {"B": 1, "T": 777, "H": 2, "G": 1, "K": 48, "p": 3},
     }.items()
 }
 
