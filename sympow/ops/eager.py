@@ -234,13 +234,9 @@ class _Sequence:
         return self.log_g.sum(1, dtype=torch.float64).flatten()
 
     def check_range(self, total: Tensor, s: Tensor | None, z: Tensor | None) -> None:
-        """Raises a ValueError if sums, of finite inputs and of the state s, z, have left the range of their dtype.
+        """Raises a ValueError if sums `total`, of finite inputs and states s and z, have left the range of their dtype.
 
-        It looks at values on a CPU only: to look at those of a GPU would be to wait for it.
-
-        Args:
-            total: the sums.
-            s, z: the state, or None.
+        Looks at values on a CPU only: a GPU would be waited for.
         """
         if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
             return
