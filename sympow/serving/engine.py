@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that was begun: the sequences in the order of its rows, and the logits [rows, vocab_size]."""
+    """Holds a step that was begun: the sequences in the order of its rows, and the logits [rows, vocab_size]."""
 
     sequences: list[Sequence]
     logits: Tensor
@@ -324,5 +324,5 @@ class Engine:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether a step is only begun when it is called, so that the host has time until its results are needed."""
+    """Returns whether a call of a step only begins it, so that the host has time until the results are needed."""
     return device.type == "cuda"
