@@ -42,7 +42,7 @@ MAY_IMPORT = {
 # Optional or heavy: imported where they are used, never when a part of the package is imported.
 LAZY = ["fla", "fsspec", "huggingface_hub", "matplotlib", "numcodecs", "peft", "prometheus_client", "pydantic",
         "safetensors", "starlette", "submitit", "tensorboard", "tokenizers", "tqdm", "transformers", "triton",
-        "uvicorn", "zarr"]  # fmt: skip
+        "uvicorn", "vllm", "zarr"]  # fmt: skip
 
 
 def part(path: Path) -> str:

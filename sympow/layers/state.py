@@ -47,7 +47,28 @@ class MixerState:
 
     def clone(self) -> Self:
         """Copies the state and its tensors, so that both can be continued."""
-        return _mapped(self, Tensor.clone)
+        return self.mapped(Tensor.clone)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Gives the state with function(tensor) in place of every tensor, in the order of `tensors`."""
+        return _mapped(self, function)
+
+    @property
+    def rows_may_differ(self) -> bool:
+        """Whether the rows of a batch may have read different numbers of tokens: then all states are of one size."""
+        nested = (getattr(self, field.name) for field in fields(self))
+        return self.counters is not None and all(x.rows_may_differ for x in nested if isinstance(x, MixerState))
+
+    def counting(self, tokens: int | Tensor) -> Self:
+        """Gives the state with `tokens` in place of its counters, those of nested states too."""
+
+        def counted(name: str, item: Any) -> Any:
+            if isinstance(item, MixerState):
+                return item.counting(tokens)
+            measured = isinstance(item, Tensor) and item.is_floating_point()  # from the data, and not counted
+            return tokens if name in (self.counters or ()) and not measured else item
+
+        return replace(self, **{field.name: counted(field.name, getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass

@@ -202,24 +202,8 @@ def _slotted(state: Any, position: Tensor) -> Any:
     if isinstance(state, ModelState | RWKV7BlockState):  # which hold the states of mixers
         return _with_fields(state, lambda name, item: _slotted(item, position))
     if isinstance(state, MixerState):
-        return _counted(state.with_all_room(), position) if _rows_may_differ(state) else Rows([])
+        return state.with_all_room().counting(position) if state.rows_may_differ else Rows([])
     return state
-
-
-def _rows_may_differ(state: MixerState) -> bool:
-    nested = (getattr(state, field.name) for field in fields(state))
-    return state.counters is not None and all(_rows_may_differ(item) for item in nested if isinstance(item, MixerState))
-
-
-def _counted(state: MixerState, position: Tensor) -> MixerState:
-    """Returns `state` with `position` in place of its counters."""
-
-    def replaced(name: str, item: Any) -> Any:
-        if isinstance(item, MixerState):
-            return _counted(item, position)
-        return position if isinstance(item, int) and name in (state.counters or ()) else item
-
-    return _with_fields(state, replaced)
 
 
 def _with_all_room(state: Any) -> Any:
@@ -228,7 +212,7 @@ def _with_all_room(state: Any) -> Any:
         return [_with_all_room(item) for item in state]
     if not isinstance(state, MixerState | ModelState):
         return state
-    whole = state.with_all_room() if isinstance(state, MixerState) and _rows_may_differ(state) else state
+    whole = state.with_all_room() if isinstance(state, MixerState) and state.rows_may_differ else state
     return _with_fields(whole, lambda name, item: _with_all_room(item))
 
 

@@ -136,7 +136,11 @@ class PreNormBlock(Block):
 
     def with_mlp(self, x: Tensor) -> Tensor:
         """Computes the second half of the block: x [B, T, d], the mixer's output added, with what the MLP adds."""
-        return x + self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x))) if self.has_mlp else x
+        return x + self.mlp(x) if self.has_mlp else x
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Computes what the MLP adds to x [B, T, d], the mixer's output added, in a block that has one."""
+        return self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x)))
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))

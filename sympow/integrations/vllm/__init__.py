@@ -1,0 +1,25 @@
+"""Models of sympow in vLLM, as a plugin.
+
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. From then on it
+serves the folders that `sympow export` writes. docs/vllm.md tells what works.
+"""
+
+import logging
+
+
+def register() -> None:
+    """Registers the model and its configuration with vLLM; again does no harm.
+
+    Where it cannot, it warns and leaves vLLM to its other models.
+    """
+    try:
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+        import sympow.integrations.transformers  # noqa: F401  # which registers the configuration
+        from sympow.integrations.vllm.config import SympowModelConfig
+    except ImportError as error:
+        logging.getLogger(__name__).warning("vLLM cannot serve models of sympow: %s", error)
+        return
+    ModelRegistry.register_model("SympowForCausalLM", "sympow.integrations.vllm.model:SympowForCausalLM")
+    MODELS_CONFIG_MAP["SympowForCausalLM"] = SympowModelConfig

@@ -1,0 +1,51 @@
+"""The blocks of a model for one of vLLM's ranks, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from sympow.integrations.vllm.attention import keeps_cache
+from sympow.integrations.vllm.ranks import rank_config
+from sympow.integrations.vllm.states import Page, keeps_state, page_of
+from sympow.models import ModelConfig
+from sympow.models.bodies import BODIES
+from sympow.models.bodies.base import PreNormBlock
+
+
+def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
+    """Makes the blocks of a model with the heads of one of several ranks, on the meta device.
+
+    Raises ValueError for bodies and mixers that vLLM cannot serve.
+    """
+    if not issubclass(BODIES[config.body], PreNormBlock):
+        raise ValueError(f"vLLM serves the bodies gpt2 and llama; got {config.body!r}")
+    body = cast(Callable[[ModelConfig, int], PreNormBlock], BODIES[config.body])
+    shared = rank_config(config, ranks)
+    with torch.device("meta"):
+        blocks = [body(shared, layer) for layer in range(config.n_layers)]
+    for layer, block in enumerate(blocks):
+        if not keeps_state(block.mixer) and not keeps_cache(block.mixer):
+            raise ValueError(
+                "vLLM serves mixers with a state of constant size, and softmax attention without gate and convolution; "
+                f"got {config.mixer(layer).name!r} in layer {layer}"
+            )
+    return blocks
+
+
+def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
+    """What a page holds, which is the same in all layers that keep a state.
+
+    Args:
+        blocks: those of `rank_blocks`, which have states where they have no cache.
+        device, dtype: where the model runs, and in what.
+
+    Raises ValueError where no layer keeps a state, and where layers keep different ones.
+    """
+    mixers = [block.mixer for block in blocks if not keeps_cache(block.mixer)]
+    pages = {page_of(mixer.init_state(1, device=device, dtype=dtype).with_all_room()) for mixer in mixers}
+    if len(pages) != 1:
+        raise ValueError(f"vLLM serves models whose layers keep one kind of state; this one has {len(pages)} kinds")
+    return pages.pop()

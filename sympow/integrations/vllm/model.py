@@ -1,0 +1,140 @@
+"""The language models of sympow as a model of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+from vllm.platforms import current_platform
+
+from sympow.integrations.transformers.modeling import native_name
+from sympow.integrations.vllm.attention import CachedAttention, keeps_cache
+from sympow.integrations.vllm.blocks import common_page, rank_blocks
+from sympow.integrations.vllm.ranks import rank_part
+from sympow.integrations.vllm.states import Page, PagedMixer
+from sympow.models import ModelConfig
+from sympow.models.bodies import BODIES
+from sympow.models.bodies.base import PreNormBlock
+
+
+class ServedBlock(nn.Module):
+    """A block on tokens of many requests, with this rank's heads.
+
+    Args:
+        block: the block.
+        name: of the layer.
+        vllm_config: of the engine.
+    """
+
+    def __init__(self, block: PreNormBlock, name: str, vllm_config: VllmConfig):
+        super().__init__()
+        self.block = block
+        mixer: Any = block.mixer
+        self.mix = (CachedAttention if keeps_cache(mixer) else PagedMixer)(mixer, name, vllm_config)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Maps tokens [N, d] at positions [N] to [N, d]."""
+        x = x + tensor_model_parallel_all_reduce(self.mix(self.block.mixer_norm(x), positions))
+        return x + tensor_model_parallel_all_reduce(self.block.mlp(x)) if self.block.has_mlp else x
+
+
+class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+    """A language model of sympow in vLLM: the bodies gpt2 and llama.
+
+    Mixers have states of a constant size, or are softmax attention as vLLM computes it. To vLLM the model is a hybrid,
+    also without any layer of attention, so that vLLM chooses the sizes of its pages.
+
+    Raises ValueError for other bodies and mixers; `SympowModelConfig` has refused them before.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: ModelConfig = vllm_config.model_config.hf_config.model_config
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.d_model)
+        self.embedding_norm = BODIES[config.body].norm(config) if BODIES[config.body].norms_embedding else None
+        blocks, device = rank_blocks(config, get_tensor_model_parallel_world_size()), torch.get_default_device()
+        self.blocks = nn.ModuleList(
+            ServedBlock(block.to_empty(device=device), f"{prefix}blocks.{layer}.mixer", vllm_config)
+            for layer, block in enumerate(blocks)
+        )
+        self.final_norm = BODIES[config.body].norm(config)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.d_model)
+        if config.tie_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.embedding)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Computes hidden states [N, d] of N tokens of many requests, at their positions [N]."""
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.final_norm(x)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads weights by their names in transformers, of each the part of this rank."""
+        own = dict(self.named_parameters()) | dict(self.named_buffers())
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        for name, tensor in own.items():
+            if name.endswith("qkv_start"):
+                tensor.zero_()  # older weights have none: their biases hold the start
+        loaded = set()
+        for theirs, whole in weights:
+            name = native_name(theirs)
+            if name == "embedding.weight":
+                self.embedding.weight_loader(self.embedding.weight, whole)
+            elif name == "head.weight":
+                name = "lm_head.weight"
+                self.lm_head.weight_loader(self.lm_head.weight, whole)
+            elif name.startswith("blocks."):
+                _, layer, inner = name.split(".", 2)
+                name, served = f"blocks.{layer}.block.{inner}", cast(ServedBlock, self.blocks[int(layer)])
+                own[name].data.copy_(rank_part(inner, whole, own[name], served.block, rank, ranks))
+            else:
+                own[name].data.copy_(whole)
+            loaded.add(name)
+        return loaded
+
+    def get_mamba_state_copy_funcs(self, mamba_types: set[Any]) -> dict[Any, tuple[Any, ...]]:
+        """Tells vLLM that every tensor of a state is copied as a whole."""
+        paged = next(block.mix for block in self.blocks if isinstance(block.mix, PagedMixer))
+        return {each: (get_temporal_copy_spec,) * len(paged.get_state_shape()) for each in mamba_types}
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        return _page(vllm_config).shapes
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return _page(vllm_config).dtypes
+
+
+def _page(vllm_config: VllmConfig) -> Page:
+    """What a page of this rank holds."""
+    config, ranks = vllm_config.model_config.hf_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    return common_page(rank_blocks(config, ranks), current_platform.device_type, vllm_config.model_config.dtype)

@@ -1,0 +1,154 @@
+"""The states of mixers in vLLM's pages: a page holds all tensors of one request's state in one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+from sympow.layers import MixerState
+from sympow.layers.base import Mixer
+
+
+@dataclass
+class Part:
+    """The requests of a batch that read equally many tokens, which are stepped as one batch.
+
+    Attributes:
+        tokens: int64 [B, T'], where their tokens stand in the batch.
+        pages: int64 [B], the page of each.
+        read: int64 [B], how many tokens each has read before. The page of a request that has read none holds what
+            another request left there.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    read: Tensor
+
+
+@dataclass
+class StateMetadata:
+    """What the layers know of a batch: its parts."""
+
+    parts: list[Part]
+
+
+class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
+    """Finds the parts of a batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any):  # abstract in the base class
+        super().__init__(*args, **kwargs)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StateMetadata:
+        batch = common_attn_metadata
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)
+        rows_of: dict[int, list[int]] = {}
+        for row, (start, stop) in enumerate(pairwise(batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist())):
+            if start < stop:  # rows without tokens pad the batch
+                rows_of.setdefault(stop - start, []).append(row)
+        parts = []
+        for length, rows in rows_of.items():
+            index = torch.tensor(rows, device=self.device)
+            first = batch.query_start_loc[index].long()[:, None]
+            tokens = first + torch.arange(length, device=self.device)
+            parts.append(Part(tokens, table[index, 0].long(), batch.seq_lens[index].long() - length))
+        return StateMetadata(parts)
+
+
+class StateBackend(AttentionBackend):
+    """Names the builder of the metadata. The layers compute themselves."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "SYMPOW_STATES"
+
+    @staticmethod
+    def get_builder_cls() -> type[StateMetadataBuilder]:
+        return StateMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+
+class PagedMixer(MambaBase):
+    """A mixer with states of a constant size, stepped on vLLM's pages.
+
+    Its states are those of `sympow generate`, tensor by tensor; the number of tokens read comes from vLLM.
+
+    Args:
+        mixer: the mixer, on its device.
+        name: of the layer, unique in the model.
+        vllm_config: of the engine, which learns of the layer.
+    """
+
+    def __init__(self, mixer: Mixer, name: str, vllm_config: VllmConfig):
+        self.mixer, self.name = mixer, name
+        self.first: MixerState = mixer.init_state(1).with_all_room()
+        self.kv_cache: tuple[Tensor, ...] = ()  # vLLM puts the tensors of all pages there
+        vllm_config.compilation_config.static_forward_context[name] = self
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Mixes the tokens x [N, d] of a batch: [N, d]. The positions follow from the metadata and are not read."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM tries how much memory a batch takes, before there are pages
+            return self.mixer.step(x[None], self.first.clone())[0][0]
+        y = torch.zeros_like(x)
+        for part in metadata[self.name].parts:
+            out, after = self.mixer.step(x[part.tokens], self._state(part))
+            for held, tensor in zip(self.kv_cache, after.counting(0).tensors(), strict=True):
+                held.index_copy_(0, part.pages, tensor)
+            y[part.tokens] = out
+        return y
+
+    def _state(self, part: Part) -> MixerState:
+        """The states of a part, copied out of their pages."""
+        taken = []
+        for held, first in zip(self.kv_cache, self.first.tensors(), strict=True):
+            begins = (part.read == 0).view(-1, *[1] * (held.ndim - 1))
+            taken.append(torch.where(begins, first, held.index_select(0, part.pages)))
+        tensors = iter(taken)
+        return self.first.mapped(lambda _: next(tensors)).counting(part.read)
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return page_of(self.first).shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return page_of(self.first).dtypes
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return StateBackend
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.CUSTOM
+
+
+class Page(NamedTuple):
+    """What a page holds: the shapes and dtypes of the tensors of a sequence's state."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def page_of(state: MixerState) -> Page:
+    """What a page of this state holds."""
+    tensors = list(state.tensors())
+    return Page(tuple(tuple(tensor.shape[1:]) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
+
+
+def keeps_state(mixer: Mixer) -> bool:
+    """Tells whether a page can hold the state of a mixer: whether its size does not depend on the tokens read."""
+    return mixer.causal and not mixer.reads_tokens and mixer.init_state(1).rows_may_differ

@@ -1,0 +1,136 @@
+"""Models served by vLLM give the greedy tokens of `generate`. docs/vllm.md has the commands that run these tests."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, generate
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_TOKENS = 24
+VOCAB = 256
+POWER = MixerConfig("power")
+MODELS = {
+    "llama": {"body": "llama", "n_kv_heads": 2},
+    "gpt2": {"n_kv_heads": 2, "mixers": (MixerConfig("power", {"rotation": "data"}),), "tie_embeddings": False},
+    "hybrid": {
+        "body": "llama",
+        "n_kv_heads": 2,
+        "n_layers": 3,
+        "mixers": (POWER, MixerConfig("window", {"window": 24}), MixerConfig("softmax")),
+    },
+    "linear": {"mixers": (MixerConfig("linear", {"feature_map": "elu+1"}),)},
+    "retnet": {"mixers": (MixerConfig("retnet"),)},
+    "rwkv4": {"mixers": (MixerConfig("rwkv4"),)},
+    "rwkv7": {"body": "llama", "mixers": (MixerConfig("rwkv7"),)},
+    "p = 4 behind a convolution": {
+        "body": "llama",
+        "mixers": (MixerConfig("short_convolution", {"mixer": "power", "options": {"p": 4, "head_dim": 8}}),),
+    },
+    "body of RWKV-7": {"body": "rwkv7"},
+    "two kinds of states": {"mixers": (POWER, MixerConfig("linear"))},
+    "no state": {"mixers": (MixerConfig("softmax"),)},
+}
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="needs vLLM, in an environment of its own: docs/vllm.md has the commands",
+)
+
+
+def make(name):
+    """A model whose greedy text does not repeat at once."""
+    model = LanguageModel(
+        ModelConfig(**{"vocab_size": VOCAB, "d_model": 128, "n_layers": 2, "n_heads": 4} | MODELS[name]), seed=1
+    )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(torch.empty(parameter.shape).normal_(0, 0.1, generator=generator))
+    return model.eval()
+
+
+def rounds_of(sizes, step):
+    """Prompts that share their first 0 to 4 `step` tokens, some longer than a chunk of prefill."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(n):
+        return torch.randint(VOCAB, (n,), generator=generator).tolist()
+
+    shared = draw(4 * step)
+    return [[shared[: step * (i % 5)] + draw(1 + 7 * i % 50) for i in range(size)] for size in sizes]
+
+
+def run(folder, model, rounds, **engine):
+    """Runs vLLM, which writes answer.json in the folder if it succeeds."""
+    from sympow.integrations.transformers.folders import from_native
+
+    from_native(model).save_pretrained(folder)
+    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    engine = {"model": str(folder), "block_size": 32, "enable_prefix_caching": True} | options | engine
+    request = json.dumps({"engine": engine, "rounds": rounds, "new_tokens": NEW_TOKENS})
+    words = [sys.executable, "-m", "tests.integrations.vllm_engine", str(folder / "answer.json")]
+    return subprocess.run(words, input=request, capture_output=True, text=True, cwd=ROOT)
+
+
+def check(folder, name, sizes, step=40, **engine):
+    model, rounds = make(name), rounds_of(sizes, step)
+    done = run(folder, model, rounds, **engine)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads((folder / "answer.json").read_text())
+    for prompts, tokens in zip(rounds, answer["tokens"], strict=True):
+        expected = [generate(model, torch.tensor([prompt]), NEW_TOKENS, temperature=0).tokens[0] for prompt in prompts]
+        assert tokens == [row.tolist() for row in expected], f"{len(prompts)} prompts"
+    return answer
+
+
+@needs_vllm
+def test_batches_of_1_to_32_with_chunks_preemption_and_prefix_hits(tmp_path):
+    counts = check(tmp_path, "llama", range(1, 33), num_gpu_blocks_override=12)
+    assert counts["preemptions"] > 0 and counts["hits"] > 0
+
+
+@needs_vllm
+def test_pages_without_a_prefix_cache(tmp_path):
+    counts = check(tmp_path, "llama", [1, 32], enable_prefix_caching=False, block_size=None)
+    assert counts["hits"] == 0
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["gpt2", "linear", "retnet", "rwkv4", "rwkv7", "p = 4 behind a convolution"])
+def test_other_models(tmp_path, name):
+    counts = check(tmp_path, name, [1, 3, 32])
+    assert counts["hits"] > 0
+
+
+@needs_vllm
+def test_hybrids(tmp_path):
+    """vLLM makes their pages so large that only long beginnings are kept."""
+    counts = check(tmp_path, "hybrid", [1, 3, 32], step=150, num_gpu_blocks_override=24)
+    assert counts["preemptions"] > 0 and counts["hits"] > 0
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+def test_two_ranks(tmp_path, name):
+    check(tmp_path, name, [1, 8], tensor_parallel_size=2)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("body of RWKV-7", "vLLM serves the bodies gpt2 and llama; got 'rwkv7'"),
+        ("two kinds of states", "vLLM serves models whose layers keep one kind of state; this one has 2 kinds"),
+        ("no state", "vLLM serves models whose layers keep one kind of state; this one has 0 kinds"),
+    ],
+)
+def test_what_is_refused(tmp_path, name, line):
+    done = run(tmp_path, make(name), [])
+    assert done.returncode != 0 and line in done.stderr
