@@ -98,7 +98,7 @@ class RecallTraining:
         self.steps_summed += 1
 
     def end(self, done: int) -> str | None:
-        """Validates where that is due; says "diverged" or "solved" where the run ends before its epochs are over."""
+        """Measures the validation where that is due, and returns "diverged" or "solved" where the run ends early."""
         while len(self.history) < len(self.borders) and self.borders[len(self.history)] == done:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()

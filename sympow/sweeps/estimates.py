@@ -30,5 +30,5 @@ class Estimates(Generic[J]):
         return self._guess(job) * self._factors.get(self._kind(job), usual)
 
     def learn(self, job: J, seconds: float) -> None:
-        """Corrects the estimates by what a finished job took."""
+        """Learns from what a finished job took."""
         self._factors[self._kind(job)] = seconds / self._guess(job)

@@ -101,7 +101,7 @@ class Worker(Generic[J]):
 
 
 def learn(estimates: Estimates[J], jobs: Mapping[str, J], records: Records, learned: set[str]) -> None:
-    """Corrects estimates by the jobs that finished since the last call; `learned` are the names of those before."""
+    """Learns from the jobs that finished since the last call; `learned` are the names of those before."""
     for name in [name for name in jobs if name not in learned and records.is_done(name)]:
         learned.add(name)
         seconds = records.read(name).seconds
