@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +20,11 @@ from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
+from sympow.cli.writing import draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
-    StreamDecoder,
     build_doc_corpus,
     build_kernel_corpus,
     load_tokenizer,
@@ -37,8 +35,7 @@ from sympow.data.corpus_folder import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
 from sympow.evaluation.passkey import plot_passkeys, write_passkeys
-from sympow.models import BODIES, Context, Drafts, ModelDrafts, NgramDrafts, load_context, preset, stream
-from sympow.models.generation import StreamOptions
+from sympow.models import BODIES, NgramDrafts, load_context, preset
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
@@ -128,10 +125,10 @@ def generate(options: argparse.Namespace) -> None:
     """`sympow generate`."""
     prompt = options.prompt or ""
     if options.prompt_file is not None:
-        prompt = _read_text(options.prompt_file)
+        prompt = text_of(options.prompt_file)
     run = load(options.run, resolve_device(options.device))
     context = None if options.context is None else load_context(options.context, run.model)
-    _generate(
+    write_text(
         run,
         prompt,
         options.max_new_tokens,
@@ -140,7 +137,7 @@ def generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
         context=context,
-        drafts=NgramDrafts() if options.speculate else _draft_model(options.draft, run),
+        drafts=NgramDrafts() if options.speculate else draft_model(options.draft, run),
     )
 
 
@@ -295,7 +292,7 @@ def demo(options: argparse.Namespace) -> int | None:
     write_csv(folder / "context_loss.csv", curves)
     plot_context_losses(curves, folder / "context_loss.png")
     print(f"drawn: {folder / 'context_loss.png'}\n")
-    _generate(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
+    write_text(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
     return None
 
 
@@ -367,62 +364,3 @@ def _print_curves(curves: Sequence[Curve]) -> None:
             f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
             f"best-context loss {best.loss:.4f} at {best.start + 1:,} to {best.end:,}, trained on {train_context:,}"
         )
-
-
-def _generate(
-    run: Run,
-    prompt: str,
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    context: Context | None = None,
-    drafts: Drafts | None = None,
-) -> None:
-    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
-    if run.tokenizer is None:
-        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
-    if not prompt and (context is None or not context.tokens):
-        raise ValueError("the prompt is empty; a model continues a text of at least one token")
-    tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
-    decoder = StreamDecoder(run.tokenizer)
-    started = time.perf_counter()
-    options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"context": context, "drafts": drafts}
-    drawn = stream(run.model, tokens, max_new_tokens, **options)
-    print(prompt, end="", flush=True)
-    for count, last in enumerate(drawn):
-        text = decoder.push([int(last.token)])
-        if count == 0:
-            first = time.perf_counter()
-        print(text, end="", flush=True)
-    ended = time.perf_counter()
-    print(decoder.finish())
-    speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
-    if drafts is not None:
-        speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
-    print(
-        f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
-        f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
-        file=sys.stderr,
-    )
-
-
-def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
-    """Loads the draft model of a run, on the device of the run; None without a path."""
-    if path is None:
-        return None
-    draft = load(path, run.model.embedding.weight.device)
-    check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
-    return ModelDrafts(draft.model)
-
-
-def _read_text(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None

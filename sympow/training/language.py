@@ -1,6 +1,4 @@
-"""Training of a language model: batches in, a run folder with metrics and checkpoints out; it goes on where it was
-stopped.
-"""
+"""Training of a language model: batches in, a run folder out; it goes on where it was stopped."""
 
 import math
 import os
