@@ -44,7 +44,9 @@ class Pass(NamedTuple):
 def backward(
     losses: Sequence[Callable[[], Tensor]], weigh: Callable[[Tensor], Tensor] | None = None
 ) -> list[Tensor]:
-    """Adds the gradients of a step's passes to the parameters. It does not wait for the device.
+    """Adds the gradients of a step's passes to the parameters.
+
+    It does not wait for the device.
 
     Args:
         losses: one function for each pass, which returns the loss of the pass, a scalar.
@@ -69,7 +71,7 @@ def move(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
-    """What `train_step` takes: work of the host that no step should wait for, done ahead.
+    """Makes what `train_step` takes, ahead of the step, so that no step waits for this work of the host.
 
     A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
     `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
@@ -91,7 +93,7 @@ def train_step(
     ranks: Ranks = ALONE,
     loss_sum: LossSum | None = None,
 ) -> tuple[float, float, int]:
-    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+    """Takes one optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
 
     `loss_sum` gives the loss of rows, summed up over their targets; None: `LanguageModel.loss_sum`. The device is
     waited for once, at the end.
@@ -120,7 +122,7 @@ def train_step(
 def held_out_loss(
     model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device, ranks: Ranks = ALONE
 ) -> float:
-    """Mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
+    """Computes the mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
     model.eval()
     total, targets = 0.0, 0
     for first in range(0, settings.evaluation_batches, ranks.data_size):
@@ -136,7 +138,10 @@ def held_out_loss(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of a name, "auto" being CUDA where there is one, else the CPU; ValueError if it is none."""
+    """Returns the torch device of a name; "auto" is CUDA where there is one, else the CPU.
+
+    Raises ValueError if the name is no device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -148,7 +153,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """The context in which a model of `TrainingConfig.precision` runs."""
+    """Returns the context in which a model of `TrainingConfig.precision` runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
