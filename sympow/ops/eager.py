@@ -240,7 +240,8 @@ class _Sequence:
 
         Args:
             total: the sums.
-            s, z: the state, or None.
+            s: the state, or None.
+            z: the state, or None.
         """
         if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
             return

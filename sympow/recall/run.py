@@ -83,7 +83,7 @@ def run(
 
 
 def describe_tasks(tasks: Sequence[AnyTask]) -> str:
-    """Returns tasks in short, "mqar 64:4 + mqar 128:8"."""
+    """Describes tasks in short, "mqar 64:4 + mqar 128:8"."""
     return " + ".join(map(str, tasks))
 
 

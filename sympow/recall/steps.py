@@ -26,7 +26,7 @@ _EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimize
 
 
 class RecallTraining:
-    """Holds a model, its optimizer and its data, for `sympow.training.loop.run_steps`.
+    """Trains a model of recall on its data, for `sympow.training.loop.run_steps`.
 
     Everything a step reads or counts is on the device, so no step waits.
 
@@ -182,7 +182,7 @@ def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, pr
 
 
 def shape_key(config: RecallConfig) -> str:
-    """Returns a key that is equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    """Makes a text that is equal for runs that share what is compiled: all rates and seeds of a model on a task."""
     return repr((config.model, config.train, config.batch, config.precision))
 
 

@@ -9,7 +9,7 @@ J = TypeVar("J")
 
 
 class Estimates(Generic[J]):
-    """Estimates seconds of jobs: a first guess, corrected by how wrong it was for those that are finished.
+    """Tells how long jobs take: a first guess, corrected by how wrong it was for those that are finished.
 
     Args:
         guess: seconds of a job by itself.

@@ -1,4 +1,4 @@
-"""Training of a language model: batches in, a run folder out, which a later call continues."""
+"""Training of a language model: batches in, a run folder out; it goes on where it was stopped."""
 
 import math
 import os

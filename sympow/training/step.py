@@ -22,7 +22,7 @@ LossSum = Callable[[LanguageModel, Rows], Tensor]
 
 
 class RowSource(Protocol):
-    """Batches by index, endless and always the same, as `sympow.data.Batches`.
+    """Gives batches by index, endless and always the same, as `sympow.data.Batches`.
 
     `state()` says which they are, in JSON values; `check_state` raises ValueError for the state of others.
     """
@@ -35,7 +35,7 @@ class RowSource(Protocol):
 
 
 class Pass(NamedTuple):
-    """Rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
+    """Holds rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
 
     rows: Rows
     targets: int
@@ -44,9 +44,7 @@ class Pass(NamedTuple):
 def backward(
     losses: Sequence[Callable[[], Tensor]], weigh: Callable[[Tensor], Tensor] | None = None
 ) -> list[Tensor]:
-    """Adds the gradients of a step's passes to the parameters.
-
-    It does not wait for the device.
+    """Adds the gradients of a step's passes to the parameters. It does not wait for the device.
 
     Args:
         losses: one function for each pass, which returns the loss of the pass, a scalar.
@@ -71,7 +69,7 @@ def move(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
-    """Makes what `train_step` takes, ahead of the step, so that no step waits for this work of the host.
+    """Makes what `train_step` takes: work of the host that no step should wait for, done ahead.
 
     A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
     `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
@@ -138,10 +136,7 @@ def held_out_loss(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the torch device of a name; "auto" is CUDA where there is one, else the CPU.
-
-    Raises ValueError if the name is no device.
-    """
+    """Finds the torch device of a name, "auto" is CUDA where there is one, else the CPU; ValueError if it is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -153,7 +148,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Returns the context in which a model of `TrainingConfig.precision` runs."""
+    """Gives the context in which a model of `TrainingConfig.precision` runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
@@ -162,7 +157,7 @@ def _moved(rows: Rows, device: torch.device) -> Rows:
 
 
 def _each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
-    """The rows with every tensor changed."""
+    """Returns the rows with every tensor changed."""
     cu_seqlens = None if rows.cu_seqlens is None else change(rows.cu_seqlens)
     return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
 
