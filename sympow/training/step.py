@@ -136,7 +136,10 @@ def held_out_loss(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Finds the torch device of a name, "auto" is CUDA where there is one, else the CPU; ValueError if it is none."""
+    """Finds the torch device of a name, "auto" being CUDA where there is one, else the CPU.
+
+    Raises ValueError where there is none.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
