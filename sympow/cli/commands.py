@@ -49,13 +49,13 @@ from sympow.training.step import resolve_device
 
 
 def train(options: argparse.Namespace) -> int | None:
-    """`sympow train`."""
+    """Runs `sympow train`."""
     config = override(load_recipe(options.recipe), options.overrides)
     return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """`sympow evaluate`."""
+    """Runs `sympow evaluate`."""
     for file in filter(None, (options.csv, options.plot)):
         _check_writable(file)
     runs = _load_runs(options.runs, resolve_device(options.device))
@@ -69,7 +69,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def ar_hits(options: argparse.Namespace) -> None:
-    """`sympow ar-hits`."""
+    """Runs `sympow ar-hits`."""
     for file in filter(None, (options.csv, options.plot, options.html)):
         _check_writable(file)
     models = load_scored(options.runs, resolve_device(options.device))
@@ -97,13 +97,13 @@ def ar_hits(options: argparse.Namespace) -> None:
 
 
 def recall_probe(options: argparse.Namespace) -> None:
-    """`sympow recall-probe`."""
+    """Runs `sympow recall-probe`."""
     models = load_scored(options.runs, resolve_device(options.device))
     print(probe_runs(models, options.pairs, options.queries, options.seed))
 
 
 def passkey(options: argparse.Namespace) -> None:
-    """`sympow passkey`."""
+    """Runs `sympow passkey`."""
     for file in filter(None, (options.csv, options.plot)):
         _check_writable(file)
     rows = measure_passkeys(
@@ -122,7 +122,7 @@ def passkey(options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """`sympow generate`."""
+    """Runs `sympow generate`."""
     prompt = options.prompt or ""
     if options.prompt_file is not None:
         prompt = text_of(options.prompt_file)
@@ -142,7 +142,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def read(options: argparse.Namespace) -> int | None:
-    """`sympow read`."""
+    """Runs `sympow read`."""
     _check_writable(options.out)
     run = load(options.run, resolve_device(options.device))
     done = read_text(
@@ -164,19 +164,19 @@ def read(options: argparse.Namespace) -> int | None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """`sympow serve`."""
+    """Runs `sympow serve`."""
     serving.run(options)
 
 
 def export(options: argparse.Namespace) -> None:
-    """`sympow export`."""
+    """Runs `sympow export`."""
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
 
 
 def convert(options: argparse.Namespace) -> None:
-    """`sympow convert`."""
+    """Runs `sympow convert`."""
     folder, model = convert_model(
         options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
     )
@@ -186,13 +186,13 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def distill(options: argparse.Namespace) -> int | None:
-    """`sympow distill`."""
+    """Runs `sympow distill`."""
     run = distillation_run(read_config(options.run), options.run, options.teacher)
     return _train(override(run, options.overrides), Path(options.out), options.quiet)
 
 
 def sizes(options: argparse.Namespace) -> None:
-    """`sympow sizes`."""
+    """Runs `sympow sizes`."""
     model = preset(options.preset, body=options.body)
     d_model = options.d_model or model.d_model
     n_layers = options.layers or model.n_layers
@@ -211,7 +211,7 @@ def sizes(options: argparse.Namespace) -> None:
 
 
 def mqar(options: argparse.Namespace) -> None:
-    """`sympow mqar`."""
+    """Runs `sympow mqar`."""
     sweep = load_sweep(options.recipe).override(options.overrides)
     resolve_device(options.device)
     folder = Path(options.out or f"runs/{sweep.name}")
@@ -231,7 +231,7 @@ def mqar(options: argparse.Namespace) -> None:
 
 
 def mqar_figures(options: argparse.Namespace) -> None:
-    """`sympow mqar-figures`."""
+    """Runs `sympow mqar-figures`."""
     rows = [row for file in options.results for row in read_results(file)]
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def mqar_figures(options: argparse.Namespace) -> None:
 
 
 def kernel_corpus(options: argparse.Namespace) -> None:
-    """`sympow kernel-corpus`."""
+    """Runs `sympow kernel-corpus`."""
     if options.plot:
         _check_writable(options.plot)
     made = build_kernel_corpus(
@@ -250,7 +250,7 @@ def kernel_corpus(options: argparse.Namespace) -> None:
 
 
 def doc_corpus(options: argparse.Namespace) -> None:
-    """`sympow doc-corpus`."""
+    """Runs `sympow doc-corpus`."""
     if options.plot:
         _check_writable(options.plot)
     made = build_doc_corpus(
@@ -276,7 +276,7 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> int | None:
-    """`sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
+    """Runs `sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
     folder = Path(options.out)
     folders = []
     for name in ("power", "softmax"):

@@ -137,7 +137,8 @@ class ChunkedSequence:
 
         Args:
             total: the sums.
-            s, z: the state, or None.
+            s: of the state, or None.
+            z: of the state, or None.
         """
         if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
             return

@@ -40,7 +40,8 @@ def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype)
 
     Args:
         blocks: those of `rank_blocks`, which have states where they have no cache.
-        device, dtype: where the model runs, and in what.
+        device: where the model runs.
+        dtype: of its weights.
 
     Raises ValueError where no layer keeps a state, and where layers keep different ones.
     """

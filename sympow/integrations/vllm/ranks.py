@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.layers.base import AttentionMixer
+from sympow.layers.attention import AttentionMixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.models.bodies.base import PreNormBlock
@@ -51,6 +51,8 @@ def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: 
         whole: the weight of the whole model.
         own: the rank's weight, whose shape says what is split.
         block: the rank's block.
+        rank: 0 to ranks - 1.
+        ranks: how many share a layer.
     """
     if name in _ONCE and rank > 0:
         return torch.zeros_like(whole)

@@ -1,5 +1,6 @@
-"""The gradient of queries, p = 3 and 4, for Hopper, in Gluon: as `gradients.query_pass`, with the rows of
-`levels.Levels`.
+"""The gradient of queries, p = 3 and 4, for Hopper, in Gluon.
+
+It is as `gradients.query_pass`, with the rows of `levels.Levels`.
 
 The gradient with respect to x_j through a state is p times the sum over prefixes (u, k) of x_u x_k (y S[u, k, j]^T), y
 the output's gradient or the values. The tensor cores form it in the steps of `levels.Slopes`: a step multiplies y x_u
