@@ -55,7 +55,10 @@ class MixerState:
 
     @property
     def rows_may_differ(self) -> bool:
-        """Whether the rows of a batch may have read different numbers of tokens: then all states are of one size."""
+        """Returns whether the rows of a batch may have read different numbers of tokens.
+
+        Then all states are of one size.
+        """
         nested = (getattr(self, field.name) for field in fields(self))
         return self.counters is not None and all(x.rows_may_differ for x in nested if isinstance(x, MixerState))
 
