@@ -36,7 +36,7 @@ def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
 
 
 def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
-    """What a page holds, which is the same in all layers that keep a state.
+    """Returns what a page holds, which is the same in all layers that keep a state.
 
     Args:
         blocks: those of `rank_blocks`, which have states where they have no cache.

@@ -21,7 +21,7 @@ _ONCE = ("mixer.out.bias", "mlp_out.bias")
 
 
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """The configuration of the blocks of one of several ranks.
+    """Returns the configuration of the blocks of one of several ranks.
 
     Raises ValueError for mixers without key/value heads, and for heads or an MLP that the ranks do not divide.
     """
@@ -44,7 +44,7 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: int, ranks: int) -> Tensor:
-    """The part of a rank of a block's weight.
+    """Returns the part of a rank of a block's weight.
 
     Args:
         name: of the weight in the block.
