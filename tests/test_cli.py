@@ -13,9 +13,9 @@ import pytest
 import torch
 import zarr
 
-from sympow.cli import commands, main, runs
+from sympow.cli import commands, main
 from sympow.models.speculation import Pace
-from sympow.training import latest, load, load_checkpoint, read_metrics
+from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
 
 RECIPE = """
