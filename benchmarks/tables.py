@@ -91,11 +91,12 @@ def decoding_gpu_table(rows: list[dict]) -> str:
         heads = f"H {row['H']}, G {row['G']}, K = V = {row['K']}"
         cells = [heads, row["state_dtype"] + (", in slots" if row["slotted"] else ""), str(row["B"])]
         cells += [f"{row['ms_per_token'] * 1e3:,.1f}", f"{row['gb_per_s']:,}"]
-        cells += [f"{row['share_of_copy']:.0%}", f"{row['peer_ms'] * 1e3:,.1f}", f"{row['ratio']:.1f}x"]
+        cells.append(f"{row['share_of_copy']:.0%}")
+        cells += ["", ""] if row["peer"] is None else [f"{row['peer_ms'] * 1e3:,.1f}", f"{row['ratio']:.1f}x"]
         lines.append(f"| {' | '.join(cells)} |")
     row = rows[0]
     shape = f"p {row['p']}, gated, {row['dtype']}, as CUDA graphs"
-    softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows))
+    softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
     run = f"{row['processor']}; torch {row['torch']}, commit {row['commit']}"
     return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
 

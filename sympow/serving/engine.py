@@ -291,7 +291,8 @@ class Engine:
             if token is None:
                 sequence.finish = "error"
             else:
-                sequence.push(token, logits[row], self._ends)
+                shown = None if sequence.request.logprobs is None else logits[row]
+                sequence.push(token, shown, self._ends, len(self._decoding))
 
     def _keep_answer(self, row: int, logits: Tensor) -> None:
         """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""

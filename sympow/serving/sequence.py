@@ -15,8 +15,15 @@ from sympow.serving.sampling import Draws, logprob_of
 from sympow.serving.text import AnswerText
 
 # Least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs, and a reader
-# does not notice when hundreds of tokens a second come in groups.
+# does not notice when hundreds of tokens a second come in groups. With many streams there is a longer time between the
+# pieces of each, so that the server sends 500 pieces a second at most.
 PIECE_SECONDS = 0.03
+_SECONDS_A_STREAM = 0.002
+
+
+def pause(streams: int) -> float:
+    """Returns the least time in seconds between two pieces of each of so many streams."""
+    return max(PIECE_SECONDS, streams * _SECONDS_A_STREAM)
 
 
 class Sequence:
@@ -70,8 +77,15 @@ class Sequence:
         """Records the time at which the request stopped waiting."""
         self._admitted = time.monotonic()
 
-    def push(self, token: int, logits: Tensor, ends: frozenset[int]) -> None:
-        """Adds a token that was drawn from logits [vocab_size]; `ends` are the model's end tokens."""
+    def push(self, token: int, logits: Tensor | None, ends: frozenset[int], streams: int) -> None:
+        """Adds a token.
+
+        Args:
+            token: the next of the answer.
+            logits: [vocab_size], from which it was drawn; None where no log probabilities are asked for.
+            ends: the model's end tokens.
+            streams: sequences that are decoded at present.
+        """
         if self._first is None:
             self._first = time.monotonic()
         self.drawn.append(token)
@@ -80,7 +94,7 @@ class Sequence:
         else:
             self._text += self._answer.push(token)
             self._count += 1
-            if self.request.logprobs is not None:
+            if self.request.logprobs is not None and logits is not None:
                 self._logprobs.append(logprob_of(logits, token, self.request.logprobs))
             if self._answer.stopped:
                 self.finish = "stop"
@@ -88,6 +102,7 @@ class Sequence:
                 self.finish = "length"
         if self.finish is None and self.request.stream and time.monotonic() >= self._next_piece:
             self._deliver()
+            self._next_piece = time.monotonic() + pause(streams)
 
     def end(self, finish: str | None = None) -> None:
         """Delivers the last piece. `finish` is the reason, if the tokens give none."""
@@ -98,7 +113,6 @@ class Sequence:
     def _deliver(self, usage: Usage | None = None) -> None:
         output = Output(self._text, self._count, tuple(self._logprobs), self.finish, usage)
         self._text, self._count, self._logprobs = "", 0, []
-        self._next_piece = time.monotonic() + PIECE_SECONDS
         self.request.deliver(output)
 
     def _usage(self) -> Usage:

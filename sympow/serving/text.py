@@ -39,6 +39,8 @@ class AnswerText:
         return text
 
     def _certain(self, more: str) -> str:
+        if not self._stop:
+            return more
         self._held += more
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if ends:

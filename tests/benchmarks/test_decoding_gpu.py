@@ -41,6 +41,18 @@ def test_rows_of_other_states(options):
     assert row["held_bytes"] > row["state_bytes"] * (2 if "slotted" in options else 1)
 
 
+def test_heads_that_share_have_a_peer():
+    row = decoding_gpu.measure(Step(replace(SMALL.case, H=4)), "cpu", context=16, copied=1 << 10)
+    assert row["peer"].startswith("torch scaled_dot_product_attention, ")
+
+
+def test_a_shape_without_a_peer(monkeypatch):
+    monkeypatch.setattr(decoding_gpu, "softmax_calls", lambda *case: {})
+    row = decoding_gpu.measure(SMALL, "cpu", context=16, copied=1 << 10)
+    assert row["peer"] is None and "no peer takes this shape" in decoding_gpu.line(row)
+    assert "|  |  |" in tables.decoding_gpu_table([row])
+
+
 def test_a_wrong_step_is_not_timed(monkeypatch):
     exact = decoding_gpu.power_attention_step
 

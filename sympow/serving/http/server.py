@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from sympow.serving.http.app import make_app
 from sympow.serving.http.service import Service
 
 _CONNECTIONS = 4096  # at a time; more are answered 503
+_SWITCH_SECONDS = 0.0005
 
 
 def run_server(service: Service, host: str, port: int, *, grace: float, started: Callable[[str], None]) -> None:
@@ -53,6 +55,10 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
         server_header=False,
     )
     # uvicorn raises the signal again after its orderly end: by then it has been obeyed.
+    # The engine's thread waits for a GPU in every step, and then needs the interpreter at once. The event loop would
+    # keep it for 5 ms.
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     service.engine.start()
     try:
@@ -60,5 +66,6 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
     finally:
         service.engine.close()
         listening.close()
+        sys.setswitchinterval(switching)
         for number, handler in previous.items():
             signal.signal(number, handler)
