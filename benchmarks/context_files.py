@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measure import commit, processor, write
-from sympow.cli.runs import load_run
 from sympow.data import open_corpus
 from sympow.layers.serialized import STATE_DTYPES
 from sympow.models import Context, LanguageModel, load_context, save_context
+from sympow.training import load
 
 
 def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
@@ -47,7 +47,7 @@ def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float
 
 def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
     """A row for each dtype."""
-    run = load_run(path)
+    run = load(path)
     rows = rows_of(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, read + predicted, count)
     losses: dict[str, list[float]] = {dtype: [] for dtype in ("one token", "never stopped", *STATE_DTYPES)}
     sizes, seconds = {}, {}

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import commit, processor, write
-from sympow.cli.runs import load_run
 from sympow.data import open_corpus
 from sympow.models import Context, generate, load_context, save_context
 from sympow.progress import Progress
+from sympow.training import load
 
 CONTINUED = 32  # tokens compared behind each file
 
@@ -48,7 +48,7 @@ def pieces(arrays: Iterator[Tensor], counts: list[int], chunk: int) -> Iterator[
 
 def measure(path: str, counts: list[int], chunk: int, repeats: int = 5) -> list[dict]:
     """A row for each number of tokens, in rising order."""
-    run = load_run(path)
+    run = load(path)
     documents = open_corpus(run.config.data, tokenizer=run.tokenizer).held_out
     context, seconds, rows = Context.begin(run.model), 0.0, []
     nothing = torch.empty(1, 0, dtype=torch.int64)

@@ -19,14 +19,13 @@ import torch
 
 from benchmarks.conversion_report import RESULTS, write_report
 from benchmarks.measure import commit, processor, write
-from sympow.cli.conversion import load_teacher
-from sympow.cli.runs import load_run
+from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
 from sympow.evaluation import context_losses
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, ModelState, generate
 from sympow.models.slots import Slots
-from sympow.training import override, read_metrics
+from sympow.training import load, override, read_metrics
 from sympow.training.step import autocast, resolve_device
 
 PARTS = ("stages", "loss", "passkey", "positions", "decoding")
@@ -67,7 +66,7 @@ def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one converted model and its teacher, as they come."""
     device = resolve_device(options.device)
-    run, teacher = load_run(path, device), load_teacher(options.teacher).to(device).eval()
+    run, teacher = load(path, device), load_teacher(options.teacher).to(device).eval()
     if run.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: passkeys are text")
     names = [run.model.config.mixer(layer).name for layer in range(run.model.config.n_layers)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from benchmarks import decoding_gpu
 from benchmarks.measure import measured, options, write
 from sympow.layers.cache import KVCache
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState, preset
+from sympow.models.slots import Slots
 
 PLAIN = {"short_convolution": 0, "head_norm": False, "output_gate": False, "rotary_fraction": 1.0}
 MIXERS = {
@@ -69,6 +70,20 @@ def device_of(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
+def stepping(model: LanguageModel, state: ModelState, read: int) -> Callable[[Tensor], None]:
+    """Returns what reads a token [1, 1] after `read` others, as `generate` does: where possible by a CUDA graph."""
+    slots = Slots.with_graphs(model, state, read)
+
+    def step(token: Tensor) -> None:
+        nonlocal state
+        if slots is None:
+            _, state = model.step(token, state)
+        else:
+            slots.step(token[:, 0])
+
+    return step
+
+
 @torch.no_grad()
 def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int, device: str = "cpu") -> list[dict]:
     """A row a context, the shortest first."""
@@ -84,11 +99,12 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
         )
     states = {context: state_after(model, context) for context in sorted(contexts)}
     held = {context: state.nbytes for context, state in states.items()}
+    steps = {context: stepping(model, state, context) for context, state in states.items()}
     times: dict[int, list[float]] = {context: [] for context in states}
     for token in torch.randint(config.vocab_size, (WARM_UP + tokens, 1, 1), generator=gen):
         for context in states:
             start = time.perf_counter()
-            _, states[context] = model.step(token.to(device), states[context])
+            steps[context](token.to(device))
             if device == "cuda":
                 torch.cuda.synchronize()
             times[context].append((time.perf_counter() - start) * 1e3)

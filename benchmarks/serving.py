@@ -33,10 +33,9 @@ import torch
 
 from benchmarks.hostile_requests import COMPLETIONS, NO_HTTP, hostile_requests
 from benchmarks.measure import commit, options, processor, write
-from sympow.cli.runs import load_run
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
-from sympow.training import Checkpoint, RunConfig, TrainingConfig, save_checkpoint
+from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_checkpoint
 
 NAME = "served"
 SHORT = 128  # tokens of a short prompt
@@ -208,7 +207,7 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
 
 
 def _generated(run: Path, device: str, batch: int, new: int) -> float:
-    model = load_run(run, device).model
+    model = load(run, device).model
     prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
     return generate(model, prompt, new, temperature=0).tokens_per_second
 

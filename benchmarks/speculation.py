@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import commit, options, processor, write
-from sympow.cli.runs import Run, load_run
 from sympow.data import open_corpus
 from sympow.models import Drafts, Generation, ModelDrafts, NgramDrafts, generate
 from sympow.progress import Progress
+from sympow.training import Run, load
 
 TEXTS = ("documents", "random")
 
@@ -93,8 +93,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens written behind it (default: 64)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    run = load_run(arguments.run, arguments.device)
-    drafts = [None] if arguments.draft is None else [None, load_run(arguments.draft, arguments.device)]
+    run = load(arguments.run, arguments.device)
+    drafts = [None] if arguments.draft is None else [None, load(arguments.draft, arguments.device)]
     about = {"processor": processor(arguments.device), "torch": torch.__version__, "commit": commit()}
     for each in (run, *drafts):  # compiles kernels, so that no row does
         if each is not None:

@@ -14,9 +14,8 @@ import torch
 import zarr
 
 from sympow.cli import commands, main, runs
-from sympow.cli.runs import load_run
 from sympow.models.speculation import Pace
-from sympow.training import latest, load_checkpoint, read_metrics
+from sympow.training import latest, load, load_checkpoint, read_metrics
 from sympow.training.checkpoint import list_checkpoints
 
 RECIPE = """
@@ -107,10 +106,10 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out.startswith("finished at step 2 of 2, loss ") and out.count("\n") == 1
     assert err.startswith("step 2 of 2: loss ") and err.count("\n") == 1
-    config = load_run(tmp_path / "run").config
+    config = load(tmp_path / "run").config
     assert (config.training.steps, config.data.pack) == (2, False)  # words before and after an option
     assert main([*arguments, "training.seed=1", "--restart", "--quiet"]) == 0
-    assert load_run(tmp_path / "run").config.training.seed == 1
+    assert load(tmp_path / "run").config.training.seed == 1
     assert capsys.readouterr().err == ""
 
 
@@ -181,7 +180,7 @@ def test_generate_is_reproducible_and_says_what_it_cost(folder, tmp_path, capsys
     assert main([*arguments, "--prompt", "the ±"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("the ±") and len(out) > 10
-    state = load_run(folder / "power").model.init_state(1).nbytes
+    state = load(folder / "power").model.init_state(1).nbytes
     assert err.startswith(f"state {state:,} bytes (") and "prefill of 6 tokens " in err and err.endswith(" tokens/s\n")
     (tmp_path / "prompt").write_text("the ±", encoding="utf-8")
     assert main([*arguments, "--prompt-file", str(tmp_path / "prompt")]) == 0
@@ -249,7 +248,7 @@ def test_sizes_of_the_xl_shape_and_of_bodies(capsys):
 def test_a_body_is_an_override(folder, tmp_path, capsys, model):
     words = [f"{folder}/tiny.py:power", *(f"model.{each}" for each in model), "training.steps=2"]
     assert main(["train", *words, "--out", str(tmp_path / "run"), "--quiet"]) == 0
-    assert load_run(tmp_path / "run").config.model.body == model[0].removeprefix("body=")
+    assert load(tmp_path / "run").config.model.body == model[0].removeprefix("body=")
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the ", "--max-new-tokens", "4"]) == 0
     assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
     capsys.readouterr()

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from sympow import training
 from sympow.cli import main
-from sympow.cli.runs import train_run
 from sympow.data import DataConfig
 from sympow.models import MixerConfig, ModelConfig
 from sympow.training import RunConfig, TrainingConfig
@@ -18,8 +18,8 @@ def run(tmp_path_factory):
     (folder / "text.txt").write_text("the pass key is 12345. " * 40)
     model = ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig("power"),))
     data = DataConfig(kind="text", path=str(folder / "text.txt"), tokenizer="bytes")
-    training = TrainingConfig(context=32, batch_size=2, steps=1, warmup_steps=0)
-    train_run(RunConfig("tiny", model, data, training), folder / "tiny", quiet=True)
+    settings = TrainingConfig(context=32, batch_size=2, steps=1, warmup_steps=0)
+    training.run(RunConfig("tiny", model, data, settings), folder / "tiny", quiet=True)
     return folder / "tiny"
 
 

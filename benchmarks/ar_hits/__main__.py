@@ -12,23 +12,24 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ar_hits import exact, report
-from benchmarks.ar_hits.work import RECIPES, Job, Trainer
-from benchmarks.context_scaling.launch import Estimates, do_jobs
+from benchmarks.ar_hits.work import RECIPES, Job, Trainer, guess, kind
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
 from sympow.recipes.scaling import VOCAB_SIZE
+from sympow.sweeps import Estimates, Finished, run_jobs
 from sympow.training.step import resolve_device
 
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"
 TABLES = ("run", "slices", "curves")
 CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
-GUESS = 30.0  # seconds of a run on an H200, with three beside it
 
 
 def main() -> int:
@@ -96,13 +97,14 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     device = resolve_device(options.device).type
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-    estimates = Estimates[Job](lambda job: GUESS, lambda job: job.recipe, 1)
+    estimates = Estimates(guess, kind, 1)
     trainer = Trainer(options.corpus, device, options.toy)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    jobs = do_jobs(left, trainer, workers=options.workers, minutes=options.minutes, estimates=estimates)
-    for job, result, wait in jobs:
-        said = result.get("error")
+    jobs = {f"{job.recipe}-seed{job.seed}": job for job in left}
+    folder = options.out / "jobs" / ("toy" if options.toy else "full")
+    done = run_jobs(jobs, trainer, folder, workers=options.workers, minutes=options.minutes, estimates=estimates)
+    for job, result, said, wait in _until_interrupted(done):
         if said is None:
             tables["run"].append(result["run"])
             tables["slices"] += result["slices"]
@@ -113,9 +115,15 @@ def _run(options: argparse.Namespace) -> int:
             said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
         print(f"[{time.time() - began:.0f} s] {job.recipe}, seed {job.seed}: {said}; about {wait / 60:.1f} min left",
               flush=True)  # fmt: skip
-    done = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
-    print("".join(f"not finished: {job.recipe}, seed {job.seed}\n" for job in left if job not in done), end="")
+    finished = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
+    print("".join(f"not finished: {job.recipe}, seed {job.seed}\n" for job in left if job not in finished), end="")
     return 0
+
+
+def _until_interrupted(done: Iterator[Finished[Job]]) -> Iterator[Finished[Job]]:
+    """Yields what was done; Ctrl-C and SIGTERM give up what is at work."""
+    with suppress(KeyboardInterrupt):
+        yield from done
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ import torch
 
 from benchmarks.context_scaling import cost, report, results, speed
 from benchmarks.context_scaling.grid import SCALES, Run
-from benchmarks.context_scaling.launch import Estimates, do_jobs
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.subset import write_subset
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
@@ -30,9 +30,11 @@ from benchmarks.tables import RESULTS, ROOT
 from sympow.data import open_corpus
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
+from sympow.sweeps import Estimates, Finished, Work, run_jobs
 from sympow.training.step import resolve_device
 
 T = TypeVar("T")
+J = TypeVar("J")
 COMMITTED = RESULTS / "context_scaling"
 PAGE = ROOT / "docs" / "results" / "context-scaling.md"
 
@@ -111,9 +113,10 @@ def _run(options: argparse.Namespace) -> int:
     open_corpus(left[0].config(SCALES[options.scale], options.corpus, device).data)  # what is wrong is said here, once
     estimates = Estimates(cost.guess, cost.kind, _company(options.workers, device) * (0.5 if options.compile else 1))
     begun, done = time.time(), 0
-    for run, result, wait in _timed(left, trainer, options, estimates):
-        row = result.get("row") or {**_fields(run), "scale": options.scale, "status": FAILED, "error": result["error"]}
-        found.add(row, result.get("positions", []))
+    for run, result, error, wait in _done({run.name: run for run in left}, trainer, options, estimates):
+        failed = {**_fields(run), "scale": options.scale, "status": FAILED, "error": error}
+        row, positions = (failed, []) if error else (result["row"], result["positions"])
+        found.add(row, positions)
         found.write(options.out)
         done += row["status"] == DONE
         said = f"held-out loss {row['held_out_loss']:.4f}" if row["status"] == DONE else row["error"]
@@ -152,20 +155,28 @@ def _speed(options: argparse.Namespace) -> int:
     if device == "cuda" and options.workers > torch.cuda.device_count():
         raise ValueError(f"of {options.workers} workers some would share one of {torch.cuda.device_count()} GPUs")
     options.out.mkdir(parents=True, exist_ok=True)
-    estimates = Estimates[speed.Case](lambda case: 60.0 if case.mode == "compiled" else 15.0, lambda case: case.mode, 1)
-    for case, result, wait in _timed(left, speed.Timer(options.scale, device), options, estimates):
-        if "error" not in result:
+    estimates = Estimates(speed.guess, speed.kind, 1)
+    timer = speed.Timer(options.scale, device)
+    for case, result, error, wait in _done({case.name: case for case in left}, timer, options, estimates):
+        if not error:
             rows.append(result)
             write_results(options.out / speed.SPEED, rows)
-        said = result.get("error") or f"{result['tokens_per_second']:,} tokens/s"
+        said = error or f"{result['tokens_per_second']:,} tokens/s"
         print(f"{case.variant} at {case.context:,}, {case.mode}: {said}; about {wait / 60:.1f} min left", flush=True)
     return 0
 
 
-def _timed(jobs: list[Any], work: Any, options: argparse.Namespace, estimates: Estimates[Any]) -> Any:
+def _done(
+    jobs: Mapping[str, J], work: Work[J], options: argparse.Namespace, estimates: Estimates[J]
+) -> Iterator[Finished[J]]:
+    """Yields the jobs as they end; those at work are given up when the time is over, and at Ctrl-C and SIGTERM."""
     # A worker's share of the processor; torch reads it as it is imported there.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-    return do_jobs(jobs, work, workers=options.workers, minutes=options.minutes, estimates=estimates)
+    folder = options.out / "jobs" / options.scale
+    with suppress(KeyboardInterrupt):
+        yield from run_jobs(
+            jobs, work, folder, workers=options.workers, minutes=options.minutes, estimates=estimates
+        )
 
 
 def _company(workers: int, device: str) -> float:

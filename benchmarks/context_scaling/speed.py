@@ -34,6 +34,21 @@ class Case:
     context: int
     mode: str  # "eager" or "compiled"
 
+    @property
+    def name(self) -> str:
+        """The case in one word."""
+        return f"{self.variant}-{self.context}-{self.mode}"
+
+
+def guess(case: Case) -> float:
+    """Returns seconds of a case, about."""
+    return 60.0 if case.mode == "compiled" else 15.0
+
+
+def kind(case: Case) -> str:
+    """Returns what cases have in common that take the same time."""
+    return case.mode
+
 
 @dataclass(frozen=True)
 class Timer:

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from sympow import training
 from sympow.cli import serving
 from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
-from sympow.cli.runs import OPENING, Run, check_tokenizers, labels_of, load_run, train_run
+from sympow.cli.runs import check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
+from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
@@ -42,9 +44,10 @@ from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
-from sympow.training import RunConfig, override
+from sympow.training import Run, RunConfig, load, override
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import read_config
+from sympow.training.runs import OPENING
 from sympow.training.step import resolve_device
 
 
@@ -126,7 +129,7 @@ def generate(options: argparse.Namespace) -> None:
     prompt = options.prompt or ""
     if options.prompt_file is not None:
         prompt = _read_text(options.prompt_file)
-    run = load_run(options.run, resolve_device(options.device))
+    run = load(options.run, resolve_device(options.device))
     context = None if options.context is None else load_context(options.context, run.model)
     _generate(
         run,
@@ -144,7 +147,7 @@ def generate(options: argparse.Namespace) -> None:
 def read(options: argparse.Namespace) -> int | None:
     """`sympow read`."""
     _check_writable(options.out)
-    run = load_run(options.run, resolve_device(options.device))
+    run = load(options.run, resolve_device(options.device))
     done = read_text(
         run,
         options.text,
@@ -310,7 +313,8 @@ def _slurm_parameter(text: str) -> tuple[str, int | str]:
 
 
 def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) -> int | None:
-    result = train_run(config, folder, quiet=quiet, restart=restart)
+    do = training.run if config.distillation is None else distill_run
+    result = do(config, folder, quiet=quiet, restart=restart)
     if result.stopped_by:
         line = (
             f"stopped by {result.stopped_by} at step {result.step} of {result.steps}, checkpoint saved; "
@@ -327,7 +331,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) 
 
 def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
     """Runs by label."""
-    runs = {label: load_run(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
+    runs = {label: load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: run.tokenizer for label, run in runs.items()})
     return runs
 
@@ -410,7 +414,7 @@ def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
     """Loads the draft model of a run, on the device of the run; None without a path."""
     if path is None:
         return None
-    draft = load_run(path, run.model.embedding.weight.device)
+    draft = load(path, run.model.embedding.weight.device)
     check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
     return ModelDrafts(draft.model)
 

@@ -12,11 +12,11 @@ from typing import NamedTuple, TextIO
 import numpy as np
 import torch
 
-from sympow.cli.runs import Run
 from sympow.data import encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context_file import ContextHeader, extended_digest, fingerprint, read_header
 from sympow.progress import Progress
+from sympow.training import Run
 from sympow.training.interrupt import StopRequest
 
 SAVE_EVERY = 30.0  # seconds of reading between two partial files

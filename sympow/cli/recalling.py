@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sympow.cli.runs import OPENING
 from sympow.cli.scored import Scored
 from sympow.data import Corpus, DataConfig, Tokenizer, open_corpus
 from sympow.evaluation import BigramCounts, HitLosses, Share, choose_rows, count_bigrams, gap_shares, hit_losses
@@ -18,6 +17,7 @@ from sympow.evaluation.ar_hits_text import Example, example
 from sympow.progress import Progress
 from sympow.recall.probe import PAIRS, Probed, fitting, probe
 from sympow.training import override
+from sympow.training.runs import OPENING
 
 _SAID = {
     "all": "all tokens",

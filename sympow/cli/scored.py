@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sympow.cli.runs import check_tokenizers, labels_of, load_run, saved_tokenizer
+from sympow.cli.runs import check_tokenizers, labels_of
 from sympow.data import DataConfig, Tokenizer
+from sympow.training import load
+from sympow.training.runs import saved_tokenizer
 
 
 class Scored(NamedTuple):
@@ -34,7 +36,7 @@ class Scored(NamedTuple):
 def load_scored(paths: Sequence[str], device: torch.device) -> dict[str, Scored]:
     """Loads models by label: each a run's folder, a checkpoint, or a folder of transformers with its tokenizer.json.
 
-    Raises as `load_run`, and ValueError for models of different tokenizers.
+    Raises as `sympow.training.load`, and ValueError for models of different tokenizers.
     """
     models = {label: _load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: each.tokenizer for label, each in models.items()})
@@ -47,7 +49,7 @@ def _load(path: str, device: torch.device) -> Scored:
 
         loaded = load_causal_lm(path, device)
         return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
-    run = load_run(path, device)
+    run = load(path, device)
     return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
 
 

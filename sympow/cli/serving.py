@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sympow.cli.runs import load_run
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
+from sympow.training import load
 from sympow.training.step import resolve_device
 
 KEYS = "SYMPOW_API_KEYS"
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
 def load_served(path: str, device: torch.device) -> Served:
     """Loads a run folder, a checkpoint in one, or a folder that `sympow export` wrote.
 
-    Raises ValueError for a model without a tokenizer, and as `load_run` does.
+    Raises ValueError for a model without a tokenizer, and as `sympow.training.load` does.
     """
     folder = Path(path)
     config = folder / "config.json"
@@ -74,7 +74,7 @@ def load_served(path: str, device: torch.device) -> Served:
 
         model = to_native(SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True))
         return Served(model.to(device), load_tokenizer(folder), folder)
-    run = load_run(folder, device)
+    run = load(folder, device)
     if run.tokenizer is None:
         raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")
     return Served(run.model, run.tokenizer, folder if folder.is_dir() else folder.parent.parent)

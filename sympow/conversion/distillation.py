@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sympow.models import LanguageModel
-from sympow.training import DistillationConfig, RunConfig, TrainingConfig
+from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
 from sympow.training.ranks import Rows
+from sympow.training.runs import Lesson
 
 
 class Distillation:
@@ -72,3 +76,37 @@ def distillation_run(converted: RunConfig, start: str, teacher: str) -> RunConfi
     )
     stages = DistillationConfig(start, teacher, layer_steps=250, text_steps=100)
     return replace(converted, name=f"{converted.name}-distilled", training=training, distillation=stages)
+
+
+def distill(
+    config: RunConfig, out: str | os.PathLike[str], *, restart: bool = False, quiet: bool = False
+) -> TrainingResult:
+    """Trains a converted model on what its teacher says, or continues; see `sympow.training.run`.
+
+    Args:
+        config: of the run, with `distillation`, such as that of `distillation_run`.
+        out: the folder of the run.
+        restart: first remove what the folder holds of an earlier run.
+        quiet: no progress on stderr.
+
+    Raises ValueError for a config without `distillation`, and as `sympow.training.run` and `load_teacher` do.
+    """
+    if config.distillation is None:
+        raise ValueError(f"the config of {config.name} has no distillation; it is for sympow.training.run")
+    open_lesson = partial(_open_lesson, config.distillation, config.training.steps)
+    return run(config, out, restart=restart, quiet=quiet, lesson=open_lesson)
+
+
+def load_teacher(source: str) -> LanguageModel:
+    """Loads a teacher: the model of a run folder, such as that of the pattern softmax, or a pretrained one."""
+    if (Path(source) / "checkpoints").is_dir():
+        return load_model(source).model
+    from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
+
+    return load_pretrained(source).model
+
+
+def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -> Lesson:
+    """Loads the converted model and its teacher. Raises as `load_model` and `load_pretrained` do."""
+    start = load_model(config.start).model.state_dict()
+    return Lesson(start, Distillation(config, steps, load_teacher(config.teacher), device))

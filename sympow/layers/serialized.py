@@ -84,10 +84,10 @@ def fitted(state: Any, like: Any) -> Any:
     if isinstance(state, DecodingState) and isinstance(like, PowerState):
         return state.folded()
     if isinstance(like, DecodingState) and isinstance(state, PowerState | DecodingState):
-        if isinstance(state, DecodingState) and (state.dtype, state.capacity) == (like.dtype, like.capacity):
-            return state
-        power = state.folded() if isinstance(state, DecodingState) else state
-        return DecodingState.from_state(power, dtype=like.dtype, capacity=like.capacity)
+        if isinstance(state, PowerState):
+            return like.continued(state)
+        kept = (state.dtype, state.capacity, state.s.dtype) == (like.dtype, like.capacity, like.s.dtype)
+        return state if kept else like.continued(state.folded())
     if like is None or state is None or isinstance(like, int | float | Tensor):
         return state  # some states hold None before the first token
     if not isinstance(like, type(state)):  # a file of an earlier version holds windows as caches

@@ -14,6 +14,7 @@ where phi(k_i) does, as exp(-L_i), and phi is homogeneous of degree p: hence dL_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -232,6 +233,28 @@ class _Sequence:
             return self.q.new_zeros(self.batch * self.groups, dtype=self.dtype)
         return self.log_g.sum(1, dtype=torch.float64).flatten()
 
+    def check_range(self, total: Tensor, s: Tensor | None, z: Tensor | None) -> None:
+        """Raises a ValueError if sums, of finite inputs and of the state s, z, have left the range of their dtype.
+
+        It looks at values on a CPU only: to look at those of a GPU would be to wait for it.
+
+        Args:
+            total: the sums.
+            s, z: the state, or None.
+        """
+        if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
+            return
+        inputs = (self.q, self.k, self.v, self.log_g, s, z)
+        if all(x is None or x.isfinite().all() for x in inputs):
+            p, dtype = self.options.p, self.dtype
+            norms = (x.detach().double().norm(dim=-1).max() for x in (self.q, self.k))
+            largest = abs(self.options.scale) * math.prod(norms)
+            limit = (torch.finfo(dtype).max / self.time) ** (1 / p)
+            raise ValueError(
+                f"the sums of (scale q.k)**p leave the range of {dtype}: norms of q and k allow |scale q.k| up to "
+                f"{largest:.1e}, and p = {p} over T = {self.time} tokens is safe up to {limit:.1e}; use smaller q and k"
+            )
+
     def attend(self, chunk: _Chunk, state: Tensor | None) -> Tensor:
         """Numerator and normalizer of a chunk's outputs (M11), side by side: [N, V + 1, R, C]."""
         if state is None:
@@ -354,6 +377,7 @@ class _Chunked(torch.autograd.Function):
         for span in sequence.spans:
             chunk = sequence.chunk(span)
             total = sequence.attend(chunk, state)
+            sequence.check_range(total, s, z)
             if normalizer is None:
                 out[:, span] = sequence.from_queries(total[:, :-1], span)
             else:

@@ -47,6 +47,10 @@ def power_attention(
     out_i = sum_{j<=i} b_ij (scale q_i.k_j)**p v_j / (sum_{j<=i} b_ij (scale q_i.k_j)**p + eps), (M1)-(M5), with
     b_ij = exp(log_g_{j+1} + ... + log_g_i).
 
+    Range: sums are float32 (float64 for float64 inputs), so |scale q.k| is safe up to (3.4e38 / T)**(1 / p): at T =
+    65,536 that is 7e16 for p = 2, 3e8 for p = 4 and 4e5 for p = 6. eps is absolute: rows whose weights add up to less
+    than eps, as with |scale q.k| below eps**(1 / p), are small instead of averages. See docs/math.md.
+
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
             state is the initial one, or zeros.
@@ -73,7 +77,8 @@ def power_attention(
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
 
     Raises:
-        TypeError: wrong types or dtypes. ValueError: anything else that does not fit, in one line.
+        TypeError: wrong types or dtypes. ValueError: anything else that does not fit, in one line; on a CPU also sums
+            that leave the range. On a GPU these come out as inf, NaN or 0.
 
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).

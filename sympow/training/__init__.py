@@ -13,6 +13,7 @@ from sympow.training.metrics import read_metrics
 from sympow.training.objective import Objective
 from sympow.training.overrides import override
 from sympow.training.run_folder import load_model
+from sympow.training.runs import Run, load, run
 
 __all__ = [
     "Checkpoint",
@@ -21,14 +22,17 @@ __all__ = [
     "ExecutionConfig",
     "NonFiniteError",
     "Objective",
+    "Run",
     "RunConfig",
     "TrainingConfig",
     "TrainingResult",
     "latest",
+    "load",
     "load_checkpoint",
     "load_model",
     "override",
     "read_metrics",
+    "run",
     "save_checkpoint",
     "train",
 ]

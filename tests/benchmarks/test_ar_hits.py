@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.ar_hits import __main__ as program
 from benchmarks.ar_hits import report, work
 from sympow.evaluation.ar_hits import PARTS
 from sympow.recall.results import read_rows
+from sympow.sweeps import run_jobs
 
 DOCUMENT = 256
 
@@ -31,14 +33,9 @@ def corpus(tmp_path_factory):
 def small(monkeypatch):
     """Runs of an instant, one after another in this process."""
 
-    def do(jobs, trainer, **settings):
-        done = trainer.prepare(0)
-        for job in jobs:
-            yield job, done(job), 0.0
-
     more = ("model.vocab_size=256", "data.vocab_size=256", "training.context=128", "training.precision=float32")
     monkeypatch.setattr(work, "TOY", (*work.TOY, *more))
-    monkeypatch.setattr(program, "do_jobs", do)
+    monkeypatch.setattr(program, "run_jobs", partial(run_jobs, executor=None))
     monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
 
 

@@ -3,6 +3,7 @@
 import csv
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -15,12 +16,11 @@ from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import cost, results, speed, work
 from benchmarks.context_scaling.data import make_batches, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run
-from benchmarks.context_scaling.launch import Estimates, do_jobs
 from benchmarks.context_scaling.measures import contexts_of, gain
 from benchmarks.context_scaling.studies import STUDIES, grid
 from sympow.data.zarr_corpus import ZarrCorpus
+from sympow.sweeps import run_jobs
 from sympow.training import NonFiniteError
-from tests.benchmarks.chores import Chores
 
 TOY = SCALES["toy"]
 LENGTH = DOCUMENT // TOY.shrink
@@ -41,15 +41,7 @@ def corpus(tmp_path_factory):
 def without_processes(monkeypatch):
     """Jobs one after another in this process."""
 
-    def do(jobs, task, **settings):
-        done = task.prepare(0)
-        for job in jobs:
-            try:
-                yield job, done(job), 0.0
-            except RuntimeError as error:
-                yield job, {"error": str(error)}, 0.0
-
-    monkeypatch.setattr(program, "do_jobs", do)
+    monkeypatch.setattr(program, "run_jobs", partial(run_jobs, executor=None))
     monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
 
 
@@ -152,8 +144,8 @@ def test_what_fails_or_diverges_is_a_row_and_does_not_stop_the_others(corpus, tm
     words = ("--studies", "bars_1024", "--variants", "softmax,power,power4", "--seeds", "0")
     assert run(monkeypatch, corpus, tmp_path, *words) == 0
     statuses = {row["variant"]: (row["status"], row["error"]) for row in results.read(tmp_path).runs}
-    assert statuses == {"softmax": ("not finite", "the loss is nan"), "power": ("failed", "out of luck"),
-                        "power4": ("failed", "another error")}  # fmt: skip
+    assert statuses == {"softmax": ("not finite", "the loss is nan"), "power": ("failed", "RuntimeError: out of luck"),
+                        "power4": ("failed", "RuntimeError: another error")}  # fmt: skip
     assert run(monkeypatch, corpus, tmp_path, *words) == 0
     assert trained == ["softmax", "power", "power4", "power", "power4"]
     assert len(results.read(tmp_path).runs) == 3
@@ -167,36 +159,6 @@ def test_runs_of_another_corpus_are_not_merged(tmp_path):
         results.Results([row]).write(tmp_path / name)
     with pytest.raises(ValueError, match=r"runs to compare share their corpus; .* have"):
         results.merge(tmp_path / "a", tmp_path / "b")
-
-
-def guess_nothing(seconds):
-    return Estimates(lambda job: seconds, lambda job: job, 1.0)
-
-
-def test_workers_take_the_place_of_those_that_failed():
-    jobs = ["a", "fail", "b", "die", "c"]
-    found = {
-        job: result for job, result, _ in do_jobs(jobs, Chores(), workers=2, minutes=5, estimates=guess_nothing(1))
-    }
-    assert {job: found[job]["done"] for job in "abc"} == {"a": "a", "b": "b", "c": "c"}
-    assert found["fail"] == {"error": "RuntimeError: out of luck"}
-    assert found["die"] == {"error": "the process ended with exit code 3"}
-
-
-def test_what_cannot_end_in_time_is_not_begun_and_what_runs_over_it_is_given_up():
-    estimates = Estimates(lambda job: 1e9 if job == "long" else 1e-3, lambda job: job, 1.0)
-    done = [job for job, _, _ in do_jobs(["long", "a", "b"], Chores(), workers=1, minutes=5, estimates=estimates)]
-    assert done == ["a", "b"]
-    assert list(do_jobs(["sleep"], Chores(), workers=1, minutes=0.02, estimates=guess_nothing(1e-3))) == []
-
-
-def test_estimates_learn_from_what_jobs_took():
-    estimates = Estimates(lambda job: 10.0 * job, lambda job: job % 2, company=3.0)
-    assert estimates.seconds(2) == 60
-    estimates.learn(2, 10.0)
-    assert estimates.seconds(4) == 20 and estimates.seconds(3) == 15  # another kind takes the mean of those known
-    estimates.learn(1, 15.0)
-    assert estimates.seconds(3) == 45 and estimates.seconds(4) == 20
 
 
 def test_gain_and_what_is_evaluated():

@@ -74,7 +74,7 @@ def test_parts_of_documents_are_taken_once():
 
 
 def test_random_prompts_are_those_of_a_seed(run):
-    loaded = speculation.load_run(run)
+    loaded = speculation.load(run)
     first, second = (speculation.prompts(loaded, "random", 9, 3) for _ in range(2))
     assert [x.shape for x in first] == [(1, 9)] * 3 and all(map(torch.equal, first, second))
 

@@ -7,12 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.cli import main
-from sympow.cli.runs import load_run
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.data.tokens import BPETokenizer
 from sympow.integrations.transformers import from_transformers, to_transformers
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
-from sympow.training import Checkpoint, RunConfig, TrainingConfig, load_model, save_checkpoint
+from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, load_model, save_checkpoint
 from sympow.training.run_folder import open_run_folder
 
 TEXT = "def main(argument):\n    return 'äöü €' + chr(0)\x00\x7f \t  end's   12345"
@@ -48,7 +47,7 @@ def run(request, tmp_path):
 def test_there_and_back(run, tmp_path):
     out = to_transformers(run, tmp_path / "hf", max_shard_size="20KB")
     back = from_transformers(out, tmp_path / "back")
-    first, second = load_run(run), load_run(back)
+    first, second = load(run), load(back)
     assert first.config == second.config
     assert (back / "config.json").read_bytes() == (run / "config.json").read_bytes()
     weights = second.model.state_dict()
@@ -63,7 +62,7 @@ def test_there_and_back(run, tmp_path):
 
 def test_tokenizer_loads(run, tmp_path):
     out = to_transformers(run, tmp_path / "hf")
-    tokenizer = load_run(run).tokenizer
+    tokenizer = load(run).tokenizer
     if tokenizer is None:
         assert not (out / "tokenizer.json").exists()
         return

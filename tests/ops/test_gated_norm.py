@@ -6,6 +6,7 @@ times the rounding of what is stored.
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.gated_norm import gated_norm
 from tests.ops.contract import DEVICE
@@ -71,3 +72,17 @@ def test_kernel(shape, parts, dtype):
     for a, b in zip(found, expected, strict=True):
         # A single channel is its own norm: its gradient is 0, of which roundings of the terms are left.
         assert (a.double().cpu() - b).norm() <= allowed * max(b.norm(), dout.double().norm())
+
+
+def test_under_activation_checkpointing():
+    pytest.importorskip("triton", reason="needs triton")
+    from sympow.ops.triton import gated_norm as kernel
+
+    y, weight, gate = (x.float().to(DEVICE).requires_grad_() for x in make((2, 5, 3, 4), True, True))
+
+    def call(y, weight, gate):
+        return kernel.gated_norm(y, weight, gate, 1e-6).square().sum()
+
+    expected = torch.autograd.grad(call(y, weight, gate), (y, weight, gate))
+    found = torch.autograd.grad(checkpoint(call, y, weight, gate, use_reentrant=False), (y, weight, gate))
+    assert all(map(torch.equal, found, expected))

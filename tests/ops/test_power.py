@@ -169,3 +169,27 @@ def test_inputs_are_left_as_they_were():
     power_attention_step(q, k, v, state=state)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies, strict=True))
     assert state.s.abs().max() == 0 and state.z.abs().max() == 0
+
+
+def large(p: int, size: float, **options):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 1, 8, generator=gen) for _ in range(3))
+    return power_attention(size * q, size * k, v, p=p, **options).out
+
+
+@pytest.mark.parametrize("chunk_size", [8, 64])
+def test_sums_beyond_the_range_are_refused(chunk_size):
+    """Of what is in the table of docs/math.md: p = 6 where q and k are 1e4, and not where they are 1e2; nor p = 2."""
+    message = r"leave the range of torch.float32: .* p = 6 over T = 20 tokens is safe up to 1.6e\+06"
+    with pytest.raises(ValueError, match=message) as caught:
+        large(6, 1e4, chunk_size=chunk_size)
+    assert "\n" not in str(caught.value)
+    for p, size in ((6, 1e2), (2, 1e4)):
+        out, exact = (large(p, size, chunk_size=chunk_size, impl=impl) for impl in ("eager", "reference"))
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_that_are_not_finite_are_no_error():
+    """They come from elsewhere, and a trainer that skips such steps looks at the loss."""
+    q = torch.full((1, 3, 1, 4), float("nan"))
+    assert power_attention(q, q, q).out.isnan().all()

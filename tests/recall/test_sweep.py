@@ -1,6 +1,5 @@
 """A sweep runs what is missing, once, in any executor, and can be stopped anywhere."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -19,8 +18,7 @@ import torch
 from sympow.models import MixerConfig
 from sympow.recall import Architecture, RecallConfig, Sweep, grid, read_results, run_sweep
 from sympow.recall import sweep as module
-from sympow.recall.run import shape_key
-from sympow.training.claim import claim
+from sympow.sweeps.executors import visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +91,7 @@ def test_a_failed_run_is_told_after_the_others_and_tried_again(tiny, tmp_path, c
 
 
 def read_rows(folder):
-    return [json.loads(file.read_text()) for file in (folder / "rows").iterdir()]
+    return [json.loads(file.read_text())["result"] for file in (folder / "rows").iterdir()]
 
 
 def test_a_run_that_another_process_works_on_is_left_to_it(tiny, tmp_path, counted):
@@ -155,19 +153,11 @@ def test_the_longest_runs_come_first(small, tmp_path, counted):
     assert seen == [runs[1].id, runs[2].id, runs[0].id]
 
 
-def test_a_worker_stays_with_a_model_and_then_helps_others(small, tmp_path, counted):
+def test_a_sweep_trains_all_runs_of_a_model_before_another(small, tmp_path, counted):
     seen, _ = counted
     runs = grid(small, widths=(32, 64), learning_rates=(1e-3, 1e-2))
-    held, free = ([run for run in runs if run.width == width] for width in (32, 64))
-    worker = {"device": "cpu", "compiled": True, "cuda_graphs": True, "workers": 1}
-    mixed = [held[0], free[0], held[1], free[1]]
-    for name in ("rows", "claims", "errors"):
-        (tmp_path / name).mkdir()
-    key = hashlib.sha256(shape_key(held[0]).encode()).hexdigest()[:16]
-    with claim(tmp_path / "claims" / f"model-{key}"):  # another worker's
-        module.work(mixed, tmp_path, 0, **worker)
-    torch.set_num_threads(1)
-    assert seen == [run.id for run in (*free, *held)]
+    here(Sweep("groups", (runs[0], runs[2], runs[1], runs[3])), tmp_path)
+    assert [name.split("-w")[1][:2] for name in seen] == ["64", "64", "32", "32"]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +195,9 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
         def batch(self):
             return nullcontext()
 
-        def submit(self, function, *arguments, **options):
-            submitted.append(options)
-            function(*arguments, **options)
+        def submit(self, function, worker, number):
+            submitted.append((number, worker.work.workers))
+            function(worker, number)
             torch.set_num_threads(1)  # a worker takes all
             return SimpleNamespace(done=lambda: True)
 
@@ -215,8 +205,7 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
     rows = run_sweep(
         tiny, tmp_path, executor="slurm", jobs=2, slurm={"timeout_min": 5}, device="cpu", quiet=True
     )
-    worker = {"device": "cpu", "compiled": True, "cuda_graphs": True, "workers": 1}
-    assert submitted == [("submitit", "slurm"), {"timeout_min": 5}, worker, worker]
+    assert submitted == [("submitit", "slurm"), {"timeout_min": 5}, (0, 1), (1, 1)]  # each alone on its machine
     assert len(rows) == len(seen) == 4
 
 
@@ -225,13 +214,13 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
     [("", {"gpus_per_node": 2}), ("3,5", {"gpus_per_node": 2, "visible_gpus": [3, 5]}), ("GPU-a,GPU-b", None)],
 )
 def test_submitit_is_told_the_gpus_of_this_process(monkeypatch, listed, expected):
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     if expected is None:
         with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is 'GPU-a,GPU-b': use the executor process"):
-            module._visible_gpus()
+            visible_gpus()
     else:
-        assert module._visible_gpus() == expected
+        assert visible_gpus() == expected
 
 
 def test_workers_find_a_mixer_by_its_import_path(tiny, tmp_path, monkeypatch):

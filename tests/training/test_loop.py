@@ -17,17 +17,17 @@ from sympow.training import (
     ExecutionConfig,
     NonFiniteError,
     RunConfig,
+    language,
     latest,
     load_checkpoint,
     load_model,
     read_metrics,
     train,
 )
-from sympow.training import language, step
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.ranks import Part
 from sympow.training.run_folder import clear_run_folder, open_run_folder
-from sympow.training.step import held_out_loss, resolve_device
+from sympow.training.step import held_out_loss, make_pass, resolve_device, train_step
 from sympow.training.throughput import token_flops
 from tests.ops.contract import DEVICE
 
@@ -180,8 +180,8 @@ def gradient(config, batches, monkeypatch) -> tuple[float, torch.Tensor]:
             seen.append(model.embedding.weight.grad.clone())
 
     optimizer = Recorder(model.parameters(), lr=0.1)
-    passes = [step.make_pass(batch, model, CPU) for batch in batches]
-    loss, _, targets = step.train_step(model, optimizer, passes, 0.1, config.training, CPU)
+    passes = [make_pass(batch, model, CPU) for batch in batches]
+    loss, _, targets = train_step(model, optimizer, passes, 0.1, config.training, CPU)
     assert targets == sum(int((batch.targets != -100).sum()) for batch in batches)
     assert all(parameter.grad is None for parameter in model.parameters())
     return loss, seen[0]
@@ -229,11 +229,11 @@ def test_passes_for_a_gpu_are_checked_and_pinned_on_the_host(make_config):
     model = LanguageModel(make_config().model, seed=0)
     rows = Part(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, -100, 17]]), torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="targets must lie in a vocabulary of 17 tokens; got 17"):
-        step.make_pass(rows, model, torch.device("meta"))
-    assert step.make_pass(rows, model, CPU) == (rows, 2)  # a model on the CPU looks at them itself
+        make_pass(rows, model, torch.device("meta"))
+    assert make_pass(rows, model, CPU) == (rows, 2)  # a model on the CPU looks at them itself
     if DEVICE == "cuda":
         rows.targets[0, 2] = 16
-        made = step.make_pass(rows, model, torch.device("cuda"))
+        made = make_pass(rows, model, torch.device("cuda"))
         assert made.targets == 2 and all(tensor.is_pinned() for tensor in made.rows)
 
 

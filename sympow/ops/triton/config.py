@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from triton import knobs
@@ -152,7 +151,7 @@ _FORMS = {
     (2, 16): ((1024, 256), (1024, 256)),
     (2, 32): ((2048, 256), (1536, 256)),
     (2, 64): ((4096, 768), (4096, 768)),
-    (2, 128): ((16384, 1024), (16384, 1024)),
+    (2, 128): ((16384, 1024), (16384, 2048)),
     (3, 16): ((4096, 1024), (4096, 1024)),
     (3, 24): ((8192, 1024), (8192, 1024)),
     (3, 32): ((16384, 2048), (8192, 2048)),
@@ -164,8 +163,8 @@ _FORMS = {
 # The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
 # layers have them.
 _FORMS_GATED = {
-    (2, 64): ((8192, 768), (8192, 768)),
-    (2, 128): ((32768, 1024), (16384, 1024)),
+    (2, 64): ((8192, 768), (8192, 1024)),
+    (2, 128): ((32768, 1024), (16384, 2048)),
     (3, 32): ((32768, 2048), (8192, 2048)),
 }
 # Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
@@ -214,64 +213,42 @@ def on_hopper(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class DecodingLimits:
-    """From which the launch of a step of decoding is made for its shapes."""
-
-    tile: int  # elements of a tile of the state
-    programs: int  # a multiprocessor is to have, over all heads
-    warps: int
-    stages: int  # tiles of the state that are on their way at once
-    registers: int | None  # of a thread at most: what is rare, such as folding, would else take all there are
-    each: int = 16  # elements that a thread has of a tile that is folded; of a tile of the tail and of the parts more
-    fold_tokens: int = 16  # of the tail that are folded at a time: on a GPU the least that Triton multiplies
-
-
-# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": DecodingLimits(4096, 2, 8, 1, 128), "many": DecodingLimits(4096, 32, 4, 2, 128)}
-_DECODING_INTERPRETER = DecodingLimits(128, 2, 1, 1, None, each=1, fold_tokens=2)
-
-
-@dataclass(frozen=True)
 class Decoding:
     """How a step of decoding is launched."""
 
-    share: int  # rows of the state a program
-    splits: int  # programs a kv head, without those of the tail
-    constants: dict[str, int | None]  # of the kernel
+    rows: int  # of a state, a tile
+    tiles: int  # a program
+    splits: int  # programs a kv head, without the one of the tail
+    tokens: int  # of the tail, a tile
+    warps: int
+    stages: int  # tiles of the state that are on their way at once
+
+
+@dataclass(frozen=True)
+class DecodingLimits:
+    elements: int  # at most, of a tile of the state times the query heads that share it
+    programs: int  # a multiprocessor is to have, over all heads
+    tail: int  # elements at most, of a tile of the tail
+    warps: int
+    stages: int
+
+
+# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
+DECODING = {"few": DecodingLimits(4096, 16, 4096, 2, 1), "many": DecodingLimits(4096, 32, 4096, 2, 1)}
+_DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, 1)
 
 
 def decoding(
-    pairs: int, dim: int, heads: int, key_dim: int, value_dim: int, element: int, device: torch.device
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
 ) -> Decoding:
-    """For `pairs` of sequences and kv heads, D rows of state of so many bytes an element, and the query heads of a
-    pair."""
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
     limits = DECODING["few" if pairs < processors(device) else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
-    return _decoding(limits, processors(device), pairs, dim, heads, key_dim, value_dim, element)
-
-
-@lru_cache(maxsize=256)
-def _decoding(
-    limits: DecodingLimits, processors: int, pairs: int, dim: int, heads: int, key_dim: int, value_dim: int,
-    element: int,
-) -> Decoding:  # fmt: skip
-    width, columns, padded = (next_power_of_2(x) for x in (key_dim, value_dim, heads))
-    threads = 32 * limits.warps
-    rows = max(1, limits.tile // columns)
+    rows = max(1, limits.elements // (padded_heads * columns))
+    total = ceil_div(dim, rows)
     # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
-    splits = limits.programs * processors // pairs - heads
-    splits = max(1, min(splits, ceil_div(dim, rows), dim // (4 * heads)))
-    share = ceil_div(ceil_div(dim, splits), 8) * 8
-    splits = ceil_div(dim, share)
-    held = limits.each * threads
-    constants: dict[str, int | None] = {"WIDTH": width, "COLUMNS": columns, "HEADS": padded, "SPLITS": splits}
-    constants |= {"STAGES": limits.stages, "num_warps": limits.warps}
-    if torch.version.hip is None:  # which has no such option
-        constants["maxnreg"] = limits.registers
-    # What all threads load with 16 bytes each.
-    constants |= {"ROWS": rows, "GROUP": min(rows, max(1, threads * 16 // element // columns))}
-    constants |= {"FOLD_ROWS": max(1, held // columns), "FOLD_TOKENS": limits.fold_tokens}
-    constants |= {"TOKENS": max(1, 2 * held // max(width, columns))}
-    constants |= {"RANKS": min(next_power_of_2(splits + 1), max(1, 4 * held // (padded * columns)))}
-    return Decoding(share, splits, constants)
+    splits = max(1, min(total, ceil_div(limits.programs * processors(device), pairs), dim // (4 * heads), 16 * rows))
+    tiles = ceil_div(total, splits)
+    tokens = max(1, limits.tail // max(key_dim, columns))
+    return Decoding(rows, tiles, ceil_div(total, tiles), tokens, limits.warps, limits.stages)

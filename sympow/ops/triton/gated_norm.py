@@ -132,8 +132,8 @@ def _keep(ctx, inputs, output):
 
 
 def _backward(ctx, dout):
-    _, weight, gate = ctx.saved_tensors
-    dy, dweight, dgate = gated_norm_backward(dout, *ctx.saved_tensors, ctx.eps)
+    y, weight, gate = ctx.saved_tensors  # to be read only once: checkpointing forgets what it has given
+    dy, dweight, dgate = gated_norm_backward(dout, y, weight, gate, ctx.eps)
     return dy, None if weight is None else dweight, None if gate is None else dgate, None
 
 

@@ -412,19 +412,20 @@ def through_states(
 @triton.jit
 def gate_gradient_by_chunk(
     dq_sums, dk_sums, through, last, dlog_g, starts, chunks, T, tokens, G,
-    R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    FINAL: tl.constexpr, PACKED: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """As `gate_gradient`, but the sum of the terms from each token to the end of its chunk, and of what reaches the
-    later chunks, `through` [chunks, G, PARTS]. Grid: chunks, G."""
+    later chunks, `through` [chunks, G, PARTS]. COUNT: a power of two, at least PARTS. Grid: chunks, G."""
     n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
     g = tl.cast(tl.program_id(1), tl.int64)
     t = tl.arange(0, BLOCK)
     end = tl.minimum(first + CHUNK, length)
     carry = tl.zeros([1], tl.float64)
     if end < length:
-        parts = through + (tl.program_id(0) * G + g) * PARTS + tl.arange(0, PARTS)
-        carry += tl.sum(tl.load(parts), 0)
+        part = tl.arange(0, COUNT)
+        parts = through + (tl.program_id(0) * G + g) * PARTS
+        carry += tl.sum(tl.load(parts + part, mask=part < PARTS, other=0.0), 0)
     elif FINAL:
         carry += tl.load(last + n * G + g)
     count = tl.cdiv(end - first, BLOCK)

@@ -22,7 +22,7 @@ from sympow.ops.triton.plan import Plan
 
 WEIGH_BLOCK = 128
 GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # of the gate's gradient, along whole rows and within chunks
-STATE_BLOCK, STATE_PARTS = 2048, 8  # of a state: elements read at once, and programs that share it
+STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read at once, and programs that share a state
 
 
 def output(
@@ -88,13 +88,40 @@ def new_ends(call: Call, z: bool) -> tuple[Tensor, Tensor]:
     return s_end, z_end
 
 
+def new_states(call: Call, z: bool, more: int = 0) -> tuple[Tensor, Tensor]:
+    """Room for S [chunks + more, G, rows, V] and Z [chunks + more, G, K, K], which is empty where none is made."""
+    plan = call.plan
+    s, zs = (
+        torch.empty(chunks and chunks + more, *shape, device=plan.device, dtype=plan.dtype)
+        for chunks, *shape in plan.state_shapes(z)
+    )
+    return s, zs
+
+
+class ForwardStates(NamedTuple):
+    """What the state pass in reverse multiplies the gradients of states with."""
+
+    s: Tensor  # S and Z at the boundaries at which it forms their gradients: those after each chunk
+    z: Tensor
+    products: Tensor  # float64 [chunks, G, parts], a result: their inner product, where another chunk follows
+
+
+def new_products(call: Call, z: bool) -> Tensor:
+    """Room for those of `ForwardStates`: the gradient of the gate's sums at the ends of chunks, in parts."""
+    shape = (call.plan.layout.blocks(call.plan.chunk), call.plan.G, _state_programs(call.plan, z))
+    return torch.empty(shape, device=call.plan.device, dtype=torch.float64)
+
+
 def states(
     call: Call, s_init: Tensor | None, z_init: Tensor | None, ends: tuple[Tensor, Tensor] | None, z: bool,
-    gradient: tuple[Tensor, Tensor, Tensor] | None = None,
+    gradient: tuple[Tensor, Tensor, Tensor] | None = None, room: tuple[Tensor, Tensor] | None = None,
+    forward: ForwardStates | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks. `ends` takes the last ones.
+    """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, in `room` if that is given. `ends`
+    takes the last ones.
 
-    `gradient` is (dout, factor, delta): then the same in reverse, for the gradient of the states.
+    `gradient` is (dout, factor, delta): then the same in reverse, for the gradient of the states. The S and Z of
+    `forward` may be `room`: they are written over.
     """
     plan = call.plan
     x, y = (call.k, call.v) if gradient is None else (call.q, gradient[0])
@@ -105,16 +132,19 @@ def states(
     blocks = call.table(block)
     weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=call.cu_seqlens, blocks=blocks)
 
-    s, zs = (torch.empty(shape, device=plan.device, dtype=plan.dtype) for shape in plan.state_shapes(z))
+    s, zs = new_states(call, z) if room is None else room
     init, final = s_init is not None, ends is not None
     s_init, z_init = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
     s_final, z_final = (s, zs) if ends is None else ends
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
     tensors |= {"starts": call.cu_seqlens, "chunk_starts": call.chunk_starts()}
-    if not plan.leveled:  # whose rows hold the keys transposed, and which has no Z
-        tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
-    make = _states_on_hopper if plan.hopper else _states_by_levels if plan.leveled else _states
+    if plan.leveled:  # whose rows hold the keys transposed, and which has no Z
+        plan.launcher(_states_by_levels, reverse, init, final)(**tensors)
+        return s, zs
+    tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
+    tensors |= dict(zip(("s_forward", "z_forward", "products"), forward or (None,) * 3, strict=True))
+    make = _states_on_hopper if plan.hopper else _states
     plan.launcher(make, reverse, init, final, z)(**tensors)
     return s, zs
 
@@ -155,36 +185,48 @@ def _state_arguments(plan: Plan, reverse: bool, init: bool, final: bool) -> tupl
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}
 
 
+def _state_tiles(plan: Plan) -> int:
+    """Tiles of rows of a program of the state pass."""
+    if not plan.hopper:
+        return plan.config.state.block
+    size = plan.hopper_launches.state
+    programs = hopper_states.programs(plan.K, plan.half, plan.parts, size.block, size.tile, size.warps)
+    # Half the tiles where the programs would be fewer than two a multiprocessor, which fill each other's waits.
+    few = programs * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
+    return 2 if few else size.block
+
+
+def _state_programs(plan: Plan, z: bool) -> int:
+    """Programs of the state pass for one kv head of one sequence."""
+    tiles = _state_tiles(plan)
+    if plan.hopper:
+        size = plan.hopper_launches.state
+        return hopper_states.programs(plan.K, plan.half, plan.parts, tiles, size.tile, size.warps)
+    counts, narrow, least = plan.counts(), plan.K - plan.half, 64  # rows of a product
+    programs = int(z) + config.ceil_div(counts["lower"], tiles * max(1, least // plan.K))
+    return programs + (config.ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
+
+
 def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
-    size, narrow, least = plan.config.state, plan.K - plan.half, 64  # rows of a product
+    size = plan.config.state
     numbers, constants = _state_arguments(plan, reverse, init, final)
-    counts = plan.counts()
-    tiles = int(z) + config.ceil_div(counts["lower"], size.block * max(1, least // plan.K))
-    if counts["upper"]:
-        tiles += config.ceil_div(counts["upper"], size.block * max(1, least // narrow))
-    numbers |= _sources(plan, reverse) | counts
-    constants = plan.dims() | constants | {"TILES": size.block, "STEP": size.step, "Z": z}
+    numbers |= _sources(plan, reverse) | plan.counts()
+    constants = plan.dims() | constants | {"TILES": _state_tiles(plan), "STEP": size.step, "Z": z}
     arguments = numbers | constants | {"prefixes": plan.tables[0]} | size.options
-    return Launcher(plain_states.state_pass, (tiles, plan.G, plan.layout.sequences), arguments)
+    grid = (_state_programs(plan, z), plan.G, plan.layout.sequences)
+    return Launcher(plain_states.state_pass, grid, arguments)
 
 
 def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.state
     numbers, constants = _state_arguments(plan, reverse, init, final)
-    counts = {
-        tiles: hopper_states.programs(plan.K, plan.half, plan.parts, tiles, size.tile, size.warps)
-        for tiles in (size.block, 2)
-    }
-    # Half the tiles where the programs would be fewer than two a multiprocessor, which fill each other's waits.
-    few = counts[size.block] * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
-    tiles = 2 if few else size.block
-    constants |= {"K": plan.K, "V": plan.V, "HALF": plan.half, "PARTS": plan.parts, "TILES": tiles}
+    constants |= {"K": plan.K, "V": plan.V, "HALF": plan.half, "PARTS": plan.parts, "TILES": _state_tiles(plan)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
-    grid = (counts[tiles], plan.G, plan.layout.sequences)
+    grid = (_state_programs(plan, z), plan.G, plan.layout.sequences)
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
 
-def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
+def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool) -> Launcher:
     size, levels = plan.hopper_launches.state, plan.levels.shape
     tiles = min(size.block, 128 // plan.V)
     numbers, constants = _state_arguments(plan, reverse, init, final)
@@ -399,7 +441,7 @@ def gate_gradient(
     dlog_g = torch.empty(plan.layout.tokens, plan.G, device=plan.device, dtype=torch.float32)
     terms = {"dq_sums": dsums_q, "dk_sums": dsums_k}
     if through is not None:
-        launch = plan.launcher(_gate_gradient_by_chunk, last is not None, SHORT_GATE_BLOCK)
+        launch = plan.launcher(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
         tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
         launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
         return dlog_g
@@ -411,8 +453,9 @@ def gate_gradient(
     return dlog_g
 
 
-def _gate_gradient_by_chunk(plan: Plan, final: bool, block: int) -> Launcher:
-    constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "PARTS": STATE_PARTS, "BLOCK": block, "FINAL": final}
+def _gate_gradient_by_chunk(plan: Plan, final: bool, parts: int, block: int) -> Launcher:
+    constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block, "FINAL": final}
+    constants |= {"PARTS": parts, "COUNT": config.next_power_of_2(parts)}
     numbers = plan.sequences() | {"G": plan.G}
     grid = (plan.layout.blocks(plan.chunk), plan.G)
     return Launcher(gradients.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})

@@ -79,22 +79,26 @@ def backward(
     has_init, has_final = s_init is not None, ds_final is not None
     reads_z = p == 2 and (normalize or has_final)
     s, z = result.s_kept, result.z_kept
-    ds = dz = starts = through = dlog_g = None
+    room = after = ds = dz = starts = through = dlog_g = None
     if chunk and s is None:
         if s_init is not None:
             s_init, z_init = _from_public(plan.rows, s_init, z_init)
-        s, z = launch.states(call, s_init, z_init, None, reads_z)
+        # Their gradients take their place: that of the state after a chunk, where the state before the next one was,
+        # if the two are multiplied.
+        shift = int(plan.restarts)
+        s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
+        room = s[shift:], z[shift:]
     dq, dsums_q = launch.query_gradient(call, dout, factors, s, z, has_init, normalize)
-    if not plan.restarts:
-        s = z = None  # they may be large
     if chunk:
         s_end, z_end = (None, None) if ds_final is None else _from_public(plan.rows, ds_final, dz_final)
         starts = launch.new_ends(call, reads_z) if has_init else None
-        ds, dz = launch.states(call, s_end, z_end, starts, reads_z, (dout, factors.factor, factors.delta))
-        if s is not None:
-            through = launch.through_states(call, s, z, ds, dz, reads_z)
-            del s, z
+        if plan.restarts and s is not None and z is not None:
+            through = launch.new_products(call, reads_z)
+            after = launch.ForwardStates(s[1:], z[1:], through)
+        gradient = (dout, factors.factor, factors.delta)
+        ds, dz = launch.states(call, s_end, z_end, starts, reads_z, gradient, room, after)
     dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
+    del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
         dlog_g = launch.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)

@@ -163,15 +163,28 @@ def _read(ptr, i, count, sub, j, col, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _product(ptr, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr, ALONE: tl.constexpr):
+    """[]: the part of these rows, `acc`, in the inner product of their state with the one at ptr. From the last index
+    ALONE on, a row stands for both orderings.
+
+    `acc` is rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    """
+    own = acc.to(ptr.dtype.element_ty).to(tl.float32)
+    x = tl.sum(_read(ptr, i, count, sub, j, col, columns, WIDTH) * own, 1)
+    return tl.sum(x * tl.where(j < ALONE, 1.0, 2.0), 0)
+
+
+@triton.jit
 def _walk(
-    x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, prefixes, i, count,
-    start, length, chunks, columns,
-    J0: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
+    products_step, prefixes, i, count, start, length, chunks, columns,
+    J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Rows of TILES tiles, from prefix i on, through all chunks of a sequence. Pointers are at its first token, chunk
-    and head; `count` ends the prefixes, `columns` the columns."""
+    and head; `count` ends the prefixes, `columns` the columns; `other` is of s_forward or z_forward of `state_pass`."""
     PREFIXES: tl.constexpr = 64 // WIDTH if WIDTH < 64 else 1  # a product has 64 rows at least
     M: tl.constexpr = PREFIXES * WIDTH
     m = tl.arange(0, M)
@@ -200,6 +213,17 @@ def _walk(
             chunk = chunks - 1 - chunk
         if within == 0:
             here = out + tl.cast(chunk, tl.int64) * out_step
+            if products is not None:
+                if it > 0:
+                    there = other + tl.cast(chunk, tl.int64) * out_step
+                    product = _product(there, a0, i, count, sub, j, col, columns, WIDTH, ALONE)
+                    if TILES > 1:
+                        product += _product(there, a1, i + PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                    if TILES > 2:
+                        product += _product(there, a2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                        product += _product(there, a3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
+                    tl.store(products + tl.cast(chunk, tl.int64) * products_step, product)
+                tl.debug_barrier()  # `other` may be `out`: other threads have read what is written over
             _write(here, a0, i, count, sub, j, col, columns, WIDTH)
             if TILES > 1:
                 _write(here, a1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
@@ -243,15 +267,19 @@ def _walk(
 
 @triton.jit
 def state_pass(
-    x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final, prefixes,
-    starts, chunk_starts, T, tokens, G, lower, upper,
+    x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
+    s_forward, z_forward, products, prefixes, starts, chunk_starts, T, tokens, G, lower, upper,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, Z: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
     PACKED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """s_out [chunks, G, rows, V], z_out [chunks, G, K, K]: the state before each chunk (after it, in reverse), without
-    that chunk's own part. Grid: tiles of rows (those of Z first), kv heads, sequences."""
+    that chunk's own part. Grid: tiles of rows (those of Z first), kv heads, sequences.
+
+    In reverse, `products` [chunks, G, programs] or None: of every chunk that another follows, in parts, the inner
+    product at its end with the states of the forward, s_forward and z_forward, which are at the same boundaries as
+    s_out and z_out and may be the same memory. Of p = 1 and 2 alone."""
     g = tl.cast(tl.program_id(1), tl.int64)
     n = tl.program_id(2)
     if PACKED:
@@ -274,6 +302,10 @@ def state_pass(
     s_out += (chunk0 * G + g) * rows * V
     s_init += (tl.cast(n, tl.int64) * G + g) * rows * V
     s_final += (tl.cast(n, tl.int64) * G + g) * rows * V
+    if products is not None:
+        s_forward += (chunk0 * G + g) * rows * V
+        products += (chunk0 * G + g) * tl.num_programs(0) + tl.program_id(0)
+    products_step = G * tl.num_programs(0)
     tile = tl.program_id(0)
     if Z:
         tile -= 1
@@ -281,22 +313,27 @@ def state_pass(
     if tile < 0:
         z = (chunk0 * G + g) * (K * K)
         z_end = (tl.cast(n, tl.int64) * G + g) * (K * K)
+        other = z_forward
+        if products is not None:
+            other += z
         _walk(
             x, x_st, x_sh, xt + K * stride, xt_sh, stride, x, x_st, x_sh, sums, z_out + z, G * K * K, z_init + z_end,
-            z_final + z_end, prefixes, 0, 1, start, length, chunks, K, 0, K, K, K, P, R, 1, STEP, CHUNK, PRECISION,
-            GATED, REVERSE, INIT, FINAL,
+            z_final + z_end, other, products, products_step, prefixes, 0, 1, start, length, chunks, K,
+            0, K, K, K, K, P, R, 1, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif tile < lower_tiles:
         _walk(
-            x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, s_out, G * rows * V, s_init, s_final, prefixes,
-            tile * lower_tile, lower, start, length, chunks, V, 0, K, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION,
-            GATED, REVERSE, INIT, FINAL,
+            x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, s_out, G * rows * V, s_init, s_final, s_forward,
+            products, products_step, prefixes, tile * lower_tile, lower, start, length, chunks, V,
+            0, K, HALF, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif UPPER > 0:
         past = tl.cast(lower, tl.int64) * K * V
+        if products is not None:
+            s_forward += past
         _walk(
             x, x_st, x_sh, xt + lower * stride if P == 2 else xt, xt_sh, stride, y, y_st, y_sh, sums, s_out + past,
-            G * rows * V, s_init + past, s_final + past, prefixes + lower * (P - 1), (tile - lower_tiles) * upper_tile,
-            upper, start, length, chunks, V, HALF, UPPER, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION,
-            GATED, REVERSE, INIT, FINAL,
+            G * rows * V, s_init + past, s_final + past, s_forward, products, products_step,
+            prefixes + lower * (P - 1), (tile - lower_tiles) * upper_tile, upper, start, length, chunks, V,
+            HALF, UPPER, K, COLUMNS, K, P, R, TILES, STEP, CHUNK, PRECISION, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip

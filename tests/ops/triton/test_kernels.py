@@ -233,6 +233,40 @@ def test_through_states(p, key_dim, ends):
     assert followed >= 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if GPU else [torch.float32], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("p", "key_dim"), [(1, 16), (2, 16), *([(2, 32), (2, 64), (2, 128)] if GPU else [])])
+def test_the_state_pass_multiplies_gradients_with_states(p, key_dim, packed, dtype):
+    """While it forms them: as `through_states` of both; also where it writes them over the states."""
+    B, T, G = 1 if packed else 2, 1100 if GPU else 100, 2
+    ends = (0, 1, T // 4, T // 4, T) if packed else None
+    cu_seqlens = None if ends is None else torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE)
+    gen = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(B, T, G, key_dim, generator=gen).to(DEVICE, dtype) for _ in range(4))
+    log_g = -torch.rand(B, T, G, generator=gen).to(DEVICE) / 16
+    call = calls.Call(q, k, v, log_g, cu_seqlens, p, 0.1, 32, False, gradient_rows=True)
+    factor, delta = (torch.rand(G, B * T, generator=gen).to(DEVICE) for _ in range(2))
+    reads_z, gradient, parts = p == 2, (dout, factor, delta), []
+    for apart in (True, False):
+        s, z = launch.states(call, None, None, None, reads_z, room=launch.new_states(call, reads_z, 1))
+        room = launch.new_states(call, reads_z) if apart else (s[1:], z[1:])
+        products = launch.new_products(call, reads_z).fill_(0)
+        forward = launch.ForwardStates(s[1:], z[1:], products)
+        ds, dz = launch.states(call, None, None, None, reads_z, gradient, room, forward)
+        parts.append((ds, dz, products))
+        if apart:
+            expected = launch.through_states(call, s, z, ds, dz, reads_z).sum(2)
+    chunk, index, followed = call.plan.chunk, 0, []
+    for start, stop in pairwise((0, *ends)) if ends else ((0, T), (0, T)):
+        for first in range(start, stop, chunk):
+            followed += [index] if first + chunk < stop else []
+            index += 1
+    assert len(followed) >= 2
+    assert all(torch.equal(a[:index], b[:index]) for a, b in zip(*parts, strict=True))
+    got, expected = parts[0][2].sum(2)[followed], expected[followed]
+    assert (got - expected).norm() <= 1e-4 * expected.norm()  # float32 sums of products of either sign
+
+
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("key_dim", [32, 64, 128])
 def test_gate_gradient_of_a_long_row(key_dim):

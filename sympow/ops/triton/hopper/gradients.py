@@ -1,4 +1,4 @@
-"""The gradients of p = 2 for Hopper, in Gluon: as `backward.query_pass` and `backward.key_pass`."""
+"""The gradients of p = 2 for Hopper, in Gluon: as `gradients.query_pass` and `gradients.key_pass`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sympow.ops.triton.hopper.output import (
     assign,
     await_last,
-    barrier,
     column,
     copy_rows,
     first_keys,
@@ -17,7 +16,7 @@ from sympow.ops.triton.hopper.output import (
     start_next,
 )
 from sympow.ops.triton.hopper.quarters import key_states, query_states
-from sympow.ops.triton.hopper.renamed import load_async
+from sympow.ops.triton.hopper.renamed import barrier, load_async
 from sympow.ops.triton.hopper.states import exp2
 
 

@@ -1,4 +1,4 @@
-"""The output pass for Hopper, in Gluon: as `forward.output_pass`, with layouts and copies under control.
+"""The output pass for Hopper, in Gluon: as `output.output_pass`, with layouts and copies under control.
 
 Tiles of the state stream through shared memory, and each prefix is the queries times p - 1 of their own columns, formed
 in registers while the product before runs.
@@ -10,11 +10,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton import states
-from sympow.ops.triton.hopper.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.renamed import barrier, load_async, reinterpret
 from sympow.ops.triton.hopper.states import exp2
 
 REACH_TILE = gl.constexpr(states.REACH_TILE.value)
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The gradients of p = 3 and 4 for Hopper, in Gluon: as `backward.query_pass` and `backward.key_pass`, with the rows of
+"""The gradients of p = 3 and 4 for Hopper, in Gluon: as `gradients.query_pass` and `gradients.key_pass`, with the rows of
 `levels.Levels`.
 
 The gradient with respect to x_j through a state is p times the sum over prefixes (u, k) of x_u x_k (y S[u, k, j]^T), y
@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper.gradients import query_step
 from sympow.ops.triton.hopper.output import (
-    barrier,
     before_level,
     column,
     copy_rows,
@@ -25,7 +24,7 @@ from sympow.ops.triton.hopper.output import (
     stage_columns,
     stage_pairs,
 )
-from sympow.ops.triton.hopper.renamed import load_async, reinterpret
+from sympow.ops.triton.hopper.renamed import barrier, load_async, reinterpret
 from sympow.ops.triton.hopper.states import exp2
 
 

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.output import barrier, column, copy_rows, stage_columns
-from sympow.ops.triton.hopper.renamed import reinterpret
+from sympow.ops.triton.hopper.output import column, copy_rows, stage_columns
+from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 
 
 @gluon.constexpr_function

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.renamed import load_async
+from sympow.ops.triton.hopper.renamed import barrier, load_async
 
 
 @gluon.jit
@@ -88,6 +88,62 @@ def _write_all(
 
 
 @gluon.jit
+def computed_here(x):
+    """Returns x. What follows from it is computed here: before the loop it would take registers all along."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _multiply_and_write(
+    out, other, followed, acc, is_z, prefix, row0, last,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
+    FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """As `_write`. [rows]: of each row its part in the inner product with the state at `other`, which may be `out`; 0
+    unless `followed`. Between parts of K (`rows.py`) one row stands for both orderings."""
+    m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
+    wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH)) & followed
+    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
+    theirs = gl.load(other + here, mask=wanted[:, None], other=0.0).to(gl.float32)
+    # Rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    own = acc.to(out.dtype.element_ty).to(gl.float32)
+    between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
+    x = gl.sum(theirs * own, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
+    x = gl.where(wanted, x, 0.0)  # rows beside Z are of no prefix: `acc` is anything there
+    barrier()  # all threads have read what is written over
+    _write(out, acc, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout)
+    return x
+
+
+@gluon.jit
+def _multiply_and_write_all(
+    out, other, products, followed, is_z, prefix, row0, last, a0, a1, a2, a3,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
+    FIRST: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+):  # fmt: skip
+    """products [1]: of all tiles, the sum of `_multiply_and_write`."""
+    prefix = computed_here(prefix)
+    x = _multiply_and_write(
+        out, other, followed, a0, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout, out_layout
+    )
+    if not is_z:
+        x += _multiply_and_write(
+            out, other, followed, a1, is_z, prefix + PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout,
+            out_layout,
+        )  # fmt: skip
+        if TILES > 2:
+            x += _multiply_and_write(
+                out, other, followed, a2, is_z, prefix + 2 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
+                layout, out_layout,
+            )  # fmt: skip
+            x += _multiply_and_write(
+                out, other, followed, a3, is_z, prefix + 3 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
+                layout, out_layout,
+            )  # fmt: skip
+    gl.store(products, gl.sum(x, 0))
+
+
+@gluon.jit
 def _read(
     ptr, is_z, prefix, row0,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
@@ -140,14 +196,15 @@ def step_pointers(
 
 @gluon.jit
 def _walk(
-    x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, is_z, prefix, row0,
-    chunks, length, xs, ys, fs,
-    WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, R: gl.constexpr,
+    x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
+    products_step, is_z, prefix, row0, last, chunks, length, xs, ys, fs,
+    WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
     """TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each prefix.
-    Pointers are at the first token, chunk and head, `x` at the first last index, `xt` at the prefix's row too."""
+    Pointers are at the first token, chunk and head, `x` at the first last index, `xt` at the prefix's row too; `other`
+    is of s_forward or z_forward of `state_pass`. last: the first last index. FIRST: channels of a part of K."""
     LEAST: gl.constexpr = 16 * WARPS  # rows of a product at least
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
@@ -182,7 +239,13 @@ def _walk(
             if REVERSE:
                 chunk = chunks - 1 - chunk
             here = out + chunk.to(gl.int64) * out_step
-            _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
+            if products is not None:
+                _multiply_and_write_all(
+                    here, other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, it > 0,
+                    is_z, prefix, row0, last, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, FIRST, TILES, mma, out_layout,
+                )  # fmt: skip
+            else:
+                _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
             if GATED:
                 decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
                 a0 *= decay
@@ -239,14 +302,15 @@ def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps:
 @gluon.jit
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
-    starts, chunk_starts, T, tokens, G,
+    s_forward, z_forward, products, starts, chunk_starts, T, tokens, G,
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: parts of the state, kv heads, sequences. A part is a group of prefixes with WIDTH of the last indices each;
-    the first parts are those of Z, whose values are the keys (so K = V), then the bands of rows follow (`rows.py`)."""
+    the first parts are those of Z, whose values are the keys (so K = V), then the bands of rows follow (`rows.py`).
+    s_forward, z_forward, products: as of `states.state_pass`."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -287,6 +351,11 @@ def state_pass(
     xt += g * R * xt_sh + offset
     sums += g * tokens + start
     end = n.to(gl.int64) * G + g
+    if products is not None:
+        s_forward += (chunk0 * G + g) * (rows * V)
+        z_forward += (chunk0 * G + g) * (K * K)
+        products += (chunk0 * G + g) * gl.num_programs(0) + part
+    products_step = G * gl.num_programs(0)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if part < UPPER_PART:
         is_z = part < SLICES
@@ -296,6 +365,7 @@ def state_pass(
         out_step = G * rows * V
         init = s_init + end * (rows * V)
         final = s_final + end * (rows * V)
+        other = s_forward
         if is_z:
             prefix = prefix * 0 + K
             y = x
@@ -305,14 +375,15 @@ def state_pass(
             out_step = G * K * K
             init = z_init + end * (K * K)
             final = z_final + end * (K * K)
+            other = z_forward
         xs = gl.allocate_shared_memory(
             gl.bfloat16, [STAGES, STEP, LOWER_M], gl.NVMMASharedLayout.get_default_for([STEP, LOWER_M], gl.bfloat16)
         )
         fs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LOWER_ROWS, STEP], flat)
         _walk(
             x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step,
-            init, final, is_z, prefix, last, chunks, length, xs, ys, fs, WIDTH, K, V, R, TILES, STEP, CHUNK,
-            STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+            init, final, other, products, products_step, is_z, prefix, last, last, chunks, length, xs, ys, fs,
+            WIDTH, K, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif part < SQUARE_PART:
         prefix = FIRST + (part - UPPER_PART) * UPPER_ROWS
@@ -323,8 +394,9 @@ def state_pass(
         _walk(
             x + HALF, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
             s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), False, prefix, upper_row - FIRST * UPPER, chunks, length, upper_x, ys,
-            upper_f, UPPER, UPPER, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+            s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
+            upper_row - FIRST * UPPER, HALF, chunks, length, upper_x, ys, upper_f, UPPER, UPPER, V, FIRST, R, TILES,
+            STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif PARTS == 4:
         # The squares of the second and the last quarter with themselves.
@@ -338,7 +410,7 @@ def state_pass(
         _walk(
             x + quarter, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
             s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), False, prefix, square_row + (square * FIRST - quarter) * FIRST, chunks, length,
-            square_x, ys, square_f, FIRST, FIRST, V, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT,
-            FINAL,
+            s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
+            square_row + (square * FIRST - quarter) * FIRST, quarter, chunks, length, square_x, ys, square_f, FIRST,
+            FIRST, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip

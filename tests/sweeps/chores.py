@@ -1,4 +1,4 @@
-"""Jobs that test the launcher, in a module that worker processes can import."""
+"""Jobs that test the sweep runner, in a module that worker processes can import."""
 
 import os
 import time
@@ -18,3 +18,13 @@ class Chores:
         if job == "sleep":
             time.sleep(600)
         return {"done": job, "process": os.getpid()}
+
+
+def guess(job: str) -> float:
+    """Seconds of a job."""
+    return 1e9 if job == "long" else 1e-3
+
+
+def kind(job: str) -> str:
+    """Jobs are of kinds of their own, and in groups by their first letter."""
+    return job[0]

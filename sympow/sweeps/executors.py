@@ -1,0 +1,148 @@
+"""Where the workers of a sweep run: in processes of this one, in local jobs of submitit, or on Slurm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from sympow.sweeps.records import Records
+from sympow.sweeps.worker import Worker
+
+EXECUTORS = ("submitit", "slurm", "process")
+
+_NO_LIMIT = 60 * 24 * 365  # minutes; submitit's local jobs would else end after two
+_FAILED = 75  # exit code of a worker in which a job failed; Python ends with 1 where it cannot begin
+
+
+class Team(Protocol):
+    """The workers of a sweep."""
+
+    def works(self) -> bool:
+        """Tells whether a worker is at work."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are at."""
+        ...
+
+
+class Processes:
+    """Processes of this one. One that dies, or in which a job failed, is replaced by another."""
+
+    def __init__(self, worker: Worker[Any], workers: int):
+        worker.ends_on_failure = True
+        self._worker, self._records = worker, Records(worker.folder)
+        self._context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+        self._team = [self._start(number) for number in range(workers)]
+
+    def works(self) -> bool:
+        for number, process in enumerate(self._team):
+            if process.exitcode in (None, 0):
+                continue
+            lost = self._records.last_of(number)
+            if lost is not None:
+                self._records.fail(lost, f"the process ended with exit code {process.exitcode}")
+            if lost is not None or process.exitcode == _FAILED:
+                self._team[number] = self._start(number)
+        return any(process.is_alive() for process in self._team)
+
+    def stop(self) -> None:
+        for process in self._team:
+            process.terminate()
+        for process in self._team:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def _start(self, number: int) -> Any:
+        process = self._context.Process(target=_work, args=(self._worker, number))  # no daemon: compilers start some
+        process.start()
+        return process
+
+
+def _work(worker: Worker[Any], number: int) -> None:
+    """The whole of a process: it ends with code `_FAILED` where a job failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which then terminates this
+    names = list(worker.run(number))
+    if names and Records(worker.folder).error(names[-1]):
+        raise SystemExit(_FAILED)
+
+
+class Submitted:
+    """Jobs of submitit.
+
+    Args:
+        jobs: as `submit` gives them.
+        kept: whether they go on in their queue where the sweep is stopped.
+    """
+
+    def __init__(self, jobs: list[Any], kept: bool):
+        self._jobs, self._kept = jobs, kept
+
+    def works(self) -> bool:
+        return not all(job.done() for job in self._jobs)
+
+    def stop(self) -> None:
+        for job in () if self._kept else self._jobs:
+            job.cancel()
+
+
+def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, Any]) -> Team:
+    """Starts workers. Raises ImportError where submitit is needed and missing.
+
+    Args:
+        executor: one of `EXECUTORS`.
+        worker: what each of them does.
+        workers: how many.
+        slurm: parameters of submitit's executor, for "slurm".
+    """
+    if executor == "process":
+        return Processes(worker, workers)
+    folder = worker.folder / "submitit"
+    if executor == "submitit":
+        local = _submitit().LocalExecutor(folder)
+        local.update_parameters(timeout_min=_NO_LIMIT, **visible_gpus())
+        return Submitted([local.submit(drain, worker, number) for number in range(workers)], kept=False)
+    array = _submitit().AutoExecutor(folder, cluster="slurm")
+    array.update_parameters(**slurm)
+    with array.batch():
+        jobs = [array.submit(drain, worker, number) for number in range(workers)]
+    return Submitted(jobs, kept=True)  # the same command, given later, collects
+
+
+def drain(worker: Worker[Any], number: int) -> None:
+    """Does all that a worker does."""
+    for _ in worker.run(number):
+        pass
+
+
+def visible_gpus() -> dict[str, Any]:
+    """Returns the GPUs of this process as submitit, which sets CUDA_VISIBLE_DEVICES anew, wants to be told.
+
+    Raises ValueError where they are not listed by number.
+    """
+    count, listed = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not listed or not count:
+        return {"gpus_per_node": count}
+    try:
+        return {"gpus_per_node": count, "visible_gpus": [int(number) for number in listed.split(",")]}
+    except ValueError:
+        raise ValueError(
+            f"submitit takes GPUs by number, CUDA_VISIBLE_DEVICES is {listed!r}: use the executor process"
+        ) from None
+
+
+def _submitit() -> Any:
+    try:
+        import submitit
+    except ImportError as error:
+        raise ImportError(
+            "sweeps in local jobs and on Slurm need submitit: pip install 'sympow[sweep]'; "
+            "the executor process does without"
+        ) from error
+    return submitit

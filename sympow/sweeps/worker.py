@@ -1,0 +1,114 @@
+"""A worker of a sweep: it does what nobody has done or is doing, one job after another."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from sympow.sweeps.estimates import Estimates
+from sympow.sweeps.records import Records
+
+J = TypeVar("J")
+J_contra = TypeVar("J_contra", contravariant=True)
+
+
+class Work(Protocol[J_contra]):
+    """What the workers of a sweep do. It is sent to every one of them, so it is made of plain values."""
+
+    def prepare(self, worker: int) -> Callable[[J_contra], Any]:
+        """Returns what does a job and gives its result in JSON values.
+
+        It is called once in every worker, with the worker's number, when the worker has its first job.
+        """
+        ...
+
+
+@dataclass
+class Worker(Generic[J]):
+    """What a worker is given, made of values that can be sent to another process.
+
+    Attributes:
+        jobs: by their names, in their order.
+        work: what is done.
+        folder: the folder of the sweep.
+        group: jobs of one group are done by one worker as long as there are others; None: there are no groups.
+        deadline: the time.time() after which nothing ends; a job that would end later is not begun.
+        estimates: how long jobs take; without it all are begun.
+        ends_on_failure: whether the worker ends where a job failed, as what failed may have cost it the GPU.
+    """
+
+    jobs: Mapping[str, J]
+    work: Work[J]
+    folder: Path
+    group: Callable[[J], str] | None = None
+    deadline: float = math.inf
+    estimates: Estimates[J] | None = None
+    ends_on_failure: bool = False
+    _learned: set[str] = field(default_factory=set)
+
+    def run(self, number: int) -> Iterator[str]:
+        """Does jobs, all of a group before those of another and then what others hold; yields the name of each."""
+        records, parent = Records(self.folder), multiprocessing.parent_process()
+        do: Callable[[J], Any] | None = None
+        for name in self._turns(records):
+            if parent is not None and not parent.is_alive():
+                return
+            with records.claim(name) as ours:
+                if not ours or records.is_done(name) or records.error(name) or not self._has_time(name):
+                    continue
+                records.begin(number, name)
+                began = time.perf_counter()
+                try:
+                    do = do or self.work.prepare(number)
+                    result = do(self.jobs[name])
+                except Exception:  # the others go on
+                    records.fail(name, traceback.format_exc())
+                else:
+                    records.save(name, result, time.perf_counter() - began)
+            yield name
+            if self.ends_on_failure and records.error(name):
+                return
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # others share the GPU
+
+    def _turns(self, records: Records) -> Iterator[str]:
+        """Yields names of jobs: those of a group while the worker holds the claim on the group, and then all."""
+        groups: dict[str, list[str]] = {}
+        if self.group is not None:
+            for name, job in self.jobs.items():
+                groups.setdefault(group_claim(self.group(job)), []).append(name)
+        for group, names in groups.items():
+            with records.claim(group) as ours:
+                yield from names if ours else ()
+        yield from self.jobs
+
+    def _has_time(self, name: str) -> bool:
+        if self.estimates is None or math.isinf(self.deadline):
+            return True
+        learn(self.estimates, self.jobs, Records(self.folder), self._learned)
+        return self.estimates.seconds(self.jobs[name]) < self.deadline - time.time()
+
+
+def learn(estimates: Estimates[J], jobs: Mapping[str, J], records: Records, learned: set[str]) -> None:
+    """Corrects estimates by the jobs that finished since the last call; `learned` are the names of those before."""
+    for name in [name for name in jobs if name not in learned and records.is_done(name)]:
+        learned.add(name)
+        seconds = records.read(name).seconds
+        if seconds is not None:
+            estimates.learn(jobs[name], seconds)
+
+
+def group_claim(group: str) -> str:
+    """Returns the name of the claim on a group."""
+    return f"group-{hashlib.sha256(group.encode()).hexdigest()[:16]}"

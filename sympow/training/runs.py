@@ -1,0 +1,150 @@
+"""The doors of this part: `run` trains what a config describes, `load` reads what was trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
+from sympow.models import LanguageModel
+from sympow.progress import Progress
+from sympow.training.checkpoint import latest_step
+from sympow.training.config import RunConfig
+from sympow.training.language import TrainingResult, train
+from sympow.training.objective import Objective
+from sympow.training.ranks import join, launched
+from sympow.training.run_folder import clear_run_folder, load_model, open_run_folder
+from sympow.training.step import resolve_device
+
+TOKENIZER = "tokenizer.json"
+OPENING = "opening the data"  # which may train a tokenizer and fill a cache
+
+
+class Lesson(NamedTuple):
+    """What training begins with and aims at; None for both is that of any run but a distillation."""
+
+    start: Mapping[str, Tensor] | None = None
+    objective: Objective | None = None
+
+
+class Run(NamedTuple):
+    """A trained model in evaluation mode, its tokenizer (None for tokens without text), its config."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer | None
+    config: RunConfig
+
+
+def run(
+    config: RunConfig,
+    out: str | os.PathLike[str],
+    *,
+    restart: bool = False,
+    quiet: bool = False,
+    lesson: Callable[[torch.device], Lesson] | None = None,
+) -> TrainingResult:
+    """Trains the model of a config on the data of the config, or continues the run in the folder.
+
+    The folder then holds the config, the tokenizer, the metrics and the checkpoints. A run that was killed continues
+    with the same call, and a finished one is left as it is. Started on several ranks by torchrun, it runs on all.
+
+    Args:
+        config: what is trained, on what, and how.
+        out: the folder of the run: a new one, or that of the same config.
+        restart: first remove what the folder holds of an earlier run.
+        quiet: no progress on stderr.
+        lesson: loads what a distillation begins with and aims at, on the device of the run; `sympow.conversion.distill`
+            gives it.
+
+    Returns where training stands: the steps done and the last loss, which is None for a run that was finished before.
+
+    Raises ValueError where the folder holds another run, where the corpus has more tokens than the model, and for a
+    distillation without a lesson; FileNotFoundError where the data are missing; and as `train` does.
+    """
+    if (config.distillation is None) != (lesson is None):
+        raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
+    device, settings = resolve_device(config.training.device), config.training
+    with launched(device):
+        ranks = join(config, device)
+        with ranks.together():
+            if restart and ranks.main:
+                clear_run_folder(out)
+        folder = open_run_folder(out, config, ranks)
+        if latest_step(folder) >= settings.steps:
+            return TrainingResult(settings.steps, settings.steps, None, None)
+        with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
+            batches, held_out = _open_batches(config, folder, save=ranks.main)
+        start, objective = Lesson() if lesson is None else lesson(device)
+        return train(
+            config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
+        )
+
+
+def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
+    """Loads a run from its folder, at the newest checkpoint, or from a checkpoint file in it.
+
+    Args:
+        path: of the folder or the file.
+        device: where the model is put.
+
+    Returns the model in evaluation mode, the tokenizer (None for a run on tokens without text) and the config.
+
+    Raises FileNotFoundError where there is no run or its tokenizer is missing, CheckpointError for a checkpoint that
+    cannot be read.
+    """
+    loaded = load_model(path, device)
+    if loaded.older:
+        what = "power attention without short convolution and output gate"
+        print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)
+    tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
+    if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
+        file = loaded.run_dir / TOKENIZER
+        raise FileNotFoundError(f"{file} is missing: the run's config names a tokenizer, {named!r}, saved there")
+    return Run(loaded.model, tokenizer, loaded.config)
+
+
+def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
+    """The tokenizer in a run folder, or None."""
+    file = run_dir / TOKENIZER
+    return load_tokenizer(file) if file.exists() else None
+
+
+def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
+    """Of the training and the held-out documents; saves the tokenizer into the run's folder if asked."""
+    tokenizer = saved_tokenizer(folder)
+    if config.distillation is not None:
+        tokenizer = saved_tokenizer(Path(config.distillation.start))
+        _check_tokenizer(config.data.tokenizer, tokenizer)
+    settings, splits = config.training, open_corpus(config.data, tokenizer=tokenizer)
+    if splits.train.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
+            f"more than model.vocab_size = {config.model.vocab_size}"
+        )
+    if splits.tokenizer is not None and save:
+        splits.tokenizer.save(folder / TOKENIZER)
+    batches, held_out = (
+        Batches(corpus, settings.context, settings.rows_per_pass, settings.seed, config.data.pack)
+        for corpus in (splits.train, splits.held_out)
+    )
+    return batches, held_out
+
+
+def _check_tokenizer(named: str, own: Tokenizer | None) -> None:
+    """Raises ValueError where the data name a tokenizer whose tokens mean something else than those of the model.
+
+    Args:
+        named: as `DataConfig.tokenizer`.
+        own: the model's.
+    """
+    if own is None or not Path(named).exists():
+        return
+    other = load_tokenizer(named)
+    if list(other.token_bytes) != list(own.token_bytes):
+        raise ValueError(f"the data are in tokens of {named}, which is not the tokenizer of the converted model")

@@ -1,0 +1,58 @@
+"""States of whole models with their sums in bfloat16."""
+
+import pytest
+import torch
+
+from sympow.layers.state import narrowed
+from sympow.models import Context, load_context, save_context
+from sympow.ops import DecodingState, PowerState
+from tests.integrations.small import VOCAB, small_model
+
+
+def memories(state):
+    return [layer.behind.memory for layer in state.layers]
+
+
+def read(model, state, tokens):
+    """The logits of every step: a long one, single tokens, and a few that can be taken back."""
+    found = []
+    with torch.no_grad():
+        for piece in tokens.split([20, 1, 1, 1, 1, 1, 1], dim=1):
+            logits, state = model.step(piece, state)
+            found.append(logits)
+        logits, after = model.try_step(tokens[:, -2:], state)
+        state = after(1)
+    return torch.cat([*found, logits[:, 0]]), state
+
+
+@pytest.mark.parametrize("tails", [False, True])
+def test_steps_keep_the_form_and_err_by_roundings(tails, monkeypatch):
+    monkeypatch.setattr("sympow.layers.power.prefers_tail", lambda device, dtype: tails)
+    model = small_model()
+    tokens = torch.randint(VOCAB, (1, 26), generator=torch.Generator().manual_seed(3))
+    plain, narrow = model.init_state(1), narrowed(model.init_state(1))
+    assert narrow.nbytes < 0.8 * plain.nbytes and type(narrow) is type(plain)
+    (expected, plain), (found, narrow) = (read(model, state, tokens) for state in (plain, narrow))
+    for memory in memories(narrow):
+        assert isinstance(memory, DecodingState)
+        assert (memory.s.dtype, memory.z.dtype) == (torch.bfloat16, torch.float32)
+    wrong = (found - expected).norm() / expected.norm()
+    # A few folds of a rounding each, in two layers; the head sees the sum of many.
+    assert 0 < wrong < 4 * 2**-9
+
+
+def test_context_files_take_them(tmp_path):
+    model = small_model()
+    tokens = torch.randint(VOCAB, (1, 26), generator=torch.Generator().manual_seed(3))
+    _, state = read(model, narrowed(model.init_state(1)), tokens)
+    expected = [memory.folded().s for memory in memories(state)]
+    save_context(tmp_path / "a.ctx", model, Context(state, None, 27, Context.begin(model).digest))
+    loaded = load_context(tmp_path / "a.ctx", model).state
+    for memory, s in zip(memories(loaded), expected, strict=True):
+        assert isinstance(memory, PowerState), "in the form that steps of this model have here"
+        assert torch.equal(memory.s, s)
+
+
+def test_float64_is_refused():
+    with pytest.raises(TypeError, match=r"a torch\.float64 state is kept as it is, or in bfloat16 if it is float32"):
+        narrowed(small_model().double().init_state(1))

@@ -1,0 +1,78 @@
+"""The sweep runner: each job is done once, what fails is told, and time limits hold."""
+
+import json
+import math
+
+import pytest
+
+from sympow.sweeps import Estimates, Records, run_jobs
+from sympow.sweeps.worker import Worker, group_claim
+from tests.sweeps.chores import Chores, guess, kind
+
+
+def named(*jobs):
+    return {f"job-{job}": job for job in jobs}
+
+
+def nothing_known():
+    return Estimates(guess, kind, 1.0)
+
+
+def test_workers_take_the_place_of_those_that_failed(tmp_path):
+    ended = run_jobs(named("a", "fail", "b", "die", "c"), Chores(), tmp_path, workers=2, estimates=nothing_known())
+    found = {each.job: each for each in ended}
+    assert {job: found[job].result["done"] for job in "abc"} == {"a": "a", "b": "b", "c": "c"}
+    assert found["fail"].error == "RuntimeError: out of luck" and found["fail"].result is None
+    assert found["die"].error == "the process ended with exit code 3"
+    assert "out of luck" in Records(tmp_path).error_file("job-fail").read_text()
+
+
+def test_what_cannot_end_in_time_is_not_begun_and_what_runs_over_it_is_given_up(tmp_path):
+    jobs = named("long", "a", "b")
+    done = list(run_jobs(jobs, Chores(), tmp_path, executor=None, minutes=5, estimates=nothing_known()))
+    assert [each.job for each in done] == ["a", "b"]
+    assert list(run_jobs(named("sleep"), Chores(), tmp_path, minutes=0.02, estimates=nothing_known())) == []
+
+
+def test_a_finished_job_is_told_again_and_not_repeated(tmp_path):
+    (first,) = run_jobs(named("a"), Chores(), tmp_path, executor=None)
+    again = list(run_jobs(named("a", "b"), Chores(), tmp_path, executor=None))
+    assert [each.job for each in again] == ["a", "b"] and again[0].result == first.result
+    assert math.isnan(again[0].left)
+
+
+def test_a_failed_job_is_tried_again(tmp_path):
+    (failed,) = run_jobs({"one": "fail"}, Chores(), tmp_path, executor=None)
+    assert failed.error == "RuntimeError: out of luck"
+    (done,) = run_jobs({"one": "a"}, Chores(), tmp_path, executor=None)
+    assert done.error is None and done.result["done"] == "a"
+
+
+def test_a_worker_stays_with_a_group_and_then_helps_others(tmp_path):
+    records = Records(tmp_path)
+    records.open()
+    worker = Worker(named("h1", "f1", "h2", "f2"), Chores(), tmp_path, group=kind)
+    with records.claim(group_claim("h")):  # another worker's
+        assert list(worker.run(0)) == ["job-f1", "job-f2", "job-h1", "job-h2"]
+
+
+def test_rows_of_version_0_1_are_read(tmp_path):
+    records = Records(tmp_path)
+    records.open()
+    (tmp_path / "rows" / "one.json").write_text(json.dumps([{"run": "one"}]))
+    assert records.is_done("one") and records.read("one") == ([{"run": "one"}], None)
+
+
+def test_estimates_learn_from_what_jobs_took():
+    estimates = Estimates(lambda job: 10.0 * job, lambda job: job % 2, company=3.0)
+    assert estimates.seconds(2) == 60
+    estimates.learn(2, 10.0)
+    assert estimates.seconds(4) == 20 and estimates.seconds(3) == 15  # another kind takes the mean of those known
+    estimates.learn(1, 15.0)
+    assert estimates.seconds(3) == 45 and estimates.seconds(4) == 20
+
+
+def test_an_unknown_executor_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="unknown executor 'threads'; known: process, slurm, submitit"):
+        list(run_jobs(named("a"), Chores(), tmp_path / "out", executor="threads"))
+    assert not (tmp_path / "out").exists()
