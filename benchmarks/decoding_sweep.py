@@ -21,25 +21,11 @@ from sympow.ops.triton.config import DecodingLimits
 
 COMPILERS = 8  # processes
 COPIED = 1 << 30  # bytes
-# Elements of a tile, programs a multiprocessor, warps, stages, registers.
+# Elements of a tile of the state times its query heads, programs a multiprocessor, elements of a tile of the tail,
+# warps, stages.
 CANDIDATES = {
-    "few": [
-        (4096, 2, 8, 1, 128),
-        (8192, 2, 8, 1, 128),
-        (8192, 2, 8, 2, 128),
-        (4096, 4, 4, 1, 128),
-        (8192, 3, 4, 1, 168),
-        (4096, 1, 16, 1, 128),
-    ],
-    "many": [
-        (4096, 32, 4, 1, 128),
-        (4096, 32, 4, 2, 128),
-        (4096, 32, 4, 3, 128),
-        (4096, 16, 4, 2, 128),
-        (8192, 32, 4, 1, 168),
-        (8192, 16, 8, 1, 128),
-        (8192, 16, 8, 2, 128),
-    ],
+    "few": [(4096, 16, 4096, 2, 1), (4096, 8, 4096, 2, 1), (2048, 16, 4096, 2, 1), (4096, 8, 4096, 4, 1)],
+    "many": [(4096, 32, 4096, 2, 1), (4096, 64, 4096, 2, 1), (2048, 32, 4096, 2, 1), (4096, 32, 4096, 4, 1)],
 }
 
 
@@ -94,7 +80,7 @@ def main() -> None:
         for row in measure(step):
             rows.append(row | measured("cuda"))
             shape = f"B {row['B']} H {row['H']} G {row['G']} K {row['K']} {row['state_dtype']}"
-            limits = tuple(row[name] for name in ("tile", "programs", "warps", "stages", "registers"))
+            limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "stages"))
             print(f"{shape}: {limits}: {row['us']:.1f} us, {row['share_of_copy']:.0%} of a copy", flush=True)
         write(arguments.json, rows)
 

@@ -28,7 +28,7 @@ from benchmarks.cases import DTYPES, Case, make_inputs
 from benchmarks.measure import measured, options, write
 from benchmarks.ops import MODES, check, expected, power_call, relative
 from benchmarks.peers import heads_first
-from sympow.layers.base import HeadOptions
+from sympow.layers.attention import HeadOptions
 from sympow.layers.power import PowerAttention
 from sympow.layers.softmax import SoftmaxAttention
 

@@ -17,27 +17,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
 
-from benchmarks.hostile_requests import COMPLETIONS, NO_HTTP, hostile_requests
+from benchmarks.hostile_requests import NO_HTTP, hostile_requests
 from benchmarks.measure import commit, options, processor, write
+from benchmarks.server_process import NAME, Server, Streamed
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_checkpoint
 
-NAME = "served"
 SHORT = 128  # tokens of a short prompt
 
 
@@ -59,117 +56,6 @@ def untrained_run(folder: Path, config: ModelConfig) -> None:
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(Checkpoint(run, weights, step=1, tokens=0, seconds=0.0, **empty), folder, 1)
-
-
-class Server:
-    """Runs `sympow serve` as a process while it is entered."""
-
-    def __init__(self, run: Path, device: str, *options: str):
-        words = [sys.executable, "-m", "sympow", "serve", str(run), "--port", "0", "--device", device, "--name", NAME]
-        self._words = [*words, *options]
-        self.told: list[str] = []
-
-    def __enter__(self) -> Server:
-        self.process = subprocess.Popen(self._words, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            if found := re.search(r"http://([\d.]+):(\d+)", line):
-                self.host, self.port = found[1], int(found[2])
-                threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True).start()
-                return self
-        raise RuntimeError(f"the server did not start: exit code {self.process.wait()}")
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def _listen(self, stderr: TextIO) -> None:
-        for line in stderr:
-            self.told.append(line)
-            if line != "stopped\n":
-                print(line, end="", file=sys.stderr, flush=True)
-
-    def stop(self) -> int:
-        """Ends the process with SIGTERM and returns its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=120)
-
-    def memory(self, field: str = "VmRSS") -> int:
-        """Returns the bytes that the process holds (VmRSS), or held at its peak (VmHWM)."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(rf"{field}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
-
-    def forget_peak(self) -> None:
-        """Resets VmHWM."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
-
-    async def gauge(self, name: str) -> float:
-        """Returns a number of /metrics."""
-        text = (await self.send("GET", "/metrics"))[1].decode()
-        return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
-
-    async def idle(self) -> bool:
-        """Waits up to 30 seconds, and returns whether all requests have ended."""
-        for _ in range(300):
-            if sum([await self.gauge(f"sympow_{name}") for name in ("waiting", "reading", "decoding")]) == 0:
-                return True
-            await asyncio.sleep(0.1)
-        return False
-
-    async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request, and returns the status and the body of the answer."""
-        return await self.send_bytes(_request(method, path, body))
-
-    async def send_bytes(self, content: bytes) -> tuple[int, bytes]:
-        """Sends any bytes, and returns the status and the body of the answer; status 0 if there was no answer."""
-        reader, writer = await asyncio.open_connection(self.host, self.port)
-        try:
-            writer.write(content)
-            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-        except ConnectionError:
-            return 0, b""
-        finally:
-            writer.close()
-        return int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.1 ") else 0, answer
-
-    async def stream(self, prompt: str, new: int, *, leave_after: int | None = None) -> Streamed:
-        """Streams a greedy completion. The client closes the connection after `leave_after` events."""
-        asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
-        body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
-        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
-        began, first, text, usage, events = time.perf_counter(), None, [], None, 0
-        try:
-            writer.write(_request("POST", COMPLETIONS, body))
-            while leave_after is None or events < leave_after:
-                line = await reader.readline()
-                if not line or line.startswith(b"data: [DONE]"):
-                    break
-                if not line.startswith(b"data: "):
-                    continue
-                events += 1
-                content = json.loads(line[6:])
-                usage = content.get("usage") or usage
-                if "error" in content:
-                    break
-                for choice in content["choices"]:
-                    first = time.perf_counter() - began if first is None else first
-                    text.append(choice["text"])
-        finally:
-            writer.close()
-        return Streamed("".join(text), usage, first, time.perf_counter() - began)
-
-
-class Streamed(NamedTuple):
-    """Holds an answer: its text, its usage (None if it is not whole), the seconds to the first event and to the end."""
-
-    text: str
-    usage: dict[str, Any] | None
-    first: float | None
-    seconds: float
-
-
-def _request(method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
 
 
 def prompt_of(length: int, seed: int) -> str:
@@ -207,9 +93,14 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
 
 
 def _generated(run: Path, device: str, batch: int, new: int) -> float:
-    model = load(run, device).model
+    model = _loaded(run, device)
     prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
     return generate(model, prompt, new, temperature=0).tokens_per_second
+
+
+@lru_cache(maxsize=1)
+def _loaded(run: Path, device: str) -> LanguageModel:
+    return load(run, device).model
 
 
 async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]:
@@ -253,7 +144,10 @@ async def prefix(server: Server, restarted: Callable[[], Server], length: int) -
 
 
 async def memory(server: Server, lengths: list[int]) -> list[dict]:
-    """Returns a row for each length. A prompt of the same length is answered first, so that the allocator has grown."""
+    """Returns a row for each length. A prompt of the same length is answered first, so that the allocator has grown.
+
+    On a GPU also with the bytes that all processes hold there afterwards: what was needed at most, as PyTorch keeps it.
+    """
     rows = []
     for length in lengths:
         await server.stream(prompt_of(length, 1), 2)
@@ -261,8 +155,15 @@ async def memory(server: Server, lengths: list[int]) -> list[dict]:
         server.forget_peak()
         answer = await server.stream(prompt_of(length, 2), 2)
         peak = server.memory("VmHWM") - before
-        rows.append({"measure": "memory", "prompt_tokens": length, "peak_extra_bytes": peak, "seconds": answer.seconds})
+        row = {"measure": "memory", "prompt_tokens": length, "peak_extra_bytes": peak, "seconds": answer.seconds}
+        rows.append(row | ({"gpu_bytes": gpu_bytes()} if server.device == "cuda" else {}))
     return [row | {"bytes_of_all_slots": int(await server.gauge("sympow_slots_bytes"))} for row in rows]
+
+
+def gpu_bytes() -> int:
+    """Returns the bytes of the GPU that are in use, by any process."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import measured, options, write
-from sympow.cli.runs import load_run
 from sympow.data import open_corpus
 from sympow.evaluation.context_loss import Documents
 from sympow.layers.state import narrowed
 from sympow.models import LanguageModel, ModelState
 from sympow.ops import DecodingState
 from sympow.progress import Progress
+from sympow.training import load
 
 
 def joined(documents: Documents, count: int) -> Tensor:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000, help="(default: 100,000)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    run = load_run(arguments.run, arguments.device)
+    run = load(arguments.run, arguments.device)
     documents = open_corpus(run.config.data, tokenizer=run.tokenizer).held_out
     tokens = joined(documents, arguments.tokens).to(arguments.device)
     about = {"model": run.config.name, **measured(arguments.device)}

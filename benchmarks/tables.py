@@ -273,6 +273,7 @@ TABLES = {
     "host_h200.json": host_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
+    "decoding_models_h200.json": decoding_table,
     "speculation_cpu.json": speculation_table,
     "context_restore_cpu.json": restore_table,
     "chunks_h200.json": chunks_table,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +20,11 @@ from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
+from sympow.cli.writing import draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
-    StreamDecoder,
     build_doc_corpus,
     build_kernel_corpus,
     load_tokenizer,
@@ -37,8 +35,7 @@ from sympow.data.corpus_folder import SPLITS, VOCAB_SIZE
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
 from sympow.evaluation.passkey import plot_passkeys, write_passkeys
-from sympow.models import BODIES, Context, Drafts, ModelDrafts, NgramDrafts, load_context, preset, stream
-from sympow.models.generation import StreamOptions
+from sympow.models import BODIES, NgramDrafts, load_context, preset
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
@@ -52,13 +49,13 @@ from sympow.training.step import resolve_device
 
 
 def train(options: argparse.Namespace) -> int | None:
-    """`sympow train`."""
+    """Runs `sympow train`."""
     config = override(load_recipe(options.recipe), options.overrides)
     return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """`sympow evaluate`."""
+    """Runs `sympow evaluate`."""
     for file in filter(None, (options.csv, options.plot)):
         _check_writable(file)
     runs = _load_runs(options.runs, resolve_device(options.device))
@@ -72,7 +69,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def ar_hits(options: argparse.Namespace) -> None:
-    """`sympow ar-hits`."""
+    """Runs `sympow ar-hits`."""
     for file in filter(None, (options.csv, options.plot, options.html)):
         _check_writable(file)
     models = load_scored(options.runs, resolve_device(options.device))
@@ -100,13 +97,13 @@ def ar_hits(options: argparse.Namespace) -> None:
 
 
 def recall_probe(options: argparse.Namespace) -> None:
-    """`sympow recall-probe`."""
+    """Runs `sympow recall-probe`."""
     models = load_scored(options.runs, resolve_device(options.device))
     print(probe_runs(models, options.pairs, options.queries, options.seed))
 
 
 def passkey(options: argparse.Namespace) -> None:
-    """`sympow passkey`."""
+    """Runs `sympow passkey`."""
     for file in filter(None, (options.csv, options.plot)):
         _check_writable(file)
     rows = measure_passkeys(
@@ -125,13 +122,13 @@ def passkey(options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """`sympow generate`."""
+    """Runs `sympow generate`."""
     prompt = options.prompt or ""
     if options.prompt_file is not None:
-        prompt = _read_text(options.prompt_file)
+        prompt = text_of(options.prompt_file)
     run = load(options.run, resolve_device(options.device))
     context = None if options.context is None else load_context(options.context, run.model)
-    _generate(
+    write_text(
         run,
         prompt,
         options.max_new_tokens,
@@ -140,12 +137,12 @@ def generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
         context=context,
-        drafts=NgramDrafts() if options.speculate else _draft_model(options.draft, run),
+        drafts=NgramDrafts() if options.speculate else draft_model(options.draft, run),
     )
 
 
 def read(options: argparse.Namespace) -> int | None:
-    """`sympow read`."""
+    """Runs `sympow read`."""
     _check_writable(options.out)
     run = load(options.run, resolve_device(options.device))
     done = read_text(
@@ -167,19 +164,19 @@ def read(options: argparse.Namespace) -> int | None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """`sympow serve`."""
+    """Runs `sympow serve`."""
     serving.run(options)
 
 
 def export(options: argparse.Namespace) -> None:
-    """`sympow export`."""
+    """Runs `sympow export`."""
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
 
 
 def convert(options: argparse.Namespace) -> None:
-    """`sympow convert`."""
+    """Runs `sympow convert`."""
     folder, model = convert_model(
         options.model, options.out, pattern=options.pattern, p=options.p, window=options.window
     )
@@ -189,13 +186,13 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def distill(options: argparse.Namespace) -> int | None:
-    """`sympow distill`."""
+    """Runs `sympow distill`."""
     run = distillation_run(read_config(options.run), options.run, options.teacher)
     return _train(override(run, options.overrides), Path(options.out), options.quiet)
 
 
 def sizes(options: argparse.Namespace) -> None:
-    """`sympow sizes`."""
+    """Runs `sympow sizes`."""
     model = preset(options.preset, body=options.body)
     d_model = options.d_model or model.d_model
     n_layers = options.layers or model.n_layers
@@ -214,7 +211,7 @@ def sizes(options: argparse.Namespace) -> None:
 
 
 def mqar(options: argparse.Namespace) -> None:
-    """`sympow mqar`."""
+    """Runs `sympow mqar`."""
     sweep = load_sweep(options.recipe).override(options.overrides)
     resolve_device(options.device)
     folder = Path(options.out or f"runs/{sweep.name}")
@@ -234,7 +231,7 @@ def mqar(options: argparse.Namespace) -> None:
 
 
 def mqar_figures(options: argparse.Namespace) -> None:
-    """`sympow mqar-figures`."""
+    """Runs `sympow mqar-figures`."""
     rows = [row for file in options.results for row in read_results(file)]
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +240,7 @@ def mqar_figures(options: argparse.Namespace) -> None:
 
 
 def kernel_corpus(options: argparse.Namespace) -> None:
-    """`sympow kernel-corpus`."""
+    """Runs `sympow kernel-corpus`."""
     if options.plot:
         _check_writable(options.plot)
     made = build_kernel_corpus(
@@ -253,7 +250,7 @@ def kernel_corpus(options: argparse.Namespace) -> None:
 
 
 def doc_corpus(options: argparse.Namespace) -> None:
-    """`sympow doc-corpus`."""
+    """Runs `sympow doc-corpus`."""
     if options.plot:
         _check_writable(options.plot)
     made = build_doc_corpus(
@@ -279,7 +276,7 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> int | None:
-    """`sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
+    """Runs `sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
     folder = Path(options.out)
     folders = []
     for name in ("power", "softmax"):
@@ -295,7 +292,7 @@ def demo(options: argparse.Namespace) -> int | None:
     write_csv(folder / "context_loss.csv", curves)
     plot_context_losses(curves, folder / "context_loss.png")
     print(f"drawn: {folder / 'context_loss.png'}\n")
-    _generate(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
+    write_text(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
     return None
 
 
@@ -367,62 +364,3 @@ def _print_curves(curves: Sequence[Curve]) -> None:
             f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
             f"best-context loss {best.loss:.4f} at {best.start + 1:,} to {best.end:,}, trained on {train_context:,}"
         )
-
-
-def _generate(
-    run: Run,
-    prompt: str,
-    max_new_tokens: int,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    context: Context | None = None,
-    drafts: Drafts | None = None,
-) -> None:
-    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
-    if run.tokenizer is None:
-        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
-    if not prompt and (context is None or not context.tokens):
-        raise ValueError("the prompt is empty; a model continues a text of at least one token")
-    tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
-    decoder = StreamDecoder(run.tokenizer)
-    started = time.perf_counter()
-    options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"context": context, "drafts": drafts}
-    drawn = stream(run.model, tokens, max_new_tokens, **options)
-    print(prompt, end="", flush=True)
-    for count, last in enumerate(drawn):
-        text = decoder.push([int(last.token)])
-        if count == 0:
-            first = time.perf_counter()
-        print(text, end="", flush=True)
-    ended = time.perf_counter()
-    print(decoder.finish())
-    speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
-    if drafts is not None:
-        speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
-    print(
-        f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
-        f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
-        file=sys.stderr,
-    )
-
-
-def _draft_model(path: str | None, run: Run) -> ModelDrafts | None:
-    """Loads the draft model of a run, on the device of the run; None without a path."""
-    if path is None:
-        return None
-    draft = load(path, run.model.embedding.weight.device)
-    check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
-    return ModelDrafts(draft.model)
-
-
-def _read_text(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None

@@ -9,8 +9,10 @@ from sympow.data import Tokenizer
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
-    """What to call runs: the last part of each path if that tells them apart, else the whole; ValueError for a run that
-    is given twice."""
+    """Names runs: by the last part of each path if that tells them apart, else by the whole path.
+
+    Raises ValueError for a run that is given twice.
+    """
     last = [Path(path).resolve().name for path in paths]
     labels = last if len(set(last)) == len(last) else list(paths)
     if len(set(labels)) < len(paths):

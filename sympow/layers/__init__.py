@@ -1,10 +1,12 @@
 """What holds weights: the sequence mixers, one file each, under one contract (`base.Mixer`)."""
 
+from sympow.layers.attention import AttentionMixer
 from sympow.layers.auxiliary import auxiliary_losses
-from sympow.layers.base import AttentionMixer, Mixer
+from sympow.layers.base import Mixer
+from sympow.layers.catalogue import FLA_MIXERS, MIXERS
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
-from sympow.layers.registry import FLA_MIXERS, MIXERS, check_mixer, make_mixer
+from sympow.layers.registry import check_mixer, make_mixer
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.state import MixerState

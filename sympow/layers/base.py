@@ -8,41 +8,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any, ClassVar, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.state import After, MixerState, try_by_copies
-from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
-from sympow.ops.gated_norm import gated_norm
-
-
-class HeadOptions(TypedDict, total=False):
-    """The options every mixer with heads takes; `AttentionMixer` documents them."""
-
-    n_kv_heads: int | None
-    head_dim: int | None
-    value_dim: int | None
-    frequencies: str
-    max_length: float | None
-    rotary_fraction: float
-    rope_base: float | None
-    qk_norm: bool
-    qk_norm_eps: float
-    bias: bool
-    out_bias: bool | None
-    short_convolution: int
-    head_norm: bool
-    output_gate: bool
-    output_gate_bias: bool
 
 
 class Mixer(nn.Module, ABC):
@@ -60,6 +34,7 @@ class Mixer(nn.Module, ABC):
             no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
         reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids that x stands for.
         shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
+        holds_mixer: the options `mixer` and `options` name another mixer, which this one has inside.
 
     Raises ValueError for options it does not know or that do not fit.
     """
@@ -67,6 +42,7 @@ class Mixer(nn.Module, ABC):
     causal: bool = True
     reads_tokens: bool = False
     shifts_tokens: bool = False
+    holds_mixer: bool = False
     context_group: dist.ProcessGroup | None = None
 
     def __init__(self, d_model: int, n_heads: int):
@@ -191,251 +167,6 @@ class Mixer(nn.Module, ABC):
             raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
 
 
-class AttentionMixer(Mixer):
-    """Mixes by queries, keys and values in heads, with a rotation.
-
-    Around what a subclass computes (`mix`) stand three optional parts, none of them by default: a short convolution
-    of x in front, a norm of every head's output, and a gate on it. With all three,
-
-        c = convolution(x),  y = mix(c) in heads,  out = W_o (RMSNorm(y) * silu(W_g c)).
-
-    Args:
-        d_model: d.
-        n_heads: H.
-        n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
-        head_dim: K; d / H if None.
-        value_dim: V; K if None.
-        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
-            lists what the mixer knows.
-        frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
-        max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        rotary_fraction: share of the channels of every query and key that turns, the first ones, rounded down to an
-            even number, 2 at least.
-        rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
-        qk_norm: RMSNorm over the channels of every query and key, before the rotation.
-        qk_norm_eps: what that norm adds to the mean square.
-        bias: biases in the input and output projections.
-        out_bias: a bias in the output projection; None: as `bias` says.
-        short_convolution: taps of a causal depthwise convolution of x, in front of everything else; 0: none.
-        head_norm: RMSNorm over the channels of every head's output.
-        output_gate: multiply every head's output by silu(W_g c).
-        output_gate_bias: silu(W_g c + b) instead, b = 0 at first.
-
-    Raises ValueError for a width that the heads do not divide and for options it does not know.
-    """
-
-    rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
-    # Whether what follows `mix` is the mixer's own; then `head_norm` and `output_gate` are refused.
-    own_output: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        *,
-        n_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        rotation: str = "fixed",
-        frequencies: str = "standard",
-        max_length: float | None = None,
-        rotary_fraction: float = 1.0,
-        rope_base: float | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        short_convolution: int = 0,
-        head_norm: bool = False,
-        output_gate: bool = False,
-        output_gate_bias: bool = False,
-    ):
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if min(d_model, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
-            raise ValueError(
-                f"n_heads must be a positive multiple of n_kv_heads, d_model positive; "
-                f"got {d_model=}, {n_heads=}, {n_kv_heads=}"
-            )
-        super().__init__(d_model, n_heads)
-        if head_dim is None:
-            if d_model % n_heads:
-                raise ValueError(
-                    f"d_model must be a multiple of n_heads, or head_dim given; got {d_model=}, {n_heads=}"
-                )
-            head_dim = d_model // n_heads
-        value_dim = head_dim if value_dim is None else value_dim
-        if min(head_dim, value_dim) < 1:
-            raise ValueError(f"head_dim and value_dim must be positive; got {head_dim=}, {value_dim=}")
-        if rotation not in self.rotations:
-            raise ValueError(f"rotation is one of {', '.join(self.rotations)}; got {rotation!r}")
-        if not isinstance(short_convolution, int) or isinstance(short_convolution, bool) or short_convolution < 0:
-            raise ValueError(f"short_convolution is a number of taps, 0 for none; got {short_convolution!r}")
-        if self.own_output and (head_norm or output_gate):
-            raise ValueError(f"{type(self).__name__} has an output of its own: no head_norm and no output_gate")
-        if output_gate_bias and not output_gate:
-            raise ValueError("output_gate_bias is of the output gate: it needs output_gate")
-        self.n_kv_heads = n_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
-        self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
-        if not 0 < rotary_fraction <= 1:
-            raise ValueError(f"rotary_fraction must be above 0 and at most 1; got {rotary_fraction}")
-        self.rope_base = rope_base
-        self.rotary_dim = None if rotary_fraction == 1 else max(2, int(rotary_fraction * head_dim) // 2 * 2)
-        # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
-        # device, whose arithmetic imports torch._dynamo.
-        turned = (2, None) if rotation == "none" else (head_dim, self.rotary_dim)
-        rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], device="cpu")
-        self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
-        self.convolution = (
-            DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
-        )
-        self.qkv = nn.Linear(d_model, sum(self._split), bias=bias)
-        self.out = nn.Linear(n_heads * value_dim, d_model, bias=bias if out_bias is None else out_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else None
-        self.head_norm = nn.RMSNorm(value_dim, eps=1e-6) if head_norm else None
-        gate = nn.Linear(d_model, n_heads * value_dim, bias=output_gate_bias) if output_gate else None
-        self.output_gate = gate
-
-    def reset_parameters(
-        self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().reset_parameters(std=std, out_std=out_std, generator=generator)
-        if self.convolution is not None:
-            self.convolution.reset_parameters(generator)
-
-    @abstractmethod
-    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V] for x [B, T, d], what the convolution made of the input."""
-
-    @abstractmethod
-    def mix_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continues `mix` by x [B, T', d]: the heads' outputs [B, T', H, V], and the state after them."""
-
-    def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        """Continues `mix` by tokens that can still be taken back, as `try_step` does: y [B, T', H, V]."""
-        return try_by_copies(self.mix_step, x, state, extras)
-
-    @abstractmethod
-    def mix_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
-        """Returns the state of `mix_step` before the first token, see `Mixer.init_state`."""
-
-    @abstractmethod
-    def mix_state_size(self, context: int) -> int:
-        """Counts the elements that the state of `mix_step` holds per sequence after `context` tokens."""
-
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **extras: Tensor | None) -> Tensor:
-        self.check_input(x, self.qkv.weight)
-        if self.convolution is not None:
-            x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
-        return self.output(x, self.mix(x, cu_seqlens, **extras))
-
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MixerState:
-        behind = self.mix_state(batch_size, device=device, dtype=dtype)
-        if self.convolution is None:
-            return behind
-        return ShortConvolutionState(self.convolution.init_state(batch_size, device, dtype), behind)
-
-    def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
-        self.check_input(x, self.qkv.weight)
-        if self.convolution is None:
-            y, state = self.mix_step(x, state, **extras)
-            return self.output(x, y), state
-        x, past = self.convolution.step(x, state.past)
-        y, behind = self.mix_step(x, state.behind, **extras)
-        return self.output(x, y), ShortConvolutionState(past, behind)
-
-    def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
-        self.check_input(x, self.qkv.weight)
-        if self.convolution is None:
-            y, after = self.try_mix_step(x, state, **extras)
-            return self.output(x, y), after
-        x, past = self.convolution.try_step(x, state.past)
-        y, behind = self.try_mix_step(x, state.behind, **extras)
-        return self.output(x, y), lambda n: ShortConvolutionState(past(n), behind(n))
-
-    def state_size(self, context: int) -> int:
-        convolution = 0 if self.convolution is None else self.convolution.state_size()
-        return self.mix_state_size(context) + convolution
-
-    def output(self, x: Tensor, y: Tensor) -> Tensor:
-        """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
-        gate = None if self.output_gate is None else self.output_gate(x)
-        weight = None if self.head_norm is None else self.head_norm.weight
-        return self.out(gated_norm(y, weight, gate, eps=1e-6))
-
-    def projected(self, x: Tensor) -> Tensor:
-        """Projects x [B, T, d] to queries, keys and values of all heads: [B, T, H K + G K + G V]."""
-        return self.qkv(x)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects x [B, T, d] to q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V], not yet rotated."""
-        q, k, v = self.projected(x).split(self._split, dim=-1)
-        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        if self.rotation != "none" and torch.is_grad_enabled():
-            v = v.contiguous()  # a view would keep q and k for the backward, which only needs them rotated
-        return q, k, v.unflatten(-1, (-1, self.value_dim))
-
-    def rotated_heads(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `heads`, with q and k rotated as `rotate` does."""
-        if self.rotation == "none":
-            return self.heads(x)
-        turned = (self.projected(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
-        if self.q_norm is None or self.k_norm is None:
-            return rotate_heads(*turned)
-        return rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
-
-    def first_position(self, x: Tensor) -> int:
-        """Returns the position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
-        return 0 if self.context_group is None else dist.get_rank(self.context_group) * x.shape[1]
-
-    def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
-
-        `position` is that of the first token, also as int64 [B] of each row's, or a float64 tensor [B, T, G] of all
-        positions. Packed documents need no restart: only differences of positions matter within a document.
-        """
-        if self.rotation == "none":
-            return q, k
-        q, k = rotate_alike((q, k), *self._turns(q, position))
-        return q, k
-
-    def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
-        if isinstance(position, int):
-            end = position + x.shape[1]
-            position = torch.arange(position, end, dtype=torch.float64, device=x.device)
-        elif position.ndim == 1:
-            position = position[:, None] + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-        # A graph of torch.compile holds what it needs, and warns of caches.
-        frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
-        key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
-        return position, frequencies(*key, device=x.device)
-
-    def extra_repr(self) -> str:
-        return (
-            f"heads={self.n_heads}, kv_heads={self.n_kv_heads}, key_dim={self.head_dim}, "
-            f"value_dim={self.value_dim}, rotation={self.rotation!r}"
-        )
-
-
-def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Returns `norm` of x, computed in the dtype of its weight and returned in that of x."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
-    """Returns `norm` of every head of every token: y [B, T, H, V] -> [B, T, H V], see `normed`."""
-    flat = norm(y.flatten(0, 1).flatten(1).to(norm.weight.dtype)).to(y.dtype)
-    return flat.unflatten(0, y.shape[:2])
-
-
 def state_options(
     weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None, *, sums: bool = False
 ) -> dict[str, Any]:
@@ -446,44 +177,3 @@ def state_options(
     dtype = weight.dtype if dtype is None else dtype
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}
-
-
-def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:
-    """Returns the cu_seqlens of x [1, T, ...] as plain numbers, checked; documents may be empty."""
-    integer = not cu_seqlens.is_floating_point() and cu_seqlens.dtype != torch.bool
-    if x.shape[0] != 1 or cu_seqlens.ndim != 1 or not integer:
-        raise ValueError(
-            f"cu_seqlens is an integer tensor [N + 1] and needs a batch of 1; "
-            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)} with a batch of {x.shape[0]}"
-        )
-    bounds = cu_seqlens.tolist()
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {x.shape[1]}; got {bounds}")
-    return bounds
-
-
-def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *tensors: Tensor) -> Tensor:
-    """Calls function(*tensors), all [B, T, ...]; with cu_seqlens on each document alone, joined along time."""
-    if cu_seqlens is None:
-        return function(*tensors)
-    bounds = document_bounds(cu_seqlens, tensors[0])
-    lengths = [stop - start for start, stop in pairwise(bounds) if start < stop]
-    # split, not slices: the gradient of a slice is as long as the whole row
-    documents = zip(*(tensor.split(lengths, dim=1) for tensor in tensors), strict=True)
-    return torch.cat([function(*document) for document in documents], dim=1)
-
-
-@lru_cache(maxsize=64)
-def _frequencies(
-    key_dim: int,
-    rule: str,
-    max_length: float | None,
-    base: float | None,
-    rotary_dim: int | None,
-    *,
-    device: torch.device,
-) -> Tensor:
-    # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
-    # that training can use it afterwards.
-    with torch.inference_mode(False):
-        return rotary_frequencies(key_dim, rule, max_length, base, rotary_dim, device=device)

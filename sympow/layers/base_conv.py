@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
+from sympow.layers.documents import per_document
 from sympow.layers.filters import make_filter
 
 

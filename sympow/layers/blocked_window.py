@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import per_document
 from sympow.layers.cache import KVCache, capacity
+from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, empty_cache
 from sympow.layers.state import MixerState
 from sympow.layers.window import WindowMixer

@@ -76,7 +76,7 @@ class WindowCache(KVCache):
     def with_all_room(self) -> WindowCache:
         if self.limit is None:
             raise RuntimeError("the cache of a window has a limit")
-        k, v = (_with_room(x, self.limit) for x in (self.k, self.v))
+        k, v = (_with_room(x, self.limit) for x in self.filled())
         return replace(self, k=k, v=v)
 
     def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
+from sympow.layers.documents import per_document
 from sympow.layers.state import MixerState
 
 _CONV = 4  # taps of the short convolutions, all of which the package keeps

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
 from sympow.layers.depthwise import DepthwiseConvolution
+from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM

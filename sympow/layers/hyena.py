@@ -9,9 +9,10 @@ from math import log2
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, per_document, state_options
+from sympow.layers.base import Mixer, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.depthwise import DepthwiseConvolution
+from sympow.layers.documents import per_document
 from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
 

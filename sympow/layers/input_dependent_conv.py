@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
+from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.ops.convolution import causal_convolution

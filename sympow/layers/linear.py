@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, per_document
+from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.documents import per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size, try_power
 from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
+from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM, kernel

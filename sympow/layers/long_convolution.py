@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import Mixer, per_document
+from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
+from sympow.layers.documents import per_document
 from sympow.layers.filters import ExplicitFilter
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions
+from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
@@ -24,12 +24,12 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
+from sympow.ops.checks import check_options
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.power import check_options
 
 
 @dataclass

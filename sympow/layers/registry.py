@@ -7,51 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow.layers.base import Mixer
-from sympow.layers.base_conv import BaseConv
-from sympow.layers.blocked_window import BlockedWindowAttention
-from sympow.layers.fla import GLA, DeltaNet, GatedDeltaNet, Mamba2
-from sympow.layers.h3 import H3
-from sympow.layers.hyena import Hyena
-from sympow.layers.input_dependent_conv import AutocorrelationConv, ProgrammaticConv
-from sympow.layers.linear import LinearAttention
-from sympow.layers.liquid_s4 import LiquidS4
-from sympow.layers.long_convolution import LongConvolution
-from sympow.layers.power import PowerAttention
-from sympow.layers.retnet import RetNet
-from sympow.layers.rwkv4 import RWKV4
-from sympow.layers.rwkv7 import RWKV7
-from sympow.layers.selection import SelectiveAttention
-from sympow.layers.short_convolution import ShortConvolution
-from sympow.layers.softmax import SoftmaxAttention
-from sympow.layers.window import WindowAttention
 
-MIXERS: dict[str, type[Mixer]] = {
-    "power": PowerAttention,
-    "softmax": SoftmaxAttention,
-    "linear": LinearAttention,
-    "window": WindowAttention,
-    "short_convolution": ShortConvolution,
-    "long_convolution": LongConvolution,
-    "base_conv": BaseConv,
-    "hyena": Hyena,
-    "h3": H3,
-    "liquid_s4": LiquidS4,
-    "rwkv4": RWKV4,
-    "rwkv7": RWKV7,
-    "retnet": RetNet,
-    "blocked_window": BlockedWindowAttention,
-    "programmatic_conv": ProgrammaticConv,
-    "autocorrelation_conv": AutocorrelationConv,
-    "selection": SelectiveAttention,
-}
-
-# From flash-linear-attention: they need the extra `fla` and a GPU.
-FLA_MIXERS: dict[str, type[Mixer]] = {
-    "gla": GLA,
-    "delta_net": DeltaNet,
-    "gated_delta_net": GatedDeltaNet,
-    "mamba2": Mamba2,
-}
+# `sympow.layers.catalogue` enters the mixers of this package. Those of FLA need the extra `fla` and a GPU.
+MIXERS: dict[str, type[Mixer]] = {}
+FLA_MIXERS: dict[str, type[Mixer]] = {}
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -100,7 +59,7 @@ def check_mixer(name: str, options: Mapping[str, Any]) -> None:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
-    if mixer is ShortConvolution and options.get("mixer") is not None:
+    if mixer.holds_mixer and options.get("mixer") is not None:
         check_mixer(options["mixer"], options.get("options") or {})
 
 
@@ -116,7 +75,7 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
     known = mixer.option_names()
     filled = {option: value for option, value in given.items() if option in known} | dict(options)
     behind = options.get("mixer")
-    if mixer is ShortConvolution and behind is not None:
+    if mixer.holds_mixer and behind is not None:
         inner = fill_options(behind, options.get("options") or {}, given)
         if inner:
             filled["options"] = inner

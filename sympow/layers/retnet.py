@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, head_normed, state_options
+from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
+from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, continue_power, try_power
 from sympow.layers.state import After

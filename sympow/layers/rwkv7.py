@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sympow.layers.base import Mixer, head_normed, per_document, state_options
+from sympow.layers.attention import head_normed
+from sympow.layers.base import Mixer, state_options
+from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.state import MixerState

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
+from sympow.layers.base import state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sympow.layers.base import Mixer
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
+from sympow.layers.registry import make_mixer
 from sympow.layers.state import After
 
 
@@ -29,6 +30,8 @@ class ShortConvolution(Mixer):
         options: options of that mixer.
     """
 
+    holds_mixer = True
+
     def __init__(
         self,
         d_model: int,
@@ -41,8 +44,6 @@ class ShortConvolution(Mixer):
         super().__init__(d_model, n_heads)
         if mixer is None and options:
             raise ValueError(f"options are those of the mixer behind, and there is none; got {dict(options)!r}")
-        from sympow.layers.registry import make_mixer  # knows this class
-
         self.convolution = DepthwiseConvolution(d_model, width, identity=mixer is not None)
         self.mixer = None if mixer is None else make_mixer(mixer, d_model, n_heads, options or {})
         if self.mixer is not None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.layers.base import AttentionMixer, HeadOptions, per_document, state_options
+from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.base import state_options
 from sympow.layers.cache import KVCache, capacity
+from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
 from sympow.layers.state import After, MixerState

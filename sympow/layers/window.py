@@ -8,8 +8,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sympow.layers.base import AttentionMixer, HeadOptions, per_document
+from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.cache import KVCache, WindowCache, capacity
+from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +11,14 @@ from torch import Tensor
 
 from sympow.ops import eager, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
+from sympow.ops.checks import check_context, check_inputs, check_options, check_state
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
-from sympow.ops.feature_map import spow_dim
+from sympow.ops.packing import empty, of_no_tokens, packed
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def power_attention(
@@ -83,7 +81,7 @@ def power_attention(
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
     """
-    _check_inputs(q, k, v, log_g)
+    check_inputs(q, k, v, log_g)
     check_options(p, scale, normalize, eps)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
@@ -93,7 +91,7 @@ def power_attention(
     chunked = initial_state is not None or return_state or context_group is not None
     run = _implementation(impl, q, p, chunked)
     if context_group is not None:
-        _check_context(run, q, initial_state, return_state, cu_seqlens)
+        check_context(impl, q, initial_state, return_state, cu_seqlens)
     if initial_state is not None and not isinstance(initial_state, PowerState):
         raise TypeError(f"initial_state must be a PowerState; got {type(initial_state).__name__}")
     sequences, ends = q.shape[0], []
@@ -102,9 +100,9 @@ def power_attention(
         sequences = len(cu_seqlens) - 1
         if run is not _triton or cu_seqlens.device.type == "cpu":
             ends = borders(cu_seqlens, q.shape[1])
-    _check_state(initial_state, sequences, k, v, p)
+    check_state(initial_state, sequences, k, v, p)
     if 0 in q.shape[:2]:
-        return _of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
+        return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
     if context_group is not None:
         return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
     if cu_seqlens is None:
@@ -112,7 +110,7 @@ def power_attention(
     if run is _triton:
         cu_seqlens = cu_seqlens.to(q.device, torch.int32)
         return PowerOutput(*run(q, k, v, log_g, initial_state, cu_seqlens=cu_seqlens, **options))
-    return _packed(run, q, k, v, log_g, initial_state, ends, **options)
+    return packed(run, q, k, v, log_g, initial_state, ends, **options)
 
 
 def power_attention_step(
@@ -157,11 +155,11 @@ def power_attention_step(
     Raises:
         As `power_attention`; and ValueError if inputs of a step on a DecodingState require gradients.
     """
-    _check_inputs(q, k, v, log_g)
+    check_inputs(q, k, v, log_g)
     check_options(p, scale, normalize, eps)
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")
-    _check_state(state, q.shape[0], k, v, p)
+    check_state(state, q.shape[0], k, v, p)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options: StepOptions = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
     if impl not in ("auto", "eager", "triton", "reference"):
@@ -180,7 +178,7 @@ def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
         raise ValueError("impl='triton' of a step needs a DecodingState (DecodingState.from_state); got a PowerState")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if 0 in q.shape[:2]:
-            return _empty(q, v), state if inplace else state.clone()
+            return empty(q, v), state if inplace else state.clone()
         if impl != "reference":
             return eager.step(q, k, v, log_g, state, inplace=inplace, **options)
         out, new = reference.recurrent(*_in_float64(q, k, v, log_g), state.to(torch.float64), **options)
@@ -202,7 +200,7 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         state = state if inplace else state.clone()
         if 0 in q.shape[:2]:
-            return _empty(q, v), state
+            return empty(q, v), state
         if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
             from sympow.ops import triton
 
@@ -269,139 +267,3 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
 def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Inputs of the specification: whoever asks for it by name wants no rounding but that of the inputs."""
     return q.double(), k.double(), v.double(), None if log_g is None else log_g.double()
-
-
-def _empty(q: Tensor, v: Tensor) -> Tensor:
-    """The output [B, T, H, V] where B or T is 0."""
-    return v.new_empty(*q.shape[:3], v.shape[3])
-
-
-def _of_no_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    state: PowerState | None,
-    sequences: int,
-    p: int,
-    return_state: bool,
-) -> PowerOutput[PowerState | None]:
-    """The results where B or T is 0. As with tokens, all of them are functions of all inputs, with gradients of 0."""
-    after = state
-    if after is None:
-        dtype = torch.promote_types(k.dtype, torch.float32)
-        after = PowerState.zeros(sequences, k.shape[2], k.shape[3], v.shape[3], p, device=k.device, dtype=dtype)
-    zero = after.s[:0].sum() + after.z[:0].sum()
-    for x in (q, k, v, log_g):
-        zero = zero if x is None else zero + x[:0].sum()
-    s, z = (x + zero.to(x.dtype) for x in (after.s, after.z))
-    return PowerOutput(_empty(q, v) + zero.to(v.dtype), PowerState(s, z, p, k.shape[3]) if return_state else None)
-
-
-def _packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutput:
-    """Each document alone, (M11) from its own first token."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    outs, states = [], []
-    for n, (start, stop) in enumerate(pairwise(ends)):
-        before = state and PowerState(state.s[n : n + 1], state.z[n : n + 1], state.p, state.key_dim)
-        span = slice(start, stop)
-        if start == stop:
-            zeros = (1, k.shape[2], k.shape[3], v.shape[3], options["p"])
-            states.append(before or PowerState.zeros(*zeros, device=k.device, dtype=dtype))
-            continue
-        gate = None if log_g is None else log_g[:, span]
-        out, after = run(q[:, span], k[:, span], v[:, span], gate, before, **options)
-        outs.append(out)
-        states.append(after)
-    out = torch.cat(outs, dim=1)
-    if not options["return_state"]:
-        return PowerOutput(out, None)
-    s, z = torch.cat([x.s for x in states]), torch.cat([x.z for x in states])
-    return PowerOutput(out, PowerState(s, z, options["p"], k.shape[3]))
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
-    for name, x in {"q": q, "k": k, "v": v, "log_g": log_g}.items():
-        if x is None and name == "log_g":
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.ndim != (3 if name == "log_g" else 4):
-            layout = {"q": "[B, T, H, K]", "k": "[B, T, G, K]", "v": "[B, T, G, V]", "log_g": "[B, T, G]"}[name]
-            raise ValueError(f"{name} must be {layout}; got {list(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
-    if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
-    (b, t, h, key_dim), g = q.shape, k.shape[2]
-    if 0 in (h, g, key_dim, v.shape[3]):
-        raise ValueError(f"heads and channels cannot be 0; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
-    if tuple(k.shape) != (b, t, g, key_dim) or tuple(v.shape[:3]) != (b, t, g):
-        raise ValueError(
-            "q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V] must agree in B, T, G and K; "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-    if h % g:
-        raise ValueError(f"the query heads H must be a multiple of the key/value heads G; got H = {h}, G = {g}")
-    if log_g is None:
-        return
-    if tuple(log_g.shape) != (b, t, g):
-        raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
-    if log_g.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")
-    if log_g.device.type == "cpu" and not torch.compiler.is_compiling() and log_g.numel():
-        low, high = (x.item() for x in log_g.detach().aminmax())
-        if not (math.isfinite(low) and high <= 0):
-            raise ValueError(
-                f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
-            )
-
-
-def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
-    """Refuses, with a ValueError, options that `power_attention` does not take, whatever its tensors."""
-    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
-        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
-    if normalize and p % 2:
-        raise ValueError(
-            f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "
-            "normalize=False and normalize the output instead"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite; got {scale}")
-    if not (math.isfinite(eps) and eps > 0):
-        raise ValueError(f"eps must be positive and finite; got {eps}")
-
-
-def _check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
-    if state is None:
-        return
-    if (state.p, state.key_dim) != (p, k.shape[3]):
-        raise ValueError(f"the state is of p={state.p}, K={state.key_dim}; this call is of p={p}, K={k.shape[3]}")
-    wanted = (batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3])
-    has = tuple(state.s.shape) if isinstance(state, PowerState) else (state.batch, *state.s.shape[1:])
-    if has != wanted:
-        raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(has)}")
-    if state.z.dtype != torch.promote_types(k.dtype, torch.float32):
-        raise TypeError(
-            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.z.dtype}"
-        )
-    if state.s.device != k.device:
-        raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
-    if isinstance(state, DecodingState) and torch.promote_types(state.dtype, k.dtype) != state.dtype:
-        raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
-
-
-def _check_context(
-    run: Callable, q: Tensor, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None
-) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("packed documents (cu_seqlens) cannot be split over ranks (context_group); give whole rows")
-    if state is not None or return_state:
-        raise ValueError("initial_state and return_state are of whole rows; rows split by context_group have neither")
-    if run is _reference:
-        raise ValueError("impl='reference' computes whole rows; it takes no context_group")
-    if q.shape[1] == 0:
-        raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
-
-

@@ -20,14 +20,14 @@ _LOGIT_ELEMENTS = 1 << 25  # formed at once where accuracy is measured
 
 
 class Part(NamedTuple):
-    """The rows of one task on the device, int32: tokens [n, N], places and labels of their queries [n, D]."""
+    """Holds the rows of one task on the device, int32: tokens [n, N], places and labels of their queries [n, D]."""
 
     tokens: Tensor
     places: Tensor
     labels: Tensor
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows at index [B], as int64."""
+        """Selects the rows at index [B], as int64."""
         tokens, places, labels = (tensor.index_select(0, index).long() for tensor in self)
         return tokens, places, labels
 
@@ -44,13 +44,15 @@ def load(tasks: tuple[AnyTask, ...], examples: int, seed: tuple[int, ...], devic
 
 
 class Measured(NamedTuple):
+    """Holds a mean loss in nats and the share of queries answered right."""
+
     loss: float
     accuracy: float
 
 
 @torch.no_grad()
 def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
-    """Mean loss in nats and share of queries answered right, over all queries of all parts."""
+    """Measures the mean loss in nats and the share of queries answered right, over all queries of all parts."""
     model.eval()
     device = parts[0].tokens.device
     loss, right, asked = torch.zeros((), device=device), torch.zeros((), device=device), 0

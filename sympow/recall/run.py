@@ -33,6 +33,7 @@ def run(
     `validation_accuracies` holds those of all validations, in their order, as a list in JSON.
 
     Args:
+        config: the run.
         device: "auto" (CUDA where there is one, else the CPU) or a torch device. Data lives there, and nothing waits
             for it within an epoch.
         compiled: on CUDA, run the forward and backward pass of a training step through torch.compile, once a model
@@ -82,7 +83,7 @@ def run(
 
 
 def describe_tasks(tasks: Sequence[AnyTask]) -> str:
-    """Tasks in short, "mqar 64:4 + mqar 128:8"."""
+    """Describes tasks in short, "mqar 64:4 + mqar 128:8"."""
     return " + ".join(map(str, tasks))
 
 

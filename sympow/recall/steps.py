@@ -26,7 +26,7 @@ _EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimize
 
 
 class RecallTraining:
-    """A model, its optimizer and its data, for `sympow.training.loop.run_steps`.
+    """Trains a model of recall on its data, for `sympow.training.loop.run_steps`.
 
     Everything a step reads or counts is on the device, so no step waits.
 
@@ -98,7 +98,7 @@ class RecallTraining:
         self.steps_summed += 1
 
     def end(self, done: int) -> str | None:
-        """Validates where that is due; says "diverged" or "solved" where the run ends before its epochs are over."""
+        """Measures the validation where that is due, and returns "diverged" or "solved" where the run ends early."""
         while len(self.history) < len(self.borders) and self.borders[len(self.history)] == done:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
@@ -182,7 +182,7 @@ def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, pr
 
 
 def shape_key(config: RecallConfig) -> str:
-    """Equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    """Makes a text that is equal for runs that share what is compiled: all rates and seeds of a model on a task."""
     return repr((config.model, config.train, config.batch, config.precision))
 
 

@@ -41,11 +41,15 @@ def run_sweep(
     model, the longest first; on one machine they share its GPUs. See `sympow.sweeps.run_jobs`.
 
     Args:
+        sweep: the runs.
+        folder: where their rows and results.csv go.
         executor: "submitit": local jobs of submitit; "slurm": the same as an array of Slurm, on a file system that all
             nodes share, with locks; "process": processes of this one alone, without submitit. A sweep of one run, or
             with one job of "process", runs in this process.
         jobs: workers.
-        device, compiled, cuda_graphs: as for `run`.
+        device: as for `run`.
+        compiled: as for `run`.
+        cuda_graphs: as for `run`.
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
         quiet: no progress on stderr.
 
@@ -86,7 +90,7 @@ def run_sweep(
 
 
 def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of the runs that have finished, in the order of the sweep."""
+    """Collects the rows of the runs that have finished, in the order of the sweep."""
     records = Records(Path(folder))
     done = (config.id for config in sweep.runs if records.is_done(config.id))
     return [row for name in done for row in records.read(name).result]

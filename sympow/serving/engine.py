@@ -45,6 +45,13 @@ class Load(NamedTuple):
     decoding: int
 
 
+class _Step(NamedTuple):
+    """Holds a step that was begun: the sequences in the order of its rows, and the logits [rows, vocab_size]."""
+
+    sequences: list[Sequence]
+    logits: Tensor
+
+
 class Engine:
     """Continues many prompts at a time.
 
@@ -84,6 +91,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._reading: list[Sequence] = []  # in the order of their arrival
         self._decoding: list[Sequence] = []  # by row of the slots
+        self._ahead: _Step | None = None
         self._turns = 0
         self._changed = threading.Condition()
         self._closing_at: float | None = None
@@ -215,7 +223,7 @@ class Engine:
         stop = min(len(sequence.request.tokens), sequence.read + self._chunk)
         if sequence.read < sequence.parting:
             stop = min(stop, sequence.parting)
-        piece = sequence.request.tokens[None, sequence.read : stop].to(self._device)
+        piece = sequence.request.tokens[None, sequence.read : stop].to(self._device, non_blocking=True)
         logits, sequence.state = self._model.step(piece, sequence.state)
         sequence.read = stop
         if stop == sequence.parting and self.prefixes.keeps(stop):
@@ -230,7 +238,8 @@ class Engine:
             raise RuntimeError("a sequence that was read has a state")
         if sequence.cached < sequence.read:
             self.prefixes.keep(sequence.keys, sequence.read, sequence.state, logits.clone())
-        self._push([sequence], logits)
+        step = _Step([sequence], logits)
+        self._push(step, self._draw(step))
         if sequence.finish:
             sequence.end()
             return
@@ -239,25 +248,50 @@ class Engine:
         self._decoding.append(sequence)
 
     def _decode(self) -> None:
-        """Draws a token for every decoding sequence."""
-        if not self._decoding:
-            return
-        last = torch.tensor([each.drawn[-1] for each in self._decoding], device=self._device)
-        logits = self._slots.step(last)
-        self._push(self._decoding, logits)
-        ended = [row for row, sequence in enumerate(self._decoding) if sequence.finish]
-        for row in ended:
-            self._keep_answer(row, logits[row : row + 1])
-        for sequence in [self._release(row) for row in reversed(ended)]:
-            sequence.end()
+        """Draws a token for every decoding sequence.
 
-    def _push(self, sequences: list[Sequence], logits: Tensor) -> None:
-        logits = logits[:, : self._tokenizer.vocab_size]  # a model may have more tokens, which stand for nothing
-        for row, token in enumerate(draw(logits, [each.draws for each in sequences])):
+        A GPU begins the next step while the host puts the tokens into the answers, unless an answer may end with its
+        token: then the state is kept as it is before the next step.
+        """
+        step = self._step({}) if self._ahead is None else self._ahead
+        self._ahead = None
+        if step is None:
+            return
+        tokens = self._draw(step)
+        if runs_ahead(self._device) and not any(
+            each.may_end_with(token, self._ends) for each, token in zip(step.sequences, tokens, strict=True)
+        ):
+            step = _Step(step.sequences, step.logits.clone())  # which the next step may overwrite
+            self._ahead = self._step(dict(zip(map(id, step.sequences), tokens, strict=True)))
+        self._push(step, tokens)
+        for row in reversed(range(len(self._decoding))):
+            sequence = self._decoding[row]
+            if sequence.finish:
+                place = step.sequences.index(sequence)
+                self._keep_answer(row, step.logits[place : place + 1])
+                self._release(row).end()
+
+    def _step(self, drawn: dict[int, int | None]) -> _Step | None:
+        """Begins a step of all decoding sequences. `drawn`: tokens not yet in the answers, by id of the sequence."""
+        if not self._decoding:
+            return None
+        last = [drawn.get(id(each), each.drawn[-1]) for each in self._decoding]
+        logits = self._slots.step(torch.tensor(last, device=self._device))
+        return _Step(list(self._decoding), logits)
+
+    def _draw(self, step: _Step) -> list[int | None]:
+        """Draws a token for each sequence of a step; waits for the device."""
+        logits = step.logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
+        return draw(logits, [each.draws for each in step.sequences])
+
+    def _push(self, step: _Step, tokens: list[int | None]) -> None:
+        """Puts drawn tokens into the answers."""
+        logits = step.logits[:, : self._tokenizer.vocab_size]
+        for row, (sequence, token) in enumerate(zip(step.sequences, tokens, strict=True)):
             if token is None:
-                sequences[row].finish = "error"
+                sequence.finish = "error"
             else:
-                sequences[row].push(token, logits[row], self._ends)
+                sequence.push(token, logits[row], self._ends)
 
     def _keep_answer(self, row: int, logits: Tensor) -> None:
         """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""
@@ -272,14 +306,23 @@ class Engine:
         self._slots.release(row)
         if row < len(self._decoding):
             self._decoding[row] = last
+        if self._ahead is not None and released in self._ahead.sequences:
+            kept = [each for each in self._ahead.sequences if each is not released]
+            rows = [self._ahead.sequences.index(each) for each in kept]
+            self._ahead = _Step(kept, self._ahead.logits[rows]) if kept else None
         return released
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
             left = [*self._waiting, *self._reading, *self._decoding]
             self._waiting.clear()
-        self._reading, self._decoding = [], []
+        self._reading, self._decoding, self._ahead = [], [], None
         while self._slots.count:
             self._slots.release(self._slots.count - 1)
         for sequence in left:
             sequence.end(finish)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Returns whether a call of a step only begins it, so that the host has time until the results are needed."""
+    return device.type == "cuda"

@@ -60,6 +60,12 @@ class Sequence:
         """Returns the names of the prefixes of all tokens that the state has read."""
         return self.keys.extended(torch.tensor(self.drawn[:-1]))
 
+    def may_end_with(self, token: int | None, ends: frozenset[int]) -> bool:
+        """Returns whether the answer could end with this token, as its next; `ends` are the model's end tokens."""
+        if token is None or token in ends or self.request.stop:
+            return True
+        return len(self.drawn) + 1 >= self.request.max_new_tokens
+
     def admit(self) -> None:
         """Records the time at which the request stopped waiting."""
         self._admitted = time.monotonic()

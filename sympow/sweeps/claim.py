@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Whether no other process holds the claim at `path`; it ends with the block, and with a process that is killed."""
+    """Tells whether no other process holds the claim at `path`; it ends with the block, and with a process killed."""
     import fcntl  # not on Windows
 
     with open(path, "w") as file:

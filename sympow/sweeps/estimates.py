@@ -9,7 +9,7 @@ J = TypeVar("J")
 
 
 class Estimates(Generic[J]):
-    """Estimates seconds of jobs: a first guess, corrected by how wrong it was for those that are finished.
+    """Tells how long jobs take: a first guess, corrected by how wrong it was for those that are finished.
 
     Args:
         guess: seconds of a job by itself.
@@ -30,5 +30,5 @@ class Estimates(Generic[J]):
         return self._guess(job) * self._factors.get(self._kind(job), usual)
 
     def learn(self, job: J, seconds: float) -> None:
-        """Corrects the estimates by what a finished job took."""
+        """Learns from what a finished job took."""
         self._factors[self._kind(job)] = seconds / self._guess(job)

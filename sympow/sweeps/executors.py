@@ -116,7 +116,7 @@ def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, 
 
 
 def drain(worker: Worker[Any], number: int) -> None:
-    """Does all that a worker does."""
+    """Runs a worker to its end."""
     for _ in worker.run(number):
         pass
 

@@ -14,7 +14,7 @@ _FOLDERS = ("rows", "claims", "errors", "workers")
 
 
 class Record(NamedTuple):
-    """What a job gave, in JSON values, and how long it took. Version 0.1 did not write down the seconds: None."""
+    """Holds what a job gave, in JSON values, and how long it took. Version 0.1 did not write down the seconds: None."""
 
     result: Any
     seconds: float | None

@@ -21,7 +21,7 @@ _LOOK = 0.2  # seconds between looks at the folder
 
 
 class Finished(NamedTuple, Generic[J]):
-    """A job that ended: its result or, where it failed, the last line of its error; and the seconds left for others.
+    """Tells of a job that ended: its result or the last line of its error, and the seconds left for others.
 
     The seconds are an estimate for the jobs that have not ended, shared among the workers; nan without estimates.
     """
@@ -44,7 +44,7 @@ def run_jobs(
     estimates: Estimates[J] | None = None,
     slurm: Mapping[str, Any] | None = None,
 ) -> Iterator[Finished[J]]:
-    """Does jobs, and yields each that ended, as it ends; first those that `folder` holds already.
+    """Runs jobs, and yields each that ended, as it ends; first those that `folder` holds already.
 
     A finished job leaves its result in the folder and is never repeated there. A job that failed is tried again by the
     next call. So a sweep can be killed at any moment and given again, also with more jobs in it, and several processes

@@ -23,7 +23,7 @@ J_contra = TypeVar("J_contra", contravariant=True)
 
 
 class Work(Protocol[J_contra]):
-    """What the workers of a sweep do. It is sent to every one of them, so it is made of plain values."""
+    """Describes what the workers of a sweep do. It is sent to every one of them, so it is made of plain values."""
 
     def prepare(self, worker: int) -> Callable[[J_contra], Any]:
         """Returns what does a job and gives its result in JSON values.
@@ -35,7 +35,7 @@ class Work(Protocol[J_contra]):
 
 @dataclass
 class Worker(Generic[J]):
-    """What a worker is given, made of values that can be sent to another process.
+    """Holds what a worker is given, in values that can be sent to another process.
 
     Attributes:
         jobs: by their names, in their order.
@@ -57,7 +57,7 @@ class Worker(Generic[J]):
     _learned: set[str] = field(default_factory=set)
 
     def run(self, number: int) -> Iterator[str]:
-        """Does jobs, all of a group before those of another and then what others hold; yields the name of each."""
+        """Runs jobs, all of a group before those of another and then what others hold; yields the name of each."""
         records, parent = Records(self.folder), multiprocessing.parent_process()
         do: Callable[[J], Any] | None = None
         for name in self._turns(records):
@@ -101,7 +101,7 @@ class Worker(Generic[J]):
 
 
 def learn(estimates: Estimates[J], jobs: Mapping[str, J], records: Records, learned: set[str]) -> None:
-    """Corrects estimates by the jobs that finished since the last call; `learned` are the names of those before."""
+    """Learns from the jobs that finished since the last call; `learned` are the names of those before."""
     for name in [name for name in jobs if name not in learned and records.is_done(name)]:
         learned.add(name)
         seconds = records.read(name).seconds

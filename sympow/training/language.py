@@ -1,6 +1,4 @@
-"""Training of a language model: batches in, a run folder with metrics and checkpoints out; it goes on where it was
-stopped.
-"""
+"""Training of a language model: batches in, a run folder out; it goes on where it was stopped."""
 
 import math
 import os
@@ -41,11 +39,11 @@ T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or its gradient is no longer a number."""
+    """Says that the loss or its gradient is no longer a number."""
 
 
 class TrainingResult(NamedTuple):
-    """Where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
+    """Tells where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
 
     step: int
     steps: int

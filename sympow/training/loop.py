@@ -10,7 +10,7 @@ class Trainee(Protocol):
         """Takes optimizer step `step`, counted from 0. The device may still be at work when this returns."""
 
     def end(self, done: int) -> str | None:
-        """Does what is due after `done` steps, such as an evaluation or a checkpoint.
+        """Ends what `done` steps began: does what is due, such as an evaluation or a checkpoint.
 
         Returns why training ends here, or None where it goes on.
         """

@@ -27,14 +27,14 @@ OPENING = "opening the data"  # which may train a tokenizer and fill a cache
 
 
 class Lesson(NamedTuple):
-    """What training begins with and aims at; None for both is that of any run but a distillation."""
+    """Holds what training begins with and aims at; None for both is that of any run but a distillation."""
 
     start: Mapping[str, Tensor] | None = None
     objective: Objective | None = None
 
 
 class Run(NamedTuple):
-    """A trained model in evaluation mode, its tokenizer (None for tokens without text), its config."""
+    """Holds a trained model in evaluation mode, its tokenizer (None for tokens without text), its config."""
 
     model: LanguageModel
     tokenizer: Tokenizer | None
@@ -110,7 +110,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Ru
 
 
 def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
-    """The tokenizer in a run folder, or None."""
+    """Loads the tokenizer in a run folder; None where there is none."""
     file = run_dir / TOKENIZER
     return load_tokenizer(file) if file.exists() else None
 

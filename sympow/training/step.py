@@ -22,7 +22,7 @@ LossSum = Callable[[LanguageModel, Rows], Tensor]
 
 
 class RowSource(Protocol):
-    """Batches by index, endless and always the same, as `sympow.data.Batches`.
+    """Gives batches by index, endless and always the same, as `sympow.data.Batches`.
 
     `state()` says which they are, in JSON values; `check_state` raises ValueError for the state of others.
     """
@@ -35,7 +35,7 @@ class RowSource(Protocol):
 
 
 class Pass(NamedTuple):
-    """Rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
+    """Holds rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
 
     rows: Rows
     targets: int
@@ -69,7 +69,7 @@ def move(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
-    """What `train_step` takes: work of the host that no step should wait for, done ahead.
+    """Makes what `train_step` takes: work of the host that no step should wait for, done ahead.
 
     A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
     `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
@@ -91,7 +91,7 @@ def train_step(
     ranks: Ranks = ALONE,
     loss_sum: LossSum | None = None,
 ) -> tuple[float, float, int]:
-    """One optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+    """Takes one optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
 
     `loss_sum` gives the loss of rows, summed up over their targets; None: `LanguageModel.loss_sum`. The device is
     waited for once, at the end.
@@ -120,7 +120,7 @@ def train_step(
 def held_out_loss(
     model: LanguageModel, rows: RowSource, settings: TrainingConfig, device: torch.device, ranks: Ranks = ALONE
 ) -> float:
-    """Mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
+    """Computes the mean loss in nats a target over the first `settings.evaluation_batches` batches of `rows`."""
     model.eval()
     total, targets = 0.0, 0
     for first in range(0, settings.evaluation_batches, ranks.data_size):
@@ -136,7 +136,10 @@ def held_out_loss(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of a name, "auto" being CUDA where there is one, else the CPU; ValueError if it is none."""
+    """Finds the torch device of a name, "auto" being CUDA where there is one, else the CPU.
+
+    Raises ValueError where there is none.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -148,7 +151,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """The context in which a model of `TrainingConfig.precision` runs."""
+    """Gives the context in which a model of `TrainingConfig.precision` runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
@@ -157,7 +160,7 @@ def _moved(rows: Rows, device: torch.device) -> Rows:
 
 
 def _each(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
-    """The rows with every tensor changed."""
+    """Returns the rows with every tensor changed."""
     cu_seqlens = None if rows.cu_seqlens is None else change(rows.cu_seqlens)
     return Part(change(rows.tokens), change(rows.targets), cu_seqlens)
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from benchmarks import serving, tables
+from benchmarks.server_process import Server
 from sympow.models import preset
 
 
@@ -14,16 +15,16 @@ def test_rows_and_their_table(tmp_path):
     run, options = tmp_path / "run", ("--slots", "2", "--cache-dir", str(tmp_path / "cache"))
     serving.untrained_run(run, preset("nano", 256))
 
-    async def measured(server: serving.Server) -> list[dict]:
+    async def measured(server: Server) -> list[dict]:
         rows = await serving.throughput(server, run, "cpu", [1, 2], 6)
         rows += await serving.first_token(server, 20_000, repeats=3)
         rows += await serving.memory(server, [100])
         rows += await serving.hostile(server, 30, new=40)
-        with serving.Server(run, "cpu", *options) as other:
+        with Server(run, "cpu", *options) as other:
             rows += await serving.prefix(other, lambda: other, 300)
         return rows + await serving.vanishing(server, 0.5, 3)
 
-    with serving.Server(run, "cpu", *options) as server:
+    with Server(run, "cpu", *options) as server:
         rows = asyncio.run(measured(server))
     streams, firsts, (memory,), (hostile,), prefix, (left,) = (
         [row for row in rows if row["measure"] == name]
@@ -41,12 +42,12 @@ def test_rows_and_their_table(tmp_path):
 
 
 def test_a_server_that_does_not_start_is_told(tmp_path):
-    with pytest.raises(RuntimeError, match="the server did not start: exit code 2"), serving.Server(tmp_path, "cpu"):
+    with pytest.raises(RuntimeError, match="the server did not start: exit code 2"), Server(tmp_path, "cpu"):
         pass
 
 
 def test_what_is_no_answer_has_status_0():
-    class Listens(serving.Server):
+    class Listens(Server):
         host = "127.0.0.1"
 
     async def asked() -> tuple[int, bytes]:

@@ -168,3 +168,15 @@ def test_graphs_step_as_the_model_does(case):
             with torch.no_grad():
                 expected, alone[row] = model.step(tokens[None, row : row + 1], alone[row])
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_spare_room_of_a_window_does_not_count():
+    """It is not written before it is needed, and a weight of 0 does not hide what is not finite."""
+    model = small_model("window")
+    context = Context.begin(model).read(model, prompts()[0])
+    for layer in context.state.layers:
+        assert layer.k.shape[2] > layer.length == 3
+        layer.k[:, :, 3:], layer.v[:, :, 3:] = torch.nan, torch.nan
+    slots = Slots(model, 1)
+    slots.put(context.state, 3)
+    assert slots.step(torch.tensor([1])).isfinite().all()

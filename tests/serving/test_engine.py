@@ -14,6 +14,12 @@ from tests.serving.conftest import Client, ask, tokens
 TOKENIZER = ByteTokenizer()
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "ahead"])
+def ahead(request, monkeypatch):
+    """As on a CPU, and as on a GPU, which begins a step before the answers have the tokens of the last one."""
+    monkeypatch.setattr("sympow.serving.engine.runs_ahead", lambda device: request.param)
+
+
 def alone(model, prompt, new=12, **options) -> list[int]:
     return generate(model, prompt[None], new, **({"temperature": 0} | options)).tokens[0].tolist()
 

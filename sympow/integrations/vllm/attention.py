@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from sympow.layers.base import AttentionMixer, Mixer
+from sympow.layers.attention import AttentionMixer, Mixer
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.window import WindowAttention
 

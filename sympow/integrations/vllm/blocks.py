@@ -18,10 +18,6 @@ from sympow.models.bodies.base import PreNormBlock
 def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
     """Makes the blocks of a model with the heads of one of several ranks, on the meta device.
 
-    Args:
-        config: the model.
-        ranks: how many ranks there are.
-
     Raises ValueError for bodies and mixers that vLLM cannot serve.
     """
     if not issubclass(BODIES[config.body], PreNormBlock):
@@ -40,12 +36,12 @@ def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
 
 
 def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
-    """Describes what a page holds, which is the same in all layers that keep a state.
+    """What a page holds, which is the same in all layers that keep a state.
 
     Args:
         blocks: those of `rank_blocks`, which have states where they have no cache.
         device: where the model runs.
-        dtype: that of its weights.
+        dtype: of its weights.
 
     Raises ValueError where no layer keeps a state, and where layers keep different ones.
     """

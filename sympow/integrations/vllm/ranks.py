@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.layers.base import AttentionMixer
+from sympow.layers.attention import AttentionMixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.models.bodies.base import PreNormBlock
@@ -21,11 +21,7 @@ _ONCE = ("mixer.out.bias", "mlp_out.bias")
 
 
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Makes the configuration of the blocks of one of several ranks.
-
-    Args:
-        config: the model.
-        ranks: how many ranks there are.
+    """The configuration of the blocks of one of several ranks.
 
     Raises ValueError for mixers without key/value heads, and for heads or an MLP that the ranks do not divide.
     """
@@ -48,15 +44,15 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: int, ranks: int) -> Tensor:
-    """Cuts the part of a rank out of a block's weight.
+    """The part of a rank of a block's weight.
 
     Args:
         name: of the weight in the block.
         whole: the weight of the whole model.
         own: the rank's weight, whose shape says what is split.
         block: the rank's block.
-        rank: which one, from 0 on.
-        ranks: how many ranks there are.
+        rank: 0 to ranks - 1.
+        ranks: how many share a layer.
     """
     if name in _ONCE and rank > 0:
         return torch.zeros_like(whole)

@@ -136,11 +136,17 @@ def step_with_tail(
 
 def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
-    if device.type != "cuda" and not knobs.runtime.interpret:
+    if device.type != "cuda" and not _interpreted():
         return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {device}"
     if dtype not in _DTYPES:
         return f"computes in bfloat16, float16 and float32; got {dtype}"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _interpreted() -> bool:
+    """Returns whether Triton's interpreter runs the kernels; torch.compile cannot trace how Triton looks that up."""
+    return knobs.runtime.interpret
 
 
 class _Total(torch.autograd.Function):

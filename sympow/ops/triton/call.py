@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.triton import states
+from sympow.ops.triton import gate as gate_kernels
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.plan import Plan, plan_of
@@ -17,7 +17,7 @@ SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # of the gate's sums, within chunks and 
 
 
 class Gate(NamedTuple):
-    """Of the gate's logarithms: sums, and where keys begin and queries end to count (`states.gate_sums`)."""
+    """Of the gate's logarithms: sums, and where keys begin and queries end to count (`gate.gate_sums`)."""
 
     sums: Tensor  # float32 [G, tokens]: log2 of the decay within the chunk; empty without a gate
     begins: Tensor | None  # int32 [G, tiles], as `ends`: of the quadratic form of long rows
@@ -61,7 +61,7 @@ class Call:
         sums = torch.empty(plan.G, plan.layout.tokens, device=plan.device, dtype=torch.float32)
         begins = ends = None
         if plan.reaches:
-            tiles = plan.layout.blocks(states.REACH_TILE.value)
+            tiles = plan.layout.blocks(gate_kernels.REACH_TILE.value)
             begins = torch.empty(plan.G, tiles, device=plan.device, dtype=torch.int32)
             ends = torch.empty_like(begins)
         # Kept to the end of the call: a kernel that begins early may write before this one has read all, and must not
@@ -129,4 +129,4 @@ def _gate_sums(plan: Plan) -> Launcher:
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
     constants = {"BLOCK": SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, "PACKED": plan.layout.packed}
     grid = (plan.layout.blocks(size), plan.G)
-    return Launcher(states.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})
+    return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})

@@ -135,8 +135,8 @@ HOPPER_QUADRATIC = {
     64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
-# The same where the gradient passes are those of `hopper.quadratic`: at these K, unless documents are packed, whose
-# places take registers (decision 0003). At K = 128 they do not fit; K = 32 was not measured.
+# The same for the gradient passes of `hopper.quadratic`: at these K, and for rows that are not packed, because the
+# positions of packed documents take registers (docs/log/0003-gpu-kernels.md). At K = 128 the passes do not fit.
 HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
 

@@ -5,16 +5,12 @@ delta_i = y_i . dy_i (0 without normalization):
 
 and what goes through a state has the same form: with S = sum_j row(k_j) v_j^T, p sum over the prefixes of q_prefix
 (dy_i S[prefix]^T), the rows of every last index.
-
-The gate: the gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, since q_i . dq_i = p sum_j a_ij da_ij, and a gate
-reaches every L after it. So its gradient is a sum of these terms from its token on, in which all that later tokens do
-to each other cancels and leaves its rounding: over a long row more than what the gate did. At the end of a chunk the
-sum is known otherwise, as S . dS, and begins anew.
 """
 
 import triton
 import triton.language as tl
 
+from sympow.ops.triton.gate import REACH_TILE
 from sympow.ops.triton.primitives import (
     await_last,
     first_chunk,
@@ -25,7 +21,6 @@ from sympow.ops.triton.primitives import (
     start_next,
     times_prefix,
 )
-from sympow.ops.triton.states import REACH_TILE
 
 
 @triton.jit
@@ -93,7 +88,7 @@ def query_pass(
     With a normalizer q . dq is p delta eps / (z + eps). But delta is of rounded outputs, by which the keys' part errs
     too, and only what errs alike on both sides cancels between them.
 
-    reach: begins of `states.gate_sums`, or None."""
+    reach: begins of `gate.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:  # past the last block
@@ -198,7 +193,7 @@ def key_pass(
     GATED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, kv heads.
-    reach: ends of `states.gate_sums`, or None."""
+    reach: ends of `gate.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
@@ -323,116 +318,3 @@ def key_pass(
     tl.store(dk_tile, dkeys.to(dk.dtype.element_ty), mask=valid[:, None])
     dv_tile = dv + ((start + first) * G + g) * V + (j[:, None] * (G * V) + col[None, :])
     tl.store(dv_tile, dvalues.to(dv.dtype.element_ty), mask=valid[:, None] & (col < V)[None, :])
-
-
-@triton.jit
-def _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R: tl.constexpr, P: tl.constexpr):
-    """[BLOCK]: (q . dq - k . dk) / p, the heads of a group added up; in float64, as terms of either sign add up over a
-    whole sequence."""
-    x = -tl.load(dk_sums + g * tokens + token, mask=valid, other=0.0)
-    for r in range(R):
-        x += tl.load(dq_sums + (g * R + r) * tokens + token, mask=valid, other=0.0)
-    return x.to(tl.float64) / P
-
-
-@triton.jit
-def gate_totals(
-    dq_sums, dk_sums, totals, starts, blocks, T, tokens,
-    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """totals [G, blocks], float64: the sum of the terms of each block. Grid: blocks, G."""
-    await_last(OVERLAP)
-    start_next(OVERLAP)
-    _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
-    g = tl.cast(tl.program_id(1), tl.int64)
-    t = first + tl.arange(0, BLOCK)
-    x = _gate_terms(dq_sums, dk_sums, tokens, g, start + t, t < length, R, P)
-    tl.store(totals + g * tl.num_programs(0) + tl.program_id(0), tl.sum(x, 0))
-
-
-@triton.jit
-def gate_gradient(
-    dq_sums, dk_sums, totals, last, dlog_g, starts, blocks, T, tokens, G,
-    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """dlog_g [tokens, G]: the sum of the terms from each token to the end of its sequence, and of `last` [N, G], what
-    reaches the last token through the last state. Grid: blocks, G."""
-    await_last(OVERLAP)
-    n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
-    g = tl.cast(tl.program_id(1), tl.int64)
-    t = tl.arange(0, BLOCK)
-    valid = first + t < length
-    token = start + first + t
-    carry = tl.zeros([1], tl.float64)
-    if FINAL:
-        carry += tl.load(last + n * G + g)
-    following = totals + g * tl.num_programs(0) + tl.program_id(0) + 1
-    count = tl.cdiv(length - first, BLOCK) - 1  # blocks of the sequence that follow
-    for i in range(0, count, BLOCK):
-        carry += tl.sum(tl.load(following + i + t, mask=i + t < count, other=0.0), 0)
-    x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
-    later = tl.cumsum(x, 0, reverse=True) + carry
-    tl.store(dlog_g + token * G + g, later.to(tl.float32), mask=valid)
-
-
-@triton.jit
-def through_states(
-    s, ds, z, dz, weights, through, starts, chunks, T, G, rows,
-    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """through [chunks, G, parts], float64: parts of the sum of S . dS at the end of every chunk that another follows,
-    `weights` [rows] times each row. V is a multiple of 16. Grid: chunks, G, parts."""
-    chunk = tl.cast(tl.program_id(0), tl.int64)
-    _, _, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
-    if first + CHUNK < length:
-        g = tl.program_id(1)
-        size = rows * V
-        s += ((chunk + 1) * G + g) * size
-        ds += (chunk * G + g) * size
-        piece = 16 * tl.arange(0, BLOCK // 16)
-        within = piece[:, None] + tl.arange(0, 16)[None, :]
-        acc = tl.zeros([BLOCK // 16, 16], tl.float32)
-        for i in range(tl.program_id(2) * BLOCK, size, tl.num_programs(2) * BLOCK):
-            here = i + within < size
-            weight = tl.load(weights + (i + piece) // V, mask=i + piece < size, other=0.0)[:, None]
-            a = tl.load(s + i + within, mask=here, other=0.0).to(tl.float32) * weight
-            acc += a * tl.load(ds + i + within, mask=here, other=0.0).to(tl.float32)
-        if Z:
-            z += ((chunk + 1) * G + g) * (K * K)
-            dz += (chunk * G + g) * (K * K)
-            for i in range(tl.program_id(2) * BLOCK, K * K, tl.num_programs(2) * BLOCK):
-                here = i + within < K * K
-                a = tl.load(z + i + within, mask=here, other=0.0).to(tl.float32)
-                acc += a * tl.load(dz + i + within, mask=here, other=0.0).to(tl.float32)
-        part = (chunk * G + g) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(through + part, tl.sum(tl.sum(acc.to(tl.float64), 1), 0))
-
-
-@triton.jit
-def gate_gradient_by_chunk(
-    dq_sums, dk_sums, through, last, dlog_g, starts, chunks, T, tokens, G,
-    R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """As `gate_gradient`, but the sum of the terms from each token to the end of its chunk, and of what reaches the
-    later chunks, `through` [chunks, G, PARTS]. COUNT: a power of two, at least PARTS. Grid: chunks, G."""
-    n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
-    g = tl.cast(tl.program_id(1), tl.int64)
-    t = tl.arange(0, BLOCK)
-    end = tl.minimum(first + CHUNK, length)
-    carry = tl.zeros([1], tl.float64)
-    if end < length:
-        part = tl.arange(0, COUNT)
-        parts = through + (tl.program_id(0) * G + g) * PARTS
-        carry += tl.sum(tl.load(parts + part, mask=part < PARTS, other=0.0), 0)
-    elif FINAL:
-        carry += tl.load(last + n * G + g)
-    count = tl.cdiv(end - first, BLOCK)
-    for i in range(count):
-        token = first + (count - 1 - i) * BLOCK + t
-        valid = token < end
-        x = _gate_terms(dq_sums, dk_sums, tokens, g, start + token, valid, R, P)
-        later = tl.cumsum(x, 0, reverse=True) + carry
-        tl.store(dlog_g + (start + token) * G + g, later.to(tl.float32), mask=valid)
-        carry += tl.sum(x, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import launch
+from sympow.ops.triton import launch, launch_gradients
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.plan import Shapes
 from sympow.ops.triton.registration import is_followed, operator
@@ -75,7 +75,7 @@ def backward(
     dout = dout.to(v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True, gate=result.gate)
     plan = call.plan
-    factors = launch.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
+    factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
     has_init, has_final = s_init is not None, ds_final is not None
     reads_z = p == 2 and (normalize or has_final)
     s, z = result.s_kept, result.z_kept
@@ -88,7 +88,7 @@ def backward(
         shift = int(plan.restarts)
         s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
         room = s[shift:], z[shift:]
-    dq, dsums_q = launch.query_gradient(call, dout, factors, s, z, has_init, normalize)
+    dq, dsums_q = launch_gradients.query_gradient(call, dout, factors, s, z, has_init, normalize)
     if chunk:
         s_end, z_end = (None, None) if ds_final is None else _from_public(plan.rows, ds_final, dz_final)
         starts = launch.new_ends(call, reads_z) if has_init else None
@@ -97,11 +97,11 @@ def backward(
             after = launch.ForwardStates(s[1:], z[1:], through)
         gradient = (dout, factors.factor, factors.delta)
         ds, dz = launch.states(call, s_end, z_end, starts, reads_z, gradient, room, after)
-    dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
+    dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = launch.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
+        dlog_g = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
     return dq, dk, dv, dlog_g, *((None, None) if starts is None else _to_public(plan.rows, *starts))
 
 

@@ -4,8 +4,8 @@ before its chunk holds and what the keys of its chunk give."""
 import triton
 import triton.language as tl
 
+from sympow.ops.triton.gate import REACH_TILE
 from sympow.ops.triton.primitives import first_chunk, locate, lower_base, power, reach_tile, times_prefix
-from sympow.ops.triton.states import REACH_TILE
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def output_pass(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, H, V], norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of `states.gate_sums`, or
+    """out [tokens, H, V], norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of `gate.gate_sums`, or
     None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:

@@ -41,7 +41,7 @@ def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def reach_tile(n, g, token, T, tokens, TILE: tl.constexpr):
-    """Returns where `states.gate_sums` writes for the tile of TILE tokens with `token`, of sequence n and kv head g."""
+    """Returns where `gate.gate_sums` writes for the tile of TILE tokens with `token`, of sequence n and kv head g."""
     return (g * (tokens // T) + n) * tl.cdiv(T, TILE) + token // TILE
 
 

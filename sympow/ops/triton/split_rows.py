@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.context import exclusive_scan_of_message
-from sympow.ops.triton import config, launch
+from sympow.ops.triton import config, launch, launch_gradients
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.carry import carried, chunk_decays
 from sympow.ops.triton.operators import Options
@@ -205,11 +205,11 @@ def context_query_gradient(
     states after each chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were
     not kept."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
-    factors = launch.row_factors(call, dout, out, norm, normalize)
+    factors = launch_gradients.row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
     if not s_kept.numel():
         s, z = launch.states(call, *_ends(call.plan, incoming), None, p == 2)
-    dq, dsums = launch.query_gradient(call, dout, factors, s, z, True, normalize)
+    dq, dsums = launch_gradients.query_gradient(call, dout, factors, s, z, True, normalize)
     if s_kept.numel() or not call.plan.restarts:
         s, z = s_kept.new_empty(0), z_kept.new_empty(0)
     ds, dz, decays, message = _own_states(call, (dout, factors.factor, factors.delta))
@@ -256,8 +256,8 @@ def context_key_gradient(
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, gate=Gate(sums, None, None))
     ds, dz = _all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)
-    factors = launch.RowFactors(factor, none, none, delta)
-    dk, dv, dsums_k = launch.key_gradient(call, dout, factors, ds, dz, True, p == 2)
+    factors = launch_gradients.RowFactors(factor, none, none, delta)
+    dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, True, p == 2)
     if log_g is None:
         return dk, dv, none
     # Through the last state, all of which the whole row's decay multiplies.
@@ -265,8 +265,8 @@ def context_key_gradient(
     end = call.plan.rows.inner(s_end, ds_end)
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))
-    through = launch.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
-    return dk, dv, launch.gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
+    through = launch_gradients.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
+    return dk, dv, launch_gradients.gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
 
 
 @context_key_gradient.register_fake

@@ -9,74 +9,7 @@ keeps them in float32 registers and walks through time.
 import triton
 import triton.language as tl
 
-from sympow.ops.triton.primitives import aligned, first_chunk, locate, reach_tile, start_next
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-REACH_TILE = tl.constexpr(64)  # tokens; blocks and steps of the quadratic form divide it or are multiples
-
-
-@triton.jit
-def gate_sums(
-    log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
-    BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """sums [G, tokens]: log2 of the decay from before the first token of the chunk to after each token, float32. begins
-    and ends: of a row that is one chunk, as `_find_reach` writes them, or None."""
-    start_next(OVERLAP)
-    g = tl.program_id(1)
-    if PACKED:
-        n = tl.load(chunks + 2 * tl.program_id(0))
-        first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
-        start = tl.load(starts + n).to(tl.int64)
-        length = (tl.load(starts + n + 1) - start).to(tl.int32)
-    else:
-        count = tl.cdiv(T, CHUNK)
-        n = tl.program_id(0) // count
-        first = (tl.program_id(0) % count) * CHUNK
-        start = tl.cast(n, tl.int64) * T
-        length = T
-    t = tl.arange(0, BLOCK)
-    carry = tl.zeros([1], tl.float32)
-    for s in range(first, tl.minimum(first + CHUNK, length), BLOCK):
-        valid = s + t < tl.minimum(first + CHUNK, length)
-        x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float32)
-        tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, (tl.cumsum(x, 0) + carry) * LOG2_E, mask=valid)
-        carry += tl.sum(x, 0)
-    if begins is not None:
-        tl.debug_barrier()  # sums that other threads have written are read
-        at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
-        _find_reach(sums + tl.cast(g, tl.int64) * tokens + start, begins + at, ends + at, T, most)
-
-
-@triton.jit
-def _find_reach(sums, begins, ends, T, most):
-    """Of each tile of REACH_TILE tokens: the first token whose key still counts for one of its queries, and the end of
-    the queries for which one of its keys still counts, both at the borders of tiles. What is decayed by more than
-    2**-most is 0 to the passes, so they leave whole tiles of it out and come to the same numbers."""
-    tiles = tl.cdiv(T, REACH_TILE)
-    for s in range(0, tiles, REACH_TILE):
-        tile = s + tl.arange(0, REACH_TILE)
-        here = tile < tiles
-        before = tl.load(sums + tile * REACH_TILE - 1, mask=here & (tile > 0), other=0.0)
-        after = tl.load(sums + tl.minimum((tile + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
-        # Sums never rise, so halving finds the first tile of keys that counts, and the first of queries that does not.
-        begin, begin_most = tile * 0, tile
-        end, end_most = tile + 1, tile * 0 + tiles
-        span = tiles
-        while span > 0:
-            span //= 2
-            middle = (begin + begin_most) // 2
-            x = tl.load(sums + tl.minimum((middle + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
-            later = (begin < begin_most) & (x - before > most)
-            begin_most = tl.where(later, begin_most, tl.maximum(middle, begin))
-            begin = tl.where(later, middle + 1, begin)
-            middle = (end + end_most) // 2
-            x = tl.load(sums + tl.minimum(middle * REACH_TILE, T - 1), mask=here, other=0.0)
-            later = (end < end_most) & (after - x <= most)
-            end_most = tl.where(later, end_most, tl.maximum(middle, end))
-            end = tl.where(later, middle + 1, end)
-        tl.store(begins + tile, begin * REACH_TILE, mask=here)
-        tl.store(ends + tile, tl.minimum(end * REACH_TILE, T), mask=here)
+from sympow.ops.triton.primitives import aligned, first_chunk, locate
 
 
 @triton.jit
@@ -178,8 +111,8 @@ def _product(ptr, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr, ALON
 def _walk(
     x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
     products_step, prefixes, i, count, start, length, chunks, columns,
-    J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    J0: tl.constexpr, WIDTH: tl.constexpr, ALONE: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip

@@ -78,7 +78,8 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
             for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
                 s, z, decays, message = split_rows._own_states(call, gradient)
                 split_rows._all_states(call, s, z, decays, message)
-    names = ("state_pass", "sum_decays", "carry_states")
+            split_rows.launch_gradients.through_states(call, s, z, s, z, True)
+    names = ("state_pass", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
 

@@ -9,6 +9,7 @@ from tests.ops.contract import DEVICE, EPS32, Case, make_inputs
 split_rows = pytest.importorskip("sympow.ops.triton.split_rows", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
+launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
@@ -98,7 +99,7 @@ def test_gradients_of_states(name):
         False, False,
     )  # fmt: skip
     call = call_of(case, *tensors)
-    factors = launch.row_factors(call, dout, out, norm, case.divides)
+    factors = launch_gradients.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
     own = split_rows._own_states(call, gradient)
     ds, dz = split_rows._all_states(call, *own[:3], flat(call, ds_in, dz_in))

@@ -27,7 +27,8 @@ def test_kernels_compile(target):
     passes |= {"through_states", "gate_gradient_by_chunk"}
     assert passes | {"decode", "turn_heads"} <= {row["kernel"].rpartition(".")[2] for row in results}
     if target == "cuda":
-        files = {"powers", "states", "output", "gradients", "quadratic", "power_gradients"}
+        files = {"powers", "states", "output", "query_gradient", "key_gradient", "quadratic"}
+        files |= {"power_query_gradient", "power_key_gradient"}
         assert {f"hopper.{name}" for name in files} <= {row["kernel"].rpartition(".")[0] for row in results}
         state_passes = [row for row in results if row["kernel"] == "hopper.states.state_pass" and row["key_dim"] == 64]
         registers = [row["registers"] for row in state_passes if row["tiles"] == 2]

@@ -15,6 +15,7 @@ from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget,
 gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
+launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
@@ -43,6 +44,7 @@ LARGE = {
     "p 4, K 24": Case(B=1, T=600, H=2, G=1, K=24, V=14, p=4, state=True),
     "p 4, K 32": Case(B=1, T=530, H=2, G=1, K=32, V=14, p=4, return_state=False),
     "p 4, packed": Case(T=900, H=2, G=1, K=16, V=16, p=4, ends=(0, 1, 300, 300, 900)),
+    "p 3, K 48": Case(B=1, T=600, H=2, G=1, K=48, V=64, p=3, return_state=False),
     "p 3, K 64": Case(B=1, T=600, H=2, G=1, K=64, V=64, p=3, return_state=False),
     "p 4, K 16": Case(B=1, T=600, H=2, G=1, K=16, V=16, p=4, state=True),
     "p 1, K 64": Case(B=1, T=900, H=2, G=1, K=64, V=64, p=1, state=True),
@@ -61,6 +63,7 @@ LARGE_QUADRATIC = {
         "short": {"B": 3, "T": 37, "H": 4, "G": 2, "K": 64},
         "one token": {"B": 64, "T": 1, "H": 2, "G": 1, "K": 64},
         "packed": {"T": 700, "H": 2, "G": 1, "K": 64, "ends": (0, 1, 300, 300, 700)},
+        "p 3, K 48": {"B": 1, "T": 777, "H": 2, "G": 1, "K": 48, "p": 3},
     }.items()
 }
 
@@ -153,8 +156,8 @@ def test_scales(gated):
     [
         (2, (100, 200), 8),
         (1, (0, 1, 1, 64, 65, 200, 200), 8),
-        (2, (2500, 5000), launch.GATE_BLOCK),
-        (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch.GATE_BLOCK),
+        (2, (2500, 5000), launch_gradients.GATE_BLOCK),
+        (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch_gradients.GATE_BLOCK),
     ],
 )
 def test_gate_gradient(rows, ends, block, monkeypatch):
@@ -172,11 +175,11 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
-    assert torch.equal(launch.gate_gradient(call, dsums_q, dsums_k, last), expected)
+    assert torch.equal(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last), expected)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [(2, (100, 200)), (1, (0, 1, 1, 64, 65, 200, 200))])
-@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch.SHORT_GATE_BLOCK)])
+@pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch_gradients.SHORT_GATE_BLOCK)])
 def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     """To the end of each chunk, and from there on what goes through the states. The numbers have 17 bits."""
     monkeypatch.setattr(launch, "SHORT_GATE_BLOCK", block)
@@ -190,7 +193,7 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     chunks = call.plan.layout.blocks(chunk)
     dsums_q, dsums_k, last, through = (
         torch.randint(-(2**16), 2**16, shape, generator=gen).to(torch.float32).to(DEVICE) / 1024
-        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, launch.STATE_PARTS))
+        for shape in ((G * R, tokens), (G, tokens), (len(ends), G), (chunks, G, launch_gradients.STATE_PARTS))
     )
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     expected, index = [], 0
@@ -200,7 +203,7 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
             after = through[index].double().sum(1) if end < stop else last[n].double() * final
             expected.append(terms[:, first:end].flip(1).cumsum(1).flip(1) + after[:, None])
             index += 1
-    got = launch.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
+    got = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
     assert torch.equal(got, torch.cat(expected, 1).T.float())
 
 
@@ -218,7 +221,7 @@ def test_through_states(p, key_dim, ends):
     (s, z), (ds, dz) = ([torch.randn(shape, generator=gen).to(DEVICE) for shape in shapes] for _ in range(2))
     # Of rows of one monomial all are alike, and Z is symmetric, as those that are summed up.
     s, ds = (call.plan.rows.from_public(call.plan.rows.to_public(x)) for x in (s, ds))
-    through = launch.through_states(call, s, z, ds, dz, p == 2).sum(2)
+    through = launch_gradients.through_states(call, s, z, ds, dz, p == 2).sum(2)
     index = followed = 0
     for start, stop in pairwise((0, *ends)) if ends else ((0, 200), (200, 400)):
         for first in range(start, stop, chunk):
@@ -255,7 +258,7 @@ def test_the_state_pass_multiplies_gradients_with_states(p, key_dim, packed, dty
         ds, dz = launch.states(call, None, None, None, reads_z, gradient, room, forward)
         parts.append((ds, dz, products))
         if apart:
-            expected = launch.through_states(call, s, z, ds, dz, reads_z).sum(2)
+            expected = launch_gradients.through_states(call, s, z, ds, dz, reads_z).sum(2)
     chunk, index, followed = call.plan.chunk, 0, []
     for start, stop in pairwise((0, *ends)) if ends else ((0, T), (0, T)):
         for first in range(start, stop, chunk):

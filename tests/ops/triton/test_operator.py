@@ -1,6 +1,8 @@
 """The kernels as PyTorch operators: compilation, autocast, checkpointing, streams, graphs, refusals."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -43,6 +45,21 @@ def assert_same(actual, expected):
 def test_compile_fullgraph(chunk_size):
     call = partial(attend, chunk_size=chunk_size)
     assert_same(results(torch.compile(call, fullgraph=True), inputs()), results(call, inputs()))
+
+
+def test_compile_fullgraph_in_a_fresh_process():
+    """In which no call has loaded the kernels: torch.compile does as it traces."""
+    code = f"""
+import sys, torch
+from sympow.ops import power_attention
+assert "sympow.ops.triton" not in sys.modules
+x = [torch.randn(1, 20, 1, 16, device={DEVICE!r}, requires_grad=True) for _ in range(3)]
+def call(*x): return power_attention(*x, impl="triton").out.square().sum()
+compiled = torch.autograd.grad(torch.compile(call, backend="aot_eager", fullgraph=True)(*x), x)
+for a, b in zip(compiled, torch.autograd.grad(call(*x), x)): assert torch.equal(a, b)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 @gpu

@@ -10,9 +10,9 @@ from tests.ops.contract import DEVICE, Case, assert_within_budget, make_inputs, 
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
 config = pytest.importorskip("sympow.ops.triton.config", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-states = pytest.importorskip("sympow.ops.triton.states", reason="needs triton")
+gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")
 
-TILE = states.REACH_TILE.value
+TILE = gate.REACH_TILE.value
 # Batch, tokens, query and kv heads, head dims, p, with a normalizer
 SHAPES = [(2, 5 * TILE + 3, 4, 2, 16, 2, True), (1, 2 * TILE, 2, 2, 16, 3, False), (1, 3 * TILE - 1, 1, 1, 8, 1, False)]
 KINDS = [torch.float32]

@@ -9,107 +9,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton import states
-from sympow.ops.triton.hopper.renamed import barrier, load_async, reinterpret
-from sympow.ops.triton.hopper.states import exp2
-
-REACH_TILE = gl.constexpr(states.REACH_TILE.value)
-
-
-@gluon.jit
-def start_next(OVERLAP: gl.constexpr):
-    """As `primitives.start_next`."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def await_last(OVERLAP: gl.constexpr):
-    """As `primitives.await_last`."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
-    """As `primitives.locate`."""
-    if PACKED:
-        n = gl.load(blocks + 2 * pid)
-        first = gl.load(blocks + 2 * pid + 1) * BLOCK
-        start = gl.load(starts + n).to(gl.int64)
-        length = (gl.load(starts + n + 1) - start).to(gl.int32)
-    else:
-        count = gl.cdiv(T, BLOCK)
-        n = pid // count
-        first = (pid % count) * BLOCK
-        start = n.to(gl.int64) * T
-        length = T
-    return n, start, length, first
-
-
-@gluon.jit
-def assign(
-    starts, blocks, T, H, spread, BLOCK: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr, FIRST: gl.constexpr
-):
-    """What a program owns: a sequence (its number, start and length), its first token in it, and the head.
-
-    In the quadratic form a block has the more to do the later it is, or, with FIRST, the earlier. Heads come one after
-    another, as programs at work on the same one read the same tiles, but for the last `spread`: of those the blocks
-    with most to do come first, so that all programs end at about one time.
-    """
-    if PACKED or CHUNK > 0:
-        pid = gl.program_id(0)
-        if not FIRST:
-            pid = gl.num_programs(0) - 1 - pid
-        n, start, length, first = locate(pid, starts, blocks, T, BLOCK, PACKED)
-        return n, start, length, first, gl.program_id(1).to(gl.int64)
-    else:
-        count = gl.cdiv(T, BLOCK)
-        pid = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        before = gl.maximum(gl.num_programs(0) * gl.num_programs(1) // count - spread, 0)  # heads of all sequences
-        own = pid - before * count
-        alone = own < 0
-        block = gl.where(alone, pid % count, own // spread)
-        if not FIRST:
-            block = count - 1 - block
-        head = gl.where(alone, pid // count, before + own % spread)
-        n = head // H
-        return n, n.to(gl.int64) * T, T, block * BLOCK, (head % H).to(gl.int64)
-
-
-@gluon.jit
-def reach_tile(n, g, token, T, tokens):
-    """As `primitives.reach_tile`."""
-    return (g * (tokens // T) + n) * gl.cdiv(T, REACH_TILE) + token // REACH_TILE
-
-
-@gluon.jit
-def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Starts the copy of rows [ROWS, WIDTH] into shared memory, zeros from row `left` on."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    load_async(buffer, ptr + (r[:, None] * stride + c[None, :]), mask=(r < left)[:, None])
-
-
-@gluon.jit
-def stage_columns(x, K: gl.constexpr, BLOCK: gl.constexpr):
-    """x [BLOCK, K] in shared memory by columns, for `column`."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    columns = gl.allocate_shared_memory(gl.bfloat16, [K, 1, BLOCK], flat)
-    reinterpret(columns, gl.bfloat16, [K, BLOCK], flat).store(x.permute([1, 0]))
-    return columns
-
-
-@gluon.jit
-def column(columns, i, layout: gl.constexpr):
-    """Entry i of each token's row, a factor [BLOCK, 1]."""
-    return columns.index(i).permute([1, 0]).load(layout)
+from sympow.ops.triton.hopper.primitives import (
+    assign,
+    await_last,
+    column,
+    copy_rows,
+    exp2,
+    first_keys,
+    reach_tile,
+    stage_columns,
+)
+from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 
 
 @gluon.jit
@@ -160,26 +70,6 @@ def _band(
         next_tile(tiles, state, i, STEPS, TILE, V, STAGES, WARPS)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc
-
-
-@gluon.jit
-def first_keys(
-    k, k_st, v, v_st, begin, length,
-    KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Places for keys and values of three steps, from `begin` on; starts the copies of two."""
-    keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
-    )
-    values_s = gl.allocate_shared_memory(
-        gl.bfloat16, [3, KEYS, V], gl.NVMMASharedLayout.get_default_for([KEYS, V], gl.bfloat16)
-    )
-    for early in gl.static_range(2):
-        s0 = begin + early * KEYS
-        copy_rows(keys_s.index(early), k + s0.to(gl.int64) * k_st, k_st, length - s0, KEYS, K, WARPS)
-        copy_rows(values_s.index(early), v + s0.to(gl.int64) * v_st, v_st, length - s0, KEYS, V, WARPS)
-        async_copy.commit_group()
-    return keys_s, values_s
 
 
 @gluon.constexpr_function

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.hopper.primitives import exp2, step_pointers
 from sympow.ops.triton.hopper.renamed import load_async
-from sympow.ops.triton.hopper.states import exp2, step_pointers
 
 LAST = gl.constexpr(4)  # last indices of a tile
 

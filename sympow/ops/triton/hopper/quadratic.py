@@ -1,4 +1,5 @@
-"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper.gradients` without states,
+"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper.query_gradient` and
+`hopper.key_gradient` without states,
 and for rows that are not packed.
 
 The query pass has tiles of keys and values brought by the copy engine, which takes no registers for addresses, so that
@@ -19,10 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.ops.triton.hopper.gradients import query_step
-from sympow.ops.triton.hopper.output import assign, await_last, copy_rows, reach_tile, start_next
+from sympow.ops.triton.hopper.primitives import assign, await_last, copy_rows, exp2, query_step, reach_tile, start_next
 from sympow.ops.triton.hopper.renamed import load_async, load_tile, reinterpret
-from sympow.ops.triton.hopper.states import exp2
 from sympow.ops.triton.launcher import Tile
 
 _STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.output import column, copy_rows, stage_columns
+from sympow.ops.triton.hopper.primitives import column, copy_rows, stage_columns
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 
 

@@ -9,13 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from sympow.ops.triton.hopper.primitives import exp2, step_pointers
 from sympow.ops.triton.hopper.renamed import barrier, load_async
-
-
-@gluon.jit
-def exp2(x):
-    """2**x in one instruction; where the result would be denormal, 0."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
@@ -176,22 +171,6 @@ def _load_step(
     some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # past the sequence's end there is not even padding
     load_async(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
     async_copy.commit_group()
-
-
-@gluon.jit
-def step_pointers(
-    it, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length,
-    R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
-    steps: gl.constexpr = CHUNK // STEP
-    chunk = it // (R * steps)
-    if REVERSE:
-        chunk = chunks - 1 - chunk
-    within = it % (R * steps)
-    r = within // steps
-    s = chunk * CHUNK + (within % steps) * STEP
-    wide = s.to(gl.int64)
-    return x + (wide * x_st + r * x_sh), xt + (s + r * xt_sh), y + (wide * y_st + r * y_sh), length - s
 
 
 @gluon.jit

@@ -1,217 +1,24 @@
-"""The gradients of p = 2 for Hopper, in Gluon: as `gradients.query_pass` and `gradients.key_pass`."""
+"""The gradients of keys and values, p = 2, for Hopper, in Gluon: as `gradients.key_pass`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.output import (
+from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
     column,
     copy_rows,
-    first_keys,
+    copy_state,
+    exp2,
+    query_step,
     reach_tile,
     stage_columns,
     start_next,
 )
-from sympow.ops.triton.hopper.quarters import key_states, query_states
-from sympow.ops.triton.hopper.renamed import barrier, load_async
-from sympow.ops.triton.hopper.states import exp2
-
-
-@gluon.jit
-def copy_state(
-    buffer, state, i, stop,
-    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Starts the copy of the rows of every last index of TILE / K prefixes, the i-th such group, if i < stop.
-
-    An upper prefix finds its lower last indices under the other order."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
-    r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    c = gl.arange(0, V, gl.SliceLayout(0, layout))
-    a = i * (TILE // K) + r // K
-    j = r % K
-    upper = gl.where(j >= HALF, HALF * K + (a - HALF) * (K - HALF) + (j - HALF), j * K + a)
-    row = gl.where(a < HALF, a * K + j, upper)
-    wanted = (a < gl.where(i < stop, K, 0))[:, None]
-    load_async(buffer, state + (row[:, None] * V + c[None, :]), mask=wanted)
-
-
-@gluon.jit
-def _query_halves(
-    state, z, queries_s, dy_s, d,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """[BLOCK, K]: the gradient of queries through a state in halves and its normalizer's z, d their part in that."""
-    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    STEPS: gl.constexpr = K * K // TILE
-    PER: gl.constexpr = TILE // K
-    state_s = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-    )
-    if NORMALIZE:  # Z takes the place of the tile that is copied last
-        copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
-    for early in gl.static_range(STAGES - 1):
-        copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
-    columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
-    acc = gl.zeros([BLOCK, K], gl.float32, mma)
-    if NORMALIZE:
-        matrix = state_s.index(STAGES - 1).slice(0, K, 0)
-        inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, mma))
-        acc -= inner * d[:, None]
-    dy = dy_s.load(left_layout)
-    for i in range(STEPS):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        tile = state_s.index(i % STAGES)
-        for u in gl.static_range(PER):
-            phi = dy * column(columns, i * PER + u, left_layout)
-            acc = warpgroup_mma(phi, tile.slice(u * K, K, 0).permute([1, 0]), acc, is_async=True)
-        ahead = i + (STAGES - 1)
-        copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    state_s._keep_alive()
-    return acc
-
-
-@gluon.jit
-def query_pass(
-    q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, dout, sums, s, z, factor, delta, dq, dsums,
-    reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, grad_scale,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
-    BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
-    OVERLAP: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
-    if PACKED:
-        if first >= length:
-            return
-    g = h // R
-    begin = first * 0
-    if CHUNK > 0:
-        begin = (first // CHUNK) * CHUNK
-    if reach is not None:
-        await_last(OVERLAP)
-        begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
-    left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
-
-    dy_s = gl.allocate_shared_memory(
-        gl.bfloat16, [BLOCK, V], gl.NVMMASharedLayout.get_default_for([BLOCK, V], gl.bfloat16)
-    )
-    q += (start + first) * q_st + h * q_sh
-    k += start * k_st + g * k_sh
-    v += start * v_st + g * v_sh
-    dout += ((start + first) * H + h) * V
-    copy_rows(dy_s, dout, H * V, length - first, BLOCK, V, num_warps)
-    # Where the state's part needs all shared memory, queries, keys and values take its place in the end.
-    LATE: gl.constexpr = STATES and PARTS == 4
-    if not LATE:
-        queries_s = gl.allocate_shared_memory(
-            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-        )
-        copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
-        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
-
-    await_last(OVERLAP)
-    start_next(OVERLAP)  # it reads what this one has waited for
-    row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
-    d = gl.load(delta + h * tokens + start + row, mask=row < length, other=0.0)
-    acc = gl.zeros([BLOCK, K], gl.float32, mma)
-    if STATES:
-        entering = INIT or begin > 0
-        if GATED:  # the decay from the state to this block; where it is 0 no row is read
-            kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
-            entering &= kept > 0.0
-        if entering:
-            if PACKED:
-                chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
-            else:
-                chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            rows: gl.constexpr = HALF * K + (K - HALF) * (K - HALF) if PARTS == 2 else 5 * K * K // 8
-            state = s + (chunk * G + g) * (rows * V)
-            matrix = z + (chunk * G + g) * (K * K)
-            if PARTS == 4:
-                gl.static_assert(TILE == K)
-                acc = query_states(
-                    q, q_st, length - first, state, matrix, dy_s, d, K, V, BLOCK, STAGES, NORMALIZE, mma, num_warps
-                )
-            else:
-                acc = _query_halves(
-                    state, matrix, queries_s, dy_s, d, K, V, HALF, BLOCK, TILE, STAGES, NORMALIZE, mma, num_warps
-                )
-    if LATE:
-        barrier()
-        queries_s = gl.allocate_shared_memory(
-            gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
-        )
-        copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
-        keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
-
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
-    here = sums + g * tokens + start
-    score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
-    score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
-    j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
-    if GATED:
-        own = gl.load(here + score_row, mask=score_row < length, other=0.0)
-        ref = gl.load(here + gl.maximum(first - 1, 0))
-        ref = gl.where(first > begin, ref, 0.0)
-        if STATES:
-            acc *= kept
-    end = gl.minimum(first + BLOCK, length)
-    steps = gl.cdiv(end - begin, KEYS)
-    before = (first - begin) // KEYS
-    for i in range(steps):
-        s0 = begin + i * KEYS
-        if GATED:
-            if i == before:
-                acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
-            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
-        async_copy.wait_group(1)
-        fence_async_shared()
-        s1 = s0 + 2 * KEYS
-        stage = (i + 2) % 3
-        copy_rows(keys_s.index(stage), k + s1.to(gl.int64) * k_st, k_st, end - s1, KEYS, K, num_warps)
-        copy_rows(values_s.index(stage), v + s1.to(gl.int64) * v_st, v_st, end - s1, KEYS, V, num_warps)
-        async_copy.commit_group()
-        zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
-        keys = keys_s.index(i % 3)
-        grad = warpgroup_mma(dy_s, values_s.index(i % 3).permute([1, 0]), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma(queries_s, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        grad, scores = warpgroup_mma_wait(0, deps=(grad, scores))
-        grad = (grad - score_d[:, None]) * scores
-        if i < before:
-            if GATED:
-                grad *= exp2(ref - there)[None, :]
-        else:
-            if GATED:
-                grad *= exp2(own[:, None] - there[None, :])
-            grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
-        grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
-        acc = warpgroup_mma(grad, keys, acc, is_async=True)
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
-    async_copy.wait_group(0)
-
-    acc *= (gl.load(factor + h * tokens + start + row, mask=row < length, other=0.0) * grad_scale)[:, None]
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [num_warps, 1], [1, 0])
-    if GATED:
-        queries = queries_s.load(mma).to(gl.float32)
-        gl.store(dsums + h * tokens + start + row, gl.sum(acc * queries, 1), mask=row < length)
-    result = gl.convert_layout(acc.to(gl.bfloat16), out_layout)
-    t = gl.arange(0, BLOCK, gl.SliceLayout(1, out_layout))
-    c = gl.arange(0, K, gl.SliceLayout(0, out_layout))
-    tile = dq + ((start + first) * H + h) * K + (t[:, None] * (H * K) + c[None, :])
-    gl.store(tile, result, mask=(first + t < length)[:, None])
+from sympow.ops.triton.hopper.quarters import key_states
+from sympow.ops.triton.hopper.renamed import barrier
 
 
 @gluon.jit
@@ -455,17 +262,3 @@ def key_pass(
     tile = dv + ((start + first) * G + g) * V + (t[:, None] * (G * V) + c[None, :])
     gl.store(tile, gl.convert_layout(dvalues.to(gl.bfloat16), value_out), mask=(first + t < length)[:, None])
     await_last(OVERLAP)  # for the next kernel, which reads what both have written
-
-
-@gluon.jit
-def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
-    """The head within its group and the first query of step `it` of the key pass."""
-    own = it - R * after
-    outside = own < 0
-    head = gl.where(outside, it // gl.maximum(after, 1), own // within)
-    s0 = gl.where(
-        outside,
-        first + BLOCK + (it % gl.maximum(after, 1)) * QUERIES,
-        first + (own % within) * QUERIES,
-    )
-    return head, s0

@@ -1,0 +1,130 @@
+"""`sympow serve` as a process, and a client of it that is told when every piece of an answer comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from benchmarks.hostile_requests import COMPLETIONS
+
+NAME = "served"
+
+
+class Server:
+    """Runs `sympow serve` as a process while it is entered."""
+
+    def __init__(self, run: Path, device: str, *options: str):
+        self.device = device
+        words = [sys.executable, "-m", "sympow", "serve", str(run), "--port", "0", "--device", device, "--name", NAME]
+        self._words = [*words, *options]
+        self.told: list[str] = []
+
+    def __enter__(self) -> Server:
+        self.process = subprocess.Popen(self._words, stderr=subprocess.PIPE, text=True)
+        for line in self.process.stderr:
+            if found := re.search(r"http://([\d.]+):(\d+)", line):
+                self.host, self.port = found[1], int(found[2])
+                threading.Thread(target=self._listen, args=(self.process.stderr,), daemon=True).start()
+                return self
+        raise RuntimeError(f"the server did not start: exit code {self.process.wait()}")
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _listen(self, stderr: TextIO) -> None:
+        for line in stderr:
+            self.told.append(line)
+            if line != "stopped\n":
+                print(line, end="", file=sys.stderr, flush=True)
+
+    def stop(self) -> int:
+        """Ends the process with SIGTERM and returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=120)
+
+    def memory(self, field: str = "VmRSS") -> int:
+        """Returns the bytes that the process holds (VmRSS), or held at its peak (VmHWM)."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(rf"{field}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+
+    def forget_peak(self) -> None:
+        """Resets VmHWM."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    async def gauge(self, name: str) -> float:
+        """Returns a number of /metrics."""
+        text = (await self.send("GET", "/metrics"))[1].decode()
+        return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+    async def idle(self) -> bool:
+        """Waits up to 30 seconds, and returns whether all requests have ended."""
+        for _ in range(300):
+            if sum([await self.gauge(f"sympow_{name}") for name in ("waiting", "reading", "decoding")]) == 0:
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    async def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Sends a request, and returns the status and the body of the answer."""
+        return await self.send_bytes(_request(method, path, body))
+
+    async def send_bytes(self, content: bytes) -> tuple[int, bytes]:
+        """Sends any bytes, and returns the status and the body of the answer; status 0 if there was no answer."""
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            writer.write(content)
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        except ConnectionError:
+            return 0, b""
+        finally:
+            writer.close()
+        return int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.1 ") else 0, answer
+
+    async def stream(self, prompt: str, new: int, *, leave_after: int | None = None) -> Streamed:
+        """Streams a greedy completion. The client closes the connection after `leave_after` events."""
+        asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+        body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
+        began, first, text, usage, events = time.perf_counter(), None, [], None, 0
+        try:
+            writer.write(_request("POST", COMPLETIONS, body))
+            while leave_after is None or events < leave_after:
+                line = await reader.readline()
+                if not line or line.startswith(b"data: [DONE]"):
+                    break
+                if not line.startswith(b"data: "):
+                    continue
+                events += 1
+                content = json.loads(line[6:])
+                usage = content.get("usage") or usage
+                if "error" in content:
+                    break
+                for choice in content["choices"]:
+                    first = time.perf_counter() - began if first is None else first
+                    text.append(choice["text"])
+        finally:
+            writer.close()
+        return Streamed("".join(text), usage, first, time.perf_counter() - began)
+
+
+class Streamed(NamedTuple):
+    """Holds an answer: its text, its usage (None if it is not whole), the seconds to the first event and to the end."""
+
+    text: str
+    usage: dict[str, Any] | None
+    first: float | None
+    seconds: float
+
+
+def _request(method: str, path: str, body: bytes) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body

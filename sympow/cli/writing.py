@@ -1,0 +1,76 @@
+"""Text that models write, for `sympow generate` and `sympow demo`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from sympow.cli.runs import check_tokenizers
+from sympow.data import StreamDecoder
+from sympow.models import Context, Drafts, ModelDrafts, stream
+from sympow.models.generation import StreamOptions
+from sympow.ops.cost import format_bytes
+from sympow.training import Run, load
+
+
+def write_text(
+    run: Run,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    context: Context | None = None,
+    drafts: Drafts | None = None,
+) -> None:
+    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
+    if run.tokenizer is None:
+        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
+    if not prompt and (context is None or not context.tokens):
+        raise ValueError("the prompt is empty; a model continues a text of at least one token")
+    tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
+    decoder = StreamDecoder(run.tokenizer)
+    started = time.perf_counter()
+    options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options |= {"context": context, "drafts": drafts}
+    drawn = stream(run.model, tokens, max_new_tokens, **options)
+    print(prompt, end="", flush=True)
+    for count, last in enumerate(drawn):
+        text = decoder.push([int(last.token)])
+        if count == 0:
+            first = time.perf_counter()
+        print(text, end="", flush=True)
+    ended = time.perf_counter()
+    print(decoder.finish())
+    speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""
+    if drafts is not None:
+        speed += f", {drafts.accepted:,} of {drafts.proposed:,} draft tokens accepted"
+    print(
+        f"state {last.state.nbytes:,} bytes ({format_bytes(last.state.nbytes)}), "
+        f"prefill of {tokens.shape[1]:,} tokens {first - started:.3f} s{speed}",
+        file=sys.stderr,
+    )
+
+
+def draft_model(path: str | None, run: Run) -> ModelDrafts | None:
+    """Loads the draft model of a run, on the device of the run; None without a path."""
+    if path is None:
+        return None
+    draft = load(path, run.model.embedding.weight.device)
+    check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
+    return ModelDrafts(draft.model)
+
+
+def text_of(file: str) -> str:
+    """Reads a prompt from a file, or from stdin for "-". Raises ValueError for what is not UTF-8."""
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None

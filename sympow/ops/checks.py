@@ -1,0 +1,104 @@
+"""What power attention refuses: inputs, options and states that do not fit, each in one line."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sympow.ops.decoding_state import DecodingState
+from sympow.ops.feature_map import spow_dim
+from sympow.ops.types import PowerState
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
+    """Refuses, with a TypeError or a ValueError, inputs whose shapes, dtypes, devices or gates do not fit."""
+    for name, x in {"q": q, "k": k, "v": v, "log_g": log_g}.items():
+        if x is None and name == "log_g":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.ndim != (3 if name == "log_g" else 4):
+            layout = {"q": "[B, T, H, K]", "k": "[B, T, G, K]", "v": "[B, T, G, V]", "log_g": "[B, T, G]"}[name]
+            raise ValueError(f"{name} must be {layout}; got {list(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
+    (b, t, h, key_dim), g = q.shape, k.shape[2]
+    if 0 in (h, g, key_dim, v.shape[3]):
+        raise ValueError(f"heads and channels cannot be 0; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+    if tuple(k.shape) != (b, t, g, key_dim) or tuple(v.shape[:3]) != (b, t, g):
+        raise ValueError(
+            "q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V] must agree in B, T, G and K; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if h % g:
+        raise ValueError(f"the query heads H must be a multiple of the key/value heads G; got H = {h}, G = {g}")
+    if log_g is None:
+        return
+    if tuple(log_g.shape) != (b, t, g):
+        raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
+    if log_g.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")
+    if log_g.device.type == "cpu" and not torch.compiler.is_compiling() and log_g.numel():
+        low, high = (x.item() for x in log_g.detach().aminmax())
+        if not (math.isfinite(low) and high <= 0):
+            raise ValueError(
+                f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
+            )
+
+
+def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
+    """Refuses, with a ValueError, options that `power_attention` does not take, whatever its tensors."""
+    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
+        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if normalize and p % 2:
+        raise ValueError(
+            f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "
+            "normalize=False and normalize the output instead"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
+    if not (math.isfinite(eps) and eps > 0):
+        raise ValueError(f"eps must be positive and finite; got {eps}")
+
+
+def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
+    """Refuses, with a TypeError or a ValueError, a state that is not one of the call; `batch` sequences."""
+    if state is None:
+        return
+    if (state.p, state.key_dim) != (p, k.shape[3]):
+        raise ValueError(f"the state is of p={state.p}, K={state.key_dim}; this call is of p={p}, K={k.shape[3]}")
+    wanted = (batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3])
+    has = tuple(state.s.shape) if isinstance(state, PowerState) else (state.batch, *state.s.shape[1:])
+    if has != wanted:
+        raise ValueError(f"the state's s must be [B, G, D, V] = {list(wanted)}; got {list(has)}")
+    if state.z.dtype != torch.promote_types(k.dtype, torch.float32):
+        raise TypeError(
+            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.z.dtype}"
+        )
+    if state.s.device != k.device:
+        raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
+    if isinstance(state, DecodingState) and torch.promote_types(state.dtype, k.dtype) != state.dtype:
+        raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
+
+
+def check_context(
+    impl: str, q: Tensor, state: PowerState | None, return_state: bool, cu_seqlens: Tensor | None
+) -> None:
+    """Refuses calls on rows split over ranks that `power_attention` does not take."""
+    if cu_seqlens is not None:
+        raise ValueError("packed documents (cu_seqlens) cannot be split over ranks (context_group); give whole rows")
+    if state is not None or return_state:
+        raise ValueError("initial_state and return_state are of whole rows; rows split by context_group have neither")
+    if impl == "reference":
+        raise ValueError("impl='reference' computes whole rows; it takes no context_group")
+    if q.shape[1] == 0:
+        raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
+
+

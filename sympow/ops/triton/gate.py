@@ -1,0 +1,192 @@
+"""The gate: sums of its logarithms, what they leave of keys, and its gradient.
+
+Its gradient: that of L_i is (q_i . dq_i - k_i . dk_i) / p, since q_i . dq_i = p sum_j a_ij da_ij, and a gate
+reaches every L after it. So its gradient is a sum of these terms from its token on, in which all that later tokens do
+to each other cancels and leaves its rounding: over a long row more than what the gate did. At the end of a chunk the
+sum is known otherwise, as S . dS, and begins anew.
+"""
+
+import triton
+import triton.language as tl
+
+from sympow.ops.triton.primitives import await_last, locate, reach_tile, start_next
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+REACH_TILE = tl.constexpr(64)  # tokens; blocks and steps of the quadratic form divide it or are multiples
+
+
+@triton.jit
+def gate_sums(
+    log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """sums [G, tokens]: log2 of the decay from before the first token of the chunk to after each token, float32. begins
+    and ends: of a row that is one chunk, as `_find_reach` writes them, or None."""
+    start_next(OVERLAP)
+    g = tl.program_id(1)
+    if PACKED:
+        n = tl.load(chunks + 2 * tl.program_id(0))
+        first = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
+        start = tl.load(starts + n).to(tl.int64)
+        length = (tl.load(starts + n + 1) - start).to(tl.int32)
+    else:
+        count = tl.cdiv(T, CHUNK)
+        n = tl.program_id(0) // count
+        first = (tl.program_id(0) % count) * CHUNK
+        start = tl.cast(n, tl.int64) * T
+        length = T
+    t = tl.arange(0, BLOCK)
+    carry = tl.zeros([1], tl.float32)
+    for s in range(first, tl.minimum(first + CHUNK, length), BLOCK):
+        valid = s + t < tl.minimum(first + CHUNK, length)
+        x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float32)
+        tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, (tl.cumsum(x, 0) + carry) * LOG2_E, mask=valid)
+        carry += tl.sum(x, 0)
+    if begins is not None:
+        tl.debug_barrier()  # sums that other threads have written are read
+        at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
+        _find_reach(sums + tl.cast(g, tl.int64) * tokens + start, begins + at, ends + at, T, most)
+
+
+@triton.jit
+def _find_reach(sums, begins, ends, T, most):
+    """Of each tile of REACH_TILE tokens: the first token whose key still counts for one of its queries, and the end of
+    the queries for which one of its keys still counts, both at the borders of tiles. What is decayed by more than
+    2**-most is 0 to the passes, so they leave whole tiles of it out and come to the same numbers."""
+    tiles = tl.cdiv(T, REACH_TILE)
+    for s in range(0, tiles, REACH_TILE):
+        tile = s + tl.arange(0, REACH_TILE)
+        here = tile < tiles
+        before = tl.load(sums + tile * REACH_TILE - 1, mask=here & (tile > 0), other=0.0)
+        after = tl.load(sums + tl.minimum((tile + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
+        # Sums never rise, so halving finds the first tile of keys that counts, and the first of queries that does not.
+        begin, begin_most = tile * 0, tile
+        end, end_most = tile + 1, tile * 0 + tiles
+        span = tiles
+        while span > 0:
+            span //= 2
+            middle = (begin + begin_most) // 2
+            x = tl.load(sums + tl.minimum((middle + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
+            later = (begin < begin_most) & (x - before > most)
+            begin_most = tl.where(later, begin_most, tl.maximum(middle, begin))
+            begin = tl.where(later, middle + 1, begin)
+            middle = (end + end_most) // 2
+            x = tl.load(sums + tl.minimum(middle * REACH_TILE, T - 1), mask=here, other=0.0)
+            later = (end < end_most) & (after - x <= most)
+            end_most = tl.where(later, end_most, tl.maximum(middle, end))
+            end = tl.where(later, middle + 1, end)
+        tl.store(begins + tile, begin * REACH_TILE, mask=here)
+        tl.store(ends + tile, tl.minimum(end * REACH_TILE, T), mask=here)
+
+
+@triton.jit
+def _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R: tl.constexpr, P: tl.constexpr):
+    """[BLOCK]: (q . dq - k . dk) / p, the heads of a group added up; in float64, as terms of either sign add up over a
+    whole sequence."""
+    x = -tl.load(dk_sums + g * tokens + token, mask=valid, other=0.0)
+    for r in range(R):
+        x += tl.load(dq_sums + (g * R + r) * tokens + token, mask=valid, other=0.0)
+    return x.to(tl.float64) / P
+
+
+@triton.jit
+def gate_totals(
+    dq_sums, dk_sums, totals, starts, blocks, T, tokens,
+    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """totals [G, blocks], float64: the sum of the terms of each block. Grid: blocks, G."""
+    await_last(OVERLAP)
+    start_next(OVERLAP)
+    _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    t = first + tl.arange(0, BLOCK)
+    x = _gate_terms(dq_sums, dk_sums, tokens, g, start + t, t < length, R, P)
+    tl.store(totals + g * tl.num_programs(0) + tl.program_id(0), tl.sum(x, 0))
+
+
+@triton.jit
+def gate_gradient(
+    dq_sums, dk_sums, totals, last, dlog_g, starts, blocks, T, tokens, G,
+    R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dlog_g [tokens, G]: the sum of the terms from each token to the end of its sequence, and of `last` [N, G], what
+    reaches the last token through the last state. Grid: blocks, G."""
+    await_last(OVERLAP)
+    n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    t = tl.arange(0, BLOCK)
+    valid = first + t < length
+    token = start + first + t
+    carry = tl.zeros([1], tl.float64)
+    if FINAL:
+        carry += tl.load(last + n * G + g)
+    following = totals + g * tl.num_programs(0) + tl.program_id(0) + 1
+    count = tl.cdiv(length - first, BLOCK) - 1  # blocks of the sequence that follow
+    for i in range(0, count, BLOCK):
+        carry += tl.sum(tl.load(following + i + t, mask=i + t < count, other=0.0), 0)
+    x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
+    later = tl.cumsum(x, 0, reverse=True) + carry
+    tl.store(dlog_g + token * G + g, later.to(tl.float32), mask=valid)
+
+
+@triton.jit
+def through_states(
+    s, ds, z, dz, weights, through, starts, chunks, T, G, rows,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """through [chunks, G, parts], float64: parts of the sum of S . dS at the end of every chunk that another follows,
+    `weights` [rows] times each row. V is a multiple of 16. Grid: chunks, G, parts."""
+    chunk = tl.cast(tl.program_id(0), tl.int64)
+    _, _, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
+    if first + CHUNK < length:
+        g = tl.program_id(1)
+        size = rows * V
+        s += ((chunk + 1) * G + g) * size
+        ds += (chunk * G + g) * size
+        piece = 16 * tl.arange(0, BLOCK // 16)
+        within = piece[:, None] + tl.arange(0, 16)[None, :]
+        acc = tl.zeros([BLOCK // 16, 16], tl.float32)
+        for i in range(tl.program_id(2) * BLOCK, size, tl.num_programs(2) * BLOCK):
+            here = i + within < size
+            weight = tl.load(weights + (i + piece) // V, mask=i + piece < size, other=0.0)[:, None]
+            a = tl.load(s + i + within, mask=here, other=0.0).to(tl.float32) * weight
+            acc += a * tl.load(ds + i + within, mask=here, other=0.0).to(tl.float32)
+        if Z:
+            z += ((chunk + 1) * G + g) * (K * K)
+            dz += (chunk * G + g) * (K * K)
+            for i in range(tl.program_id(2) * BLOCK, K * K, tl.num_programs(2) * BLOCK):
+                here = i + within < K * K
+                a = tl.load(z + i + within, mask=here, other=0.0).to(tl.float32)
+                acc += a * tl.load(dz + i + within, mask=here, other=0.0).to(tl.float32)
+        part = (chunk * G + g) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(through + part, tl.sum(tl.sum(acc.to(tl.float64), 1), 0))
+
+
+@triton.jit
+def gate_gradient_by_chunk(
+    dq_sums, dk_sums, through, last, dlog_g, starts, chunks, T, tokens, G,
+    R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """As `gate_gradient`, but the sum of the terms from each token to the end of its chunk, and of what reaches the
+    later chunks, `through` [chunks, G, PARTS]. COUNT: a power of two, at least PARTS. Grid: chunks, G."""
+    n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
+    g = tl.cast(tl.program_id(1), tl.int64)
+    t = tl.arange(0, BLOCK)
+    end = tl.minimum(first + CHUNK, length)
+    carry = tl.zeros([1], tl.float64)
+    if end < length:
+        part = tl.arange(0, COUNT)
+        parts = through + (tl.program_id(0) * G + g) * PARTS
+        carry += tl.sum(tl.load(parts + part, mask=part < PARTS, other=0.0), 0)
+    elif FINAL:
+        carry += tl.load(last + n * G + g)
+    count = tl.cdiv(end - first, BLOCK)
+    for i in range(count):
+        token = first + (count - 1 - i) * BLOCK + t
+        valid = token < end
+        x = _gate_terms(dq_sums, dk_sums, tokens, g, start + token, valid, R, P)
+        later = tl.cumsum(x, 0, reverse=True) + carry
+        tl.store(dlog_g + (start + token) * G + g, later.to(tl.float32), mask=valid)
+        carry += tl.sum(x, 0)

@@ -1,0 +1,268 @@
+"""The launches of the gradients of one call, a function a stage, as `launch.py` has them of states and outputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.ops.triton import config, gate, gradients
+from sympow.ops.triton.call import Call
+from sympow.ops.triton.hopper import key_gradient as hopper_key_gradient
+from sympow.ops.triton.hopper import power_key_gradient, power_query_gradient, quadratic
+from sympow.ops.triton.hopper import query_gradient as hopper_query_gradient
+from sympow.ops.triton.launch import WEIGH_BLOCK
+from sympow.ops.triton.launcher import Launcher
+from sympow.ops.triton.levels import TILE
+from sympow.ops.triton.plan import Plan
+
+GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # of the gate's gradient, along whole rows and within chunks
+STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read at once, and programs that share a state
+
+
+class RowFactors(NamedTuple):
+    """Of every query, as `row_factors` of `gradients.py` makes them; float32 [H, B T]."""
+
+    factor: Tensor  # what the output's gradient is multiplied with
+    scales: Tensor  # that with scale and decay, as log2, and from the first token of a step of the key pass on:
+    near: Tensor  # written where that reads them
+    delta: Tensor  # its part in the normalizer's gradient
+
+
+def row_factors(
+    call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, early: bool = True
+) -> RowFactors:
+    """What all passes of the backward read of the outputs and their gradients [B, T, H, V]. early: where there is a
+    gate, the launch before this one is that of its sums."""
+    plan = call.plan
+    factor = torch.empty(plan.H, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    delta = torch.empty_like(factor)
+    scales, near = (torch.empty_like(factor), torch.empty_like(factor)) if plan.quadratic else (factor, factor)
+    launch = plan.launcher(_row_factors, normalize, early)
+    launch(
+        out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
+        starts=call.cu_seqlens, blocks=call.table(WEIGH_BLOCK),
+    )  # fmt: skip
+    return RowFactors(factor, scales, near, delta)
+
+
+def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
+    numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
+    constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": WEIGH_BLOCK, "GATED": plan.gated}
+    constants |= {"NORMALIZE": normalize, "STEP": plan.hopper_launches.key.step if plan.quadratic else 0}
+    constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
+    if not early:  # the same code, at its usual place in the stream
+        constants.pop("launch_pdl", None)
+    return Launcher(gradients.row_factors, (plan.layout.blocks(WEIGH_BLOCK), plan.H), numbers | constants)
+
+
+def query_gradient(
+    call: Call, dout: Tensor, factors: RowFactors, s: Tensor | None, z: Tensor | None, init: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq and the queries' part in the gradient of the gate's sums, [H, B T] (empty without a gate), given the states
+    before each chunk. `init`: that before the first is not zero."""
+    plan, q, k, v = call.plan, call.q, call.k, call.v
+    dq = torch.empty(q.shape, device=plan.device, dtype=plan.dtype)
+    dsums = torch.empty(plan.H if plan.gated else 0, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    tensors: dict[str, Tensor | None] = {"q": q, "dout": dout, "sums": call.gate.sums, "dq": dq, "dsums": dsums}
+    if plan.quadratic:
+        factor, delta = factors.factor, factors.delta
+        launch = plan.launcher(_quadratic_query_gradient)
+        launch(keys=k, values=v, **tensors, factor=factor, delta=delta, reach=call.gate.begins)
+        return dq, dsums
+    tensors |= {"k": k, "v": v}
+    if plan.chunk and plan.leveled:
+        sequences = call.sequences(plan.hopper_launches.query.block)
+        plan.launcher(_query_gradient_by_levels, init)(**tensors, s=s, **sequences)
+        return call.own_channels(dq), dsums
+    tensors |= {"factor": factors.factor, "delta": factors.delta, "reach": call.gate.begins}
+    if plan.hopper:
+        launch = plan.launcher(_query_gradient_on_hopper, init, normalize)
+        s, z = dq if s is None else s, dq if z is None else z
+        launch(**tensors, s=s, z=z, **call.sequences(plan.hopper_launches.query.block))
+    else:
+        launch = plan.launcher(_query_gradient, init, normalize)
+        launch(**tensors, s=s, z=z, **call.sequences(plan.config.query.block))
+    return call.own_channels(dq), dsums
+
+
+def _quadratic_query_gradient(plan: Plan) -> Launcher:
+    size, own, time = plan.hopper_launches.query, plan.strides, plan.layout.length
+    numbers = plan.sequences() | plan.spread(size, plan.H) | {"q_st": own["q_st"], "q_sh": own["q_sh"], "H": plan.H}
+    numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
+    constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "KEYS": size.step, "GATED": plan.gated}
+    constants |= {"num_warps": size.warps} | plan.early()
+    tiles = {
+        name: quadratic.key_tile((plan.layout.sequences, time, plan.G, width), own[st], own[sh], size.step)
+        for name, st, sh, width in (("keys", "k_st", "k_sh", plan.K), ("values", "v_st", "v_sh", plan.V))
+    }
+    grid = (plan.layout.blocks(size.block), plan.H)
+    return Launcher(quadratic.query_pass, grid, numbers | constants, tiles)
+
+
+def _query_gradient_by_levels(plan: Plan, init: bool) -> Launcher:
+    size, (rows, entries) = plan.hopper_launches.query, plan.slopes()
+    numbers = plan.strides | plan.sequences() | plan.heads() | {"grad_scale": plan.grad_scale * plan.out_scale}
+    constants = plan.leveled_dims(size) | {"KEYS": size.step, "INIT": init}
+    arguments = numbers | constants | {"rows": rows, "entries": entries}
+    return Launcher(power_query_gradient.query_pass, (plan.layout.blocks(size.block), plan.H), arguments)
+
+
+def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launcher:
+    size = plan.hopper_launches.query
+    numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
+    numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
+    constants = plan.hopper_dims(size) | {"KEYS": size.step, "NORMALIZE": normalize, "STATES": plan.chunk > 0}
+    grid = (plan.layout.blocks(size.block), plan.H)
+    return Launcher(hopper_query_gradient.query_pass, grid, numbers | constants | {"INIT": init} | plan.early())
+
+
+def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
+    size, (prefixes, _, weights, mirror) = plan.config.query, plan.tables
+    numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
+    numbers |= {"score_scale": plan.score_scale, "grad_scale": plan.grad_scale * plan.out_scale}
+    constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "NORMALIZE": normalize}
+    constants |= {"STATES": plan.chunk > 0, "INIT": init, "PACKED": plan.layout.packed}
+    tables = {"prefixes": prefixes, "weights": weights, "mirror": mirror}
+    grid = (plan.layout.blocks(size.block), plan.H)
+    return Launcher(gradients.query_pass, grid, numbers | constants | tables | size.options)
+
+
+def key_gradient(
+    call: Call, dout: Tensor, factors: RowFactors, ds: Tensor | None, dz: Tensor | None, final: bool,
+    z: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dk, dv and the keys' part in the gradient of the gate's sums, [G, B T] (empty without a gate), given the
+    gradients of the states after each chunk. `final`: the one after the last is not zero; `z`: dz is read."""
+    plan, q, k, v = call.plan, call.q, call.k, call.v
+    dk = torch.empty(k.shape, device=plan.device, dtype=plan.dtype)
+    dv = torch.empty(v.shape, device=plan.device, dtype=plan.dtype)
+    dsums = torch.empty(plan.G if plan.gated else 0, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "dout": dout, "sums": call.gate.sums}
+    tensors |= {"dk": dk, "dv": dv, "dsums": dsums}
+    if plan.chunk and plan.leveled:
+        sequences = call.sequences(plan.hopper_launches.key.block)
+        plan.launcher(_key_gradient_by_levels, final)(**tensors, ds=ds, **sequences)
+        return call.own_channels(dk), dv, dsums
+    tensors |= {"delta": factors.delta, "reach": call.gate.ends}
+    if plan.quadratic:
+        sequences = call.sequences(plan.hopper_launches.key.block)
+        launch = plan.launcher(_quadratic_key_gradient)
+        launch(**tensors, scales=factors.scales, near=factors.near, **sequences)
+    elif plan.hopper:
+        sequences = call.sequences(plan.hopper_launches.key.block)
+        launch = plan.launcher(_key_gradient_on_hopper, final, z)
+        ds, dz = dk if ds is None else ds, dk if dz is None else dz
+        launch(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
+    else:
+        sequences = call.sequences(plan.config.key.block)
+        plan.launcher(_key_gradient, final, z)(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
+    return call.own_channels(dk), dv, dsums
+
+
+def _quadratic_key_gradient(plan: Plan) -> Launcher:
+    size = plan.hopper_launches.key
+    numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.G)
+    numbers |= {"grad_scale": plan.grad_scale}
+    constants = {"K": plan.K, "V": plan.V, "R": plan.R, "BLOCK": size.block, "QUERIES": size.step}
+    constants |= {"GATED": plan.gated, "num_warps": size.warps} | plan.early()
+    return Launcher(quadratic.key_pass, (plan.layout.blocks(size.block), plan.G), numbers | constants)
+
+
+def _key_gradient_by_levels(plan: Plan, final: bool) -> Launcher:
+    size, (rows, entries), (_, level_entries, weights) = plan.hopper_launches.key, plan.slopes(), plan.tables
+    numbers = plan.strides | plan.sequences() | plan.heads()
+    numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
+    constants = plan.leveled_dims(size) | {"LEVELS": plan.levels.shape, "TILE": TILE, "QUERIES": size.step}
+    tables = {"rows": rows, "entries": entries, "level_entries": level_entries, "weights": weights}
+    grid = (plan.layout.blocks(size.block), plan.G)
+    return Launcher(power_key_gradient.key_pass, grid, numbers | constants | tables | {"FINAL": final})
+
+
+def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:
+    size = plan.hopper_launches.key
+    numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.G)
+    numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
+    constants = plan.hopper_dims(size) | {"QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final, "Z": z}
+    grid = (plan.layout.blocks(size.block), plan.G)
+    return Launcher(hopper_key_gradient.key_pass, grid, numbers | constants | plan.early())
+
+
+def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
+    size, (prefixes, weights, grad_weights, mirror) = plan.config.key, plan.tables
+    numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
+    numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
+    constants = plan.dims() | {"BLOCK": size.block, "QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final}
+    constants |= {"Z": z, "PACKED": plan.layout.packed}
+    tables = {"prefixes": prefixes, "weights": weights, "grad_weights": grad_weights, "mirror": mirror}
+    grid = (plan.layout.blocks(size.block), plan.G)
+    return Launcher(gradients.key_pass, grid, numbers | constants | tables | size.options)
+
+
+def through_states(call: Call, s: Tensor, z: Tensor | None, ds: Tensor, dz: Tensor | None, reads_z: bool) -> Tensor:
+    """[chunks, G, STATE_PARTS], float64: the gradient of the gate's sums at the end of every chunk that another
+    follows, in parts, given the states before each chunk and the gradients of those after."""
+    plan = call.plan
+    through = torch.empty(s.shape[0], plan.G, STATE_PARTS, device=plan.device, dtype=torch.float64)
+    launch = plan.launcher(_through_states, reads_z)
+    launch(s=s, ds=ds, z=z, dz=dz, through=through, starts=call.cu_seqlens, chunks=call.table(plan.chunk))
+    return through
+
+
+def _through_states(plan: Plan, reads_z: bool) -> Launcher:
+    numbers = {"T": plan.layout.length, "G": plan.G, "rows": plan.row_count}
+    constants = {"K": plan.K, "V": plan.V, "CHUNK": plan.chunk, "BLOCK": STATE_BLOCK, "Z": reads_z}
+    constants |= {"PACKED": plan.layout.packed}
+    grid = (plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS)
+    weights = {"weights": plan.rows.shares_on(plan.device)}
+    return Launcher(gate.through_states, grid, numbers | constants | weights)
+
+
+def gate_gradient(
+    call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
+) -> Tensor:
+    """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], by the last state [N, G], and
+    `through_states`.
+
+    Without these, two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums
+    after each token.
+    """
+    plan = call.plan
+    dlog_g = torch.empty(plan.layout.tokens, plan.G, device=plan.device, dtype=torch.float32)
+    terms = {"dq_sums": dsums_q, "dk_sums": dsums_k}
+    if through is not None:
+        launch = plan.launcher(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
+        tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
+        launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
+        return dlog_g
+    totals = torch.empty(plan.G, plan.layout.blocks(GATE_BLOCK), device=plan.device, dtype=torch.float64)
+    tables = {"starts": call.cu_seqlens, "blocks": call.table(GATE_BLOCK)}
+    plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
+    launch = plan.launcher(_gate_gradient, last is not None, GATE_BLOCK)
+    launch(**terms, totals=totals, last=last, dlog_g=dlog_g, **tables)
+    return dlog_g
+
+
+def _gate_gradient_by_chunk(plan: Plan, final: bool, parts: int, block: int) -> Launcher:
+    constants = {"R": plan.R, "P": plan.p, "CHUNK": plan.chunk, "BLOCK": block, "FINAL": final}
+    constants |= {"PARTS": parts, "COUNT": config.next_power_of_2(parts)}
+    numbers = plan.sequences() | {"G": plan.G}
+    grid = (plan.layout.blocks(plan.chunk), plan.G)
+    return Launcher(gate.gate_gradient_by_chunk, grid, numbers | constants | {"PACKED": plan.layout.packed})
+
+
+def _gate_constants(plan: Plan, block: int) -> dict[str, Any]:
+    return {"R": plan.R, "P": plan.p, "BLOCK": block, "PACKED": plan.layout.packed} | plan.early()
+
+
+def _gate_totals(plan: Plan, block: int) -> Launcher:
+    grid = (plan.layout.blocks(block), plan.G)
+    return Launcher(gate.gate_totals, grid, plan.sequences() | _gate_constants(plan, block))
+
+
+def _gate_gradient(plan: Plan, final: bool, block: int) -> Launcher:
+    constants = _gate_constants(plan, block) | {"FINAL": final}
+    grid = (plan.layout.blocks(block), plan.G)
+    return Launcher(gate.gate_gradient, grid, plan.sequences() | {"G": plan.G} | constants)
