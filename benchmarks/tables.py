@@ -247,11 +247,23 @@ def serving_table(rows: list[dict]) -> str:
     statuses = ", ".join(f"{number} with {status}" for status, number in hostile["statuses"].items())
     kept = "unchanged" if hostile["other_answers_equal"] else "CHANGED"
     lines.append(f"| {hostile['requests']:,} hostile requests | answered {statuses}; the answer beside them {kept} |")
-    load = f"{left['clients']} clients for {left['seconds']:.0f} s, {left['clients_that_left']} answers left early"
+    return _serving_lines([*lines, _load_line(left)], rows[0])
+
+
+def load_table(rows: list[dict]) -> str:
+    """The clients that vanish alone."""
+    (left,) = (row for row in rows if row["measure"] == "vanishing")
+    return _serving_lines([_load_line(left)], left)
+
+
+def _load_line(left: dict) -> str:
+    load = f"{left['clients']} clients for {left['seconds']:.0f} s, {left['clients_that_left']:,} answers left early"
     more = left["bytes_at_the_end"] / left["bytes_after_a_tenth"] - 1
-    rest = f"{left['answers']} others, {left['answers_wrong_or_lost']} wrong or lost; memory {more:+.1%}"
-    lines.append(f"| {load} | {rest}; exit code {left['exit_code']} |")
-    row = rows[0]
+    rest = f"{left['answers']:,} others, {left['answers_wrong_or_lost']} wrong or lost; memory {more:+.1%}"
+    return f"| {load} | {rest}; exit code {left['exit_code']} |"
+
+
+def _serving_lines(lines: list[str], row: dict) -> str:
     about = f"Preset {row['model']!r}, float32; {row['processor']}; torch {row['torch']}, commit {row['commit']}."
     return "\n".join(["| | |", "|---|---|", *lines, "", about])
 
@@ -275,6 +287,7 @@ TABLES = {
     "training_ranks_learning_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
     "serving_cpu.json": serving_table,
+    "serving_load_cpu.json": load_table,
 }
 
 

@@ -50,20 +50,17 @@ class MixerState:
         return self.mapped(Tensor.clone)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Gives the state with function(tensor) in place of every tensor, in the order of `tensors`."""
+        """Returns the state with function(tensor) in place of every tensor, in the order of `tensors`."""
         return _mapped(self, function)
 
     @property
     def rows_may_differ(self) -> bool:
-        """Returns whether the rows of a batch may have read different numbers of tokens.
-
-        Then all states are of one size.
-        """
+        """Tells whether rows of a batch may have read different numbers of tokens. Then all states are of one size."""
         nested = (getattr(self, field.name) for field in fields(self))
         return self.counters is not None and all(x.rows_may_differ for x in nested if isinstance(x, MixerState))
 
     def counting(self, tokens: int | Tensor) -> Self:
-        """Gives the state with `tokens` in place of its counters, those of nested states too."""
+        """Returns the state with `tokens` in place of its counters, those of nested states too."""
 
         def counted(name: str, item: Any) -> Any:
             if isinstance(item, MixerState):

@@ -18,6 +18,10 @@ from sympow.models.bodies.base import PreNormBlock
 def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
     """Makes the blocks of a model with the heads of one of several ranks, on the meta device.
 
+    Args:
+        config: the model.
+        ranks: how many share a layer.
+
     Raises ValueError for bodies and mixers that vLLM cannot serve.
     """
     if not issubclass(BODIES[config.body], PreNormBlock):
@@ -36,7 +40,7 @@ def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
 
 
 def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
-    """Returns what a page holds, which is the same in all layers that keep a state.
+    """Describes what a page holds, which is the same in all layers that keep a state.
 
     Args:
         blocks: those of `rank_blocks`, which have states where they have no cache.

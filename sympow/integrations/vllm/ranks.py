@@ -21,7 +21,11 @@ _ONCE = ("mixer.out.bias", "mlp_out.bias")
 
 
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Returns the configuration of the blocks of one of several ranks.
+    """Makes the configuration of the blocks of one of several ranks.
+
+    Args:
+        config: the model.
+        ranks: how many share a layer.
 
     Raises ValueError for mixers without key/value heads, and for heads or an MLP that the ranks do not divide.
     """
@@ -44,7 +48,7 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: int, ranks: int) -> Tensor:
-    """Returns the part of a rank of a block's weight.
+    """Cuts the part of a rank out of a block's weight.
 
     Args:
         name: of the weight in the block.

@@ -144,7 +144,7 @@ class Page(NamedTuple):
 
 
 def page_of(state: MixerState) -> Page:
-    """Returns what a page of this state holds."""
+    """Describes what a page of this state holds."""
     tensors = list(state.tensors())
     return Page(tuple(tuple(tensor.shape[1:]) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
 
