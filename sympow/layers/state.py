@@ -112,7 +112,7 @@ def _narrowed(state: PowerState | DecodingState) -> DecodingState:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any], leaf: type | UnionType = Tensor) -> Any:
-    """`value` with function(item) in place of every item of the type `leaf`."""
+    """Returns `value` with function(item) in place of every item of the type `leaf`."""
     if isinstance(value, leaf):
         return function(value)
     if isinstance(value, list | tuple):
