@@ -62,7 +62,8 @@ class StepGraphs:
         """Returns the graph of a step, which is not run yet."""
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()  # a graph may read no casts of weights that are gone when it runs
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads, as those of a server, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._advance(tokens, state)
         torch.clear_autocast_cache()
         self._pool = graph.pool()
