@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from sympow.fields import read_fields
+
 KINDS = ("stdlib", "text", "zarr")
 GROUPS = ("file", "folder")
 
@@ -96,12 +98,7 @@ class DataConfig:
 
         Fields left out keep their defaults; unknown ones raise ValueError.
         """
-        unknown = sorted(set(values) - {f.name for f in fields(cls)})
-        if unknown:
-            raise ValueError(
-                f"unknown data field {unknown[0]!r}; known: {', '.join(f.name for f in fields(cls))}"
-            )
-        values = dict(values)
+        values = read_fields(cls, values, "data")
         if isinstance(values.get("suffixes"), list):  # JSON has no tuples
             values["suffixes"] = tuple(values["suffixes"])
         return cls(**values)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from sympow.fields import read_fields
 from sympow.layers import check_mixer
 from sympow.layers.registry import fill_options, options_of_older
 
@@ -47,7 +48,7 @@ class MixerConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:
         """Reads what `to_dict` gives. Raises ValueError for a field that is missing or unknown."""
-        return cls(**_known_fields(cls, data))
+        return cls(**read_fields(cls, data, "mixer"))
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ModelConfig:
 
         Raises ValueError for a field that is missing or unknown, or that the body does not have.
         """
-        values = _known_fields(cls, data)
+        values = read_fields(cls, data, "model")
         body = values.get("body", "gpt2")
         for name in values:
             if body in get_args(Body) and body not in _FIELDS_OF.get(name, (body,)):
@@ -172,22 +173,3 @@ class ModelConfig:
     @staticmethod
     def _filled(mixer: MixerConfig, **given: Any) -> dict[str, Any]:
         return fill_options(mixer.name, mixer.options, given)
-
-
-def _known_fields(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of dataclass `cls` in `data`; refuses others by name, and missing ones."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{cls.__name__} is read from a dictionary; got {type(data).__name__}")
-    entries = {entry.name: entry for entry in fields(cls)}
-    unknown = _listed(name for name in data if name not in entries)
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {unknown}; it has {', '.join(entries)}")
-    required = (name for name, entry in entries.items() if entry.default is entry.default_factory)
-    missing = _listed(name for name in required if name not in data)
-    if missing:
-        raise ValueError(f"{cls.__name__} needs the field {missing}")
-    return dict(data)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

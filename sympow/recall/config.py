@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from sympow.data.mqar import RecallTask
+from sympow.fields import unknown
 from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.recall.own_task import OwnTask, check_integer
-from sympow.training.config import PRECISIONS, unknown
+from sympow.training.config import PRECISIONS
 from sympow.training.overrides import override
 
 AnyTask = RecallTask | OwnTask

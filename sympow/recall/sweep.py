@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from sympow.fields import unknown
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig, Sweep
 from sympow.recall.results import write_results
 from sympow.recall.run import run
 from sympow.recall.steps import shape_key
 from sympow.sweeps import EXECUTORS, Records, run_jobs
-from sympow.training.config import unknown
 
 RESULTS = "results.csv"
 

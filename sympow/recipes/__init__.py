@@ -79,7 +79,7 @@ def load_sweep(name: str) -> Sweep:
 
 def _called(name: str) -> tuple[str, Any]:
     """What the recipe is called in messages, and what it returns."""
-    from sympow.training.config import unknown
+    from sympow.fields import unknown
 
     place, colon, function_name = name.rpartition(":")
     if not colon or not function_name.isidentifier():
@@ -100,7 +100,7 @@ def _called(name: str) -> tuple[str, Any]:
 
 
 def _module(place: str) -> ModuleType:
-    from sympow.training.config import unknown
+    from sympow.fields import unknown
 
     if place.endswith(".py"):
         path = Path(place)

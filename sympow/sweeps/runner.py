@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from sympow.fields import unknown
 from sympow.sweeps.estimates import Estimates
 from sympow.sweeps.executors import EXECUTORS, start
 from sympow.sweeps.records import Records
 from sympow.sweeps.worker import Work, Worker, learn
-from sympow.training.config import unknown
 from sympow.training.interrupt import StopRequest
 
 J = TypeVar("J")

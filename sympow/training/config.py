@@ -1,24 +1,15 @@
 """What a training run is: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
 
-import difflib
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sympow.data.config import DataConfig
+from sympow.fields import read_fields, unknown
 from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
 TRACKERS = ("wandb",)
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Returns one line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
 
 
 @dataclass(frozen=True)
@@ -124,9 +115,9 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        check_fields(cls, values, "training")
+        values = read_fields(cls, values, "training")
         if isinstance(values.get("betas"), list):
-            values = {**values, "betas": tuple(values["betas"])}
+            values["betas"] = tuple(values["betas"])
         return cls(**values)
 
 
@@ -168,8 +159,7 @@ class ExecutionConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ExecutionConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        check_fields(cls, values, "execution")
-        return cls(**values)
+        return cls(**read_fields(cls, values, "execution"))
 
 
 @dataclass(frozen=True)
@@ -205,8 +195,7 @@ class DistillationConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DistillationConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        check_fields(cls, values, "distillation")
-        return cls(**values)
+        return cls(**read_fields(cls, values, "distillation"))
 
 
 @dataclass(frozen=True)
@@ -263,11 +252,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Returns the config of `to_dict`'s values; an unknown or a missing field raises ValueError."""
-        check_fields(cls, values, "run")
-        optional = ("execution", "distillation")
-        missing = [f.name for f in fields(cls) if f.name not in values and f.name not in optional]
-        if missing:
-            raise ValueError(f"a run's config needs the field {missing[0]!r}")
+        values = read_fields(cls, values, "run")
         return cls(
             name=values["name"],
             model=ModelConfig.from_dict(values["model"]),
@@ -309,16 +294,6 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
         if found:
             return found
     return None
-
-
-def check_fields(cls: type, values: Any, kind: str) -> None:
-    """Raises TypeError unless `values` is a dict, ValueError at a key that is no field of the dataclass `cls`."""
-    if not isinstance(values, dict):
-        raise TypeError(f"the {kind} config must be a dict of fields, got {values!r}")
-    known = [f.name for f in fields(cls)]
-    for name in values:
-        if name not in known:
-            raise ValueError(unknown(f"{kind} field", str(name), known))
 
 
 def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sympow.training.config import unknown
+from sympow.fields import unknown
 
 C = TypeVar("C")
 

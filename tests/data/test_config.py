@@ -19,7 +19,7 @@ def test_through_json_and_back(config):
 
 
 def test_unknown_fields_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"^unknown data field 'tokeniser'; known: kind, path, "):
+    with pytest.raises(ValueError, match=r"^unknown data field 'tokeniser'; did you mean 'tokenizer'\? known: "):
         DataConfig.from_dict({"tokeniser": "bytes"})
 
 

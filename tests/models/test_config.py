@@ -92,9 +92,9 @@ def test_mixers_repeat_over_the_layers():
         ),
         (lambda: ModelConfig.from_dict(ModelConfig(9, 32, 2, 2).to_dict() | {"body": "t5"}), "got 't5'"),
         (lambda: preset("huge"), "a preset is one of nano, tiny, mini, small, medium, large, xl; got 'huge'"),
-        (lambda: ModelConfig.from_dict({"vocab": 3}), "ModelConfig has no field 'vocab'; it has vocab_size"),
+        (lambda: ModelConfig.from_dict({"vocab": 3}), "unknown model field 'vocab'; did you mean 'vocab_size'"),
         (lambda: ModelConfig.from_dict({"vocab_size": 3}), "needs the field 'd_model', 'n_layers', 'n_heads'"),
-        (lambda: MixerConfig.from_dict({}), "MixerConfig needs the field 'name'"),
+        (lambda: MixerConfig.from_dict({}), "the mixer config needs the field 'name'"),
     ],
 )
 def test_refusals(call, message):
@@ -104,7 +104,7 @@ def test_refusals(call, message):
 
 
 def test_not_a_dictionary_is_refused():
-    with pytest.raises(TypeError, match="ModelConfig is read from a dictionary; got list"):
+    with pytest.raises(TypeError, match="the model config must be a dict of fields, got "):
         ModelConfig.from_dict([])
 
 

@@ -95,7 +95,7 @@ def test_unknown_and_missing_fields_are_named(make_config):
         RunConfig.from_dict({**values, "modl": {}})
     with pytest.raises(ValueError, match="unknown execution field 'fsdp'"):
         RunConfig.from_dict({**values, "execution": {"fsdp": True}})
-    with pytest.raises(ValueError, match="a run's config needs the field 'data'"):
+    with pytest.raises(ValueError, match="the run config needs the field 'data'"):
         RunConfig.from_dict({name: value for name, value in values.items() if name != "data"})
 
 

@@ -162,7 +162,7 @@ def test_scales(gated):
 )
 def test_gate_gradient(rows, ends, block, monkeypatch):
     """Of rows and of packed documents. The numbers have 17 bits, so that all is exact but for the last rounding."""
-    monkeypatch.setattr(launch, "GATE_BLOCK", block)
+    monkeypatch.setattr(launch_gradients, "GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     dsums_q, dsums_k, last = (
@@ -182,7 +182,7 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
 @pytest.mark.parametrize(("final", "block"), [(False, 8), (True, 8), (True, launch_gradients.SHORT_GATE_BLOCK)])
 def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
     """To the end of each chunk, and from there on what goes through the states. The numbers have 17 bits."""
-    monkeypatch.setattr(launch, "SHORT_GATE_BLOCK", block)
+    monkeypatch.setattr(launch_gradients, "SHORT_GATE_BLOCK", block)
     G, R, tokens = 2, 3, ends[-1]
     gen = torch.Generator().manual_seed(0)
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None

@@ -1,0 +1,39 @@
+"""Fields of configs as they are read from JSON and from the command line: unknown and missing ones are refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns one line saying that `name` is no `kind`, with the nearest of the `known` names and all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
+
+
+def read_fields(cls: type, values: Any, kind: str) -> dict[str, Any]:
+    """Returns the keyword arguments of a dataclass in a dictionary.
+
+    Args:
+        cls: the dataclass.
+        values: the dictionary, as JSON gives it.
+        kind: what the config is of, for messages.
+
+    Raises TypeError where `values` is no dictionary, and ValueError for a field that is unknown or missing.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"the {kind} config must be a dict of fields, got {values!r}")
+    entries = {entry.name: entry for entry in fields(cls)}
+    for name in values:
+        if name not in entries:
+            raise ValueError(unknown(f"{kind} field", str(name), entries))
+    needed = (name for name, entry in entries.items() if entry.default is entry.default_factory is MISSING)
+    missing = ", ".join(repr(name) for name in needed if name not in values)
+    if missing:
+        raise ValueError(f"the {kind} config needs the field {missing}")
+    return dict(values)
