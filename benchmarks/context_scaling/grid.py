@@ -46,8 +46,9 @@ SCALES = {
 def recipe(variant: str) -> RunConfig:
     """Returns the config of a variant: a recipe of sympow/recipes/scaling.py, and "+field=value" for what differs.
 
-    The field is one of the model's, or an option of its mixers: of all that have it. "power+rotary_dim=16+n_heads=3"
-    changes one of each. Raises ValueError for a recipe or a field that does not exist.
+    The field is one of the model's, or an option of its mixers: of all that have it, or of those of one name.
+    "hybrid_softmax+qk_norm=true+softmax.gate=true+n_heads=3" changes all mixers, its softmax mixer and the model.
+    Raises ValueError for a recipe, a mixer or a field that does not exist.
     """
     name, *changes = variant.split("+")
     config = load_recipe(f"scaling:{name}")
@@ -57,8 +58,10 @@ def recipe(variant: str) -> RunConfig:
         if key in (field.name for field in fields(ModelConfig)):
             assignments.append(f"model.{change}")
             continue
-        options = [(MIXERS | FLA_MIXERS)[mixer.name].option_names() for mixer in config.model.mixers]
-        found = [f"model.mixers.{i}.options.{change}" for i, known in enumerate(options) if key in known]
+        mixer_name, _, option = key.rpartition(".")
+        value = change[len(key) :]
+        found = [f"model.mixers.{i}.options.{option}{value}" for i, mixer in enumerate(config.model.mixers)
+                 if mixer_name in ("", mixer.name) and option in (MIXERS | FLA_MIXERS)[mixer.name].option_names()]  # fmt: skip
         if not found:
             raise ValueError(f"neither the model nor a mixer of {name!r} has a field {key!r}")
         assignments += found

@@ -122,6 +122,13 @@ def hybrid_window() -> RunConfig:
     return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 512}), MixerConfig("power"))
 
 
+def hybrid_softmax_window() -> RunConfig:
+    """Returns softmax attention in the fourth of six layers, windows of 512 tokens in three, power attention in two."""
+    power, softmax = MixerConfig("power"), MixerConfig("softmax", BLOCK)
+    window = MixerConfig("window", BLOCK | {"window": 512})
+    return _config("hybrid_softmax_window", window, power, window, softmax, window, power)
+
+
 # Without the block, and as published.
 
 
