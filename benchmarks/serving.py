@@ -1,8 +1,8 @@
 """The server under load: `python -m benchmarks.serving --device cpu --json FILE`.
 
 A server is started as a process of its own, on an untrained model of bytes (what it answers costs as much as what a
-trained one answers), and clients ask it over HTTP. Times are taken at the client. Every answer of the throughput is
-compared with that to the same prompt alone.
+trained one answers), and clients ask it over HTTP. Times are taken at the client. Of the throughput, the first 16
+answers are compared with those to the same prompts alone. The file is written anew after every measure.
 
 - throughput: tokens a second by streams at a time, and of `generate` with that batch in this process.
 - first token: time to it, with an idle server and behind a prompt of 100,000 tokens that is being read.
@@ -36,6 +36,7 @@ from sympow.models import LanguageModel, ModelConfig, generate, preset
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_checkpoint
 
 SHORT = 128  # tokens of a short prompt
+COMPARED = 16  # answers
 
 
 def untrained_run(folder: Path, config: ModelConfig) -> None:
@@ -68,7 +69,7 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
     """Returns a row for each number of streams. Each rate is the best of three rounds."""
     most = max(streams)
     prompts = [prompt_of(SHORT + i, i) for i in range(most)]
-    alone = [await server.stream(prompt, new) for prompt in prompts]
+    alone = [(await server.stream(prompt, new)).text for prompt in prompts[:COMPARED]]
     rates: dict[int, list[float]] = {count: [] for count in streams}
     generated: dict[int, list[float]] = {count: [] for count in streams}
     equal = dict.fromkeys(streams, True)
@@ -77,7 +78,7 @@ async def throughput(server: Server, run: Path, device: str, streams: list[int],
             began = time.perf_counter()
             answers = await asyncio.gather(*(server.stream(prompt, new) for prompt in prompts[:count]))
             rates[count].append(count * new / (time.perf_counter() - began))
-            equal[count] &= [each.text for each in answers] == [each.text for each in alone[:count]]
+            equal[count] &= [each.text for each in answers[:COMPARED]] == alone[:count]
             generated[count].append(_generated(run, device, count, new))
     return [
         {
@@ -249,16 +250,18 @@ async def vanishing(server: Server, seconds: float, clients: int) -> list[dict]:
     ]
 
 
-async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
-    """Returns all rows."""
+async def measure(run: Path, chosen: Any, folder: Path) -> None:
+    """Prints the rows, and writes them to a file."""
     most = max(chosen.streams)
     started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
     uncached = (*started, "--cache-memory", "0")
     cached = (*started, "--cache-memory", "1", "--cache-dir", str(folder / "cache"))
+    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
     rows: list[dict] = []
 
     def told(new: list[dict]) -> None:
-        rows.extend(new)
+        rows.extend(row | about | {"commit": commit()} for row in new)
+        write(chosen.json, rows)
         for row in new:
             print(json.dumps(row), flush=True)
 
@@ -271,11 +274,10 @@ async def measure(run: Path, chosen: Any, folder: Path) -> list[dict]:
         told(await prefix(server, lambda: Server(run, chosen.device, *cached), chosen.prefix))
     with Server(run, chosen.device, *started) as server:
         told(await vanishing(server, chosen.load_seconds, 2 * most))
-    return rows
 
 
 def main() -> None:
-    """Prints the rows, and writes them to a file."""
+    """Reads the options and measures."""
     parser = options("benchmarks.serving", __doc__ or "")
     parser.add_argument("--preset", default="tiny", help="shape of the model (default: tiny)")
     parser.add_argument("--vocab-size", type=int, default=256, help="of the model, at least 256 (default: 256)")
@@ -291,9 +293,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         untrained_run(run, preset(chosen.preset, chosen.vocab_size))
-        rows = asyncio.run(measure(run, chosen, Path(name)))
-    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
-    write(chosen.json, [row | about | {"commit": commit()} for row in rows])
+        asyncio.run(measure(run, chosen, Path(name)))
 
 
 if __name__ == "__main__":
