@@ -2,15 +2,14 @@
 
 `logits` compares a pretrained model in transformers with its native form. `measure` takes a converted model before or
 after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, passkeys,
-the loss by position, and how fast both decode. `report` writes docs/results/conversion.md from all files in
-benchmarks/results/conversion.
+and the loss by position. `report` writes docs/results/conversion.md from all files in benchmarks/results/conversion,
+those of `python -m benchmarks.conversion_decoding` among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from benchmarks.measure import commit, processor, write
 from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
 from sympow.evaluation import context_losses
-from sympow.layers.cache import KVCache
-from sympow.models import LanguageModel, ModelState, generate
-from sympow.models.slots import Slots
+from sympow.models import LanguageModel, generate
 from sympow.training import load, override, read_metrics
 from sympow.training.step import autocast, resolve_device
 
-PARTS = ("stages", "loss", "passkey", "positions", "decoding")
+PARTS = ("stages", "loss", "passkey", "positions")
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 QUESTION = "What is the pass key? The pass key is"
 
@@ -96,11 +93,6 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 curve = context_losses(model, held_out, options.positions, options.position_rows)
             bins = [{"start": piece.start, "end": piece.end, "loss": piece.loss} for piece in curve.bins]
             yield own | {"kind": "positions", "rows": options.position_rows, "bins": bins}
-    if "decoding" in options.parts:
-        for each, model in models.items():
-            model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-            for context in options.decode:
-                yield about | {"model": each, "kind": "decoding"} | decoding(model, options.batch, context)
 
 
 @torch.no_grad()
@@ -126,46 +118,6 @@ def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int, count: int
     return {"length": length, "count": count, "right": right, "accuracy": right / count}
 
 
-@torch.no_grad()
-def decoding(model: LanguageModel, batch: int, context: int, tokens: int = 32, warm_up: int = 8) -> dict:
-    """Tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states.
-
-    A token is read as `generate` does: by a CUDA graph where states are of constant size.
-    """
-    state = _state_after(model, batch, context)
-    device = model.embedding.weight.device
-    drawn = torch.randint(model.config.vocab_size, (batch, 1), generator=torch.Generator().manual_seed(0)).to(device)
-    slots, state_bytes = Slots.with_graphs(model, state, context), state.nbytes
-    for step in range(warm_up + tokens):
-        if step == warm_up:
-            _wait(device)
-            began = time.perf_counter()
-        if slots is None:
-            _, state = model.step(drawn, state)
-        else:
-            slots.step(drawn[:, 0])
-    _wait(device)
-    rate = batch * tokens / (time.perf_counter() - began)
-    return {"context": context, "batch": batch, "tokens_per_second": rate, "state_bytes": state_bytes,
-            "graph": slots is not None}  # fmt: skip
-
-
-def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
-    layers = []
-    for layer in model.init_state(batch).layers:
-        if isinstance(layer, KVCache):
-            held = context if layer.limit is None else min(context, layer.limit)
-            shapes = [(*x.shape[:2], held, x.shape[3]) for x in (layer.k, layer.v)]
-            layer = layer.extend(*(torch.randn(shape, device=layer.k.device, dtype=layer.k.dtype) for shape in shapes))
-        layers.append(layer)
-    return ModelState(layers)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -183,8 +135,6 @@ def main() -> None:
     one.add_argument("--passkey", type=int, default=4096, help="tokens (default: 4096)")
     one.add_argument("--positions", type=int, default=32768, help="tokens (default: 32768)")
     one.add_argument("--position-rows", type=int, default=8, help="(default: 8)")
-    one.add_argument("--decode", type=int, nargs="+", default=[2048, 32768], help="contexts (default: 2048 32768)")
-    one.add_argument("--batch", type=int, default=32, help="rows decoded at once (default: 32)")
     one.add_argument("--device", default="auto", help="(default: auto)")
     for command in (logits, one):
         command.add_argument("--json", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")

@@ -110,14 +110,20 @@ def _positions(rows: list[Row]) -> Iterator[str]:
 
 
 def _decoding(rows: list[Row]) -> Iterator[str]:
-    yield "| run | model | context | rows | tokens/s | over the teacher | states, MB |"
-    yield "|---|---|---:|---:|---:|---:|---:|"
-    teachers = {(row["run"], row["context"]): row["tokens_per_second"] for row in rows if row["model"] == "teacher"}
+    yield "| model | context | rows | a step | tokens/s | over the faster teacher | states, MB |"
+    yield "|---|---:|---:|---|---:|---:|---:|"
     for row in rows:
-        rate, base = row["tokens_per_second"], teachers.get((row["run"], row["context"]))
-        ratio = f"{rate / base:.2f}x" if base else ""
-        cells = [row["run"], row["model"], f"{row['context']:,}", str(row["batch"]), f"{rate:,.0f}", ratio]
-        yield f"| {' | '.join(cells)} | {row['state_bytes'] / 1e6:,.0f} |"
+        rate, peers = row["tokens_per_second"], [
+            other["tokens_per_second"] or 0 for other in rows
+            if other["context"] == row["context"] and other["model"].startswith("teacher")
+        ]  # fmt: skip
+        cells = [row["model"], f"{row['context']:,}", str(row["batch"])]
+        if rate is None:
+            cells += ["", "out of memory", "", ""]
+        else:
+            ratio = f"{rate / max(peers):.2f}x" if any(peers) else ""
+            cells += ["graph" if row["graph"] else "kernels", f"{rate:,.0f}", ratio, f"{row['state_bytes'] / 1e6:,.0f}"]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _layers(text: str) -> str:
@@ -150,8 +156,13 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ),
     (
         "Decoding",
-        "Tokens a second of whole models, a token a step without CUDA graphs, and the bytes of the states.\n"
-        "Keys and values of the past are random.",
+        "Tokens a second of whole models of this shape with random weights, a token a step, and the bytes of\n"
+        "the states. Keys and values of the past are random. A step is one CUDA graph, or its kernels one by\n"
+        "one. The teacher is measured with a cache that grows and with one that has room for all tokens.\n\n"
+        "```\n"
+        "python -m benchmarks.conversion_decoding --device cuda \\\n"
+        "    --json benchmarks/results/conversion/decoding.json\n"
+        "```",
         "decoding",
         _decoding,
     ),

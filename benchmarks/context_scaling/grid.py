@@ -50,8 +50,8 @@ def recipe(variant: str) -> RunConfig:
     "hybrid_softmax+qk_norm=true+softmax.gate=true+n_heads=3" changes all mixers, its softmax mixer and the model.
     Raises ValueError for a recipe, a mixer or a field that does not exist.
     """
-    name, *changes = variant.split("+")
-    config = load_recipe(f"scaling:{name}")
+    base, *changes = variant.split("+")
+    config = load_recipe(f"scaling:{base}")
     assignments = []
     for change in changes:
         key = change.partition("=")[0]
@@ -60,10 +60,11 @@ def recipe(variant: str) -> RunConfig:
             continue
         mixer_name, _, option = key.rpartition(".")
         value = change[len(key) :]
-        found = [f"model.mixers.{i}.options.{option}{value}" for i, mixer in enumerate(config.model.mixers)
-                 if mixer_name in ("", mixer.name) and option in (MIXERS | FLA_MIXERS)[mixer.name].option_names()]  # fmt: skip
+        mixers = [(i, mixer.name) for i, mixer in enumerate(config.model.mixers) if mixer_name in ("", mixer.name)]
+        found = [f"model.mixers.{i}.options.{option}{value}" for i, name in mixers
+                 if option in (MIXERS | FLA_MIXERS)[name].option_names()]  # fmt: skip
         if not found:
-            raise ValueError(f"neither the model nor a mixer of {name!r} has a field {key!r}")
+            raise ValueError(f"neither the model nor a mixer of {base!r} has a field {key!r}")
         assignments += found
     return override(config, assignments)
 

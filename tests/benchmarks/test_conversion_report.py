@@ -14,10 +14,12 @@ ROWS = [
     {"kind": "passkey", "model": "converted", "length": 4096, "count": 40, "right": 30, "accuracy": 0.75},
     {"kind": "positions", "model": "teacher", "rows": 8, "bins": [
         {"start": 0, "end": 512, "loss": 9.0}, {"start": 512, "end": 1024, "loss": 2.5}]},
-    {"kind": "decoding", "model": "teacher", "context": 2048, "batch": 32, "tokens_per_second": 1000.0,
-     "state_bytes": 5_000_000},
-    {"kind": "decoding", "model": "converted", "context": 2048, "batch": 32, "tokens_per_second": 3500.0,
-     "state_bytes": 1_000_000},
+    {"kind": "decoding", "model": "teacher, growing cache", "context": 2048, "batch": 32, "tokens_per_second": 1000.0,
+     "state_bytes": 5_000_000, "graph": False},
+    {"kind": "decoding", "model": "teacher, whole cache", "context": 2048, "batch": 32, "tokens_per_second": None,
+     "state_bytes": None, "graph": False},
+    {"kind": "decoding", "model": "power", "context": 2048, "batch": 32, "tokens_per_second": 3500.0,
+     "state_bytes": 1_000_000, "graph": True},
 ]  # fmt: skip
 
 
@@ -31,7 +33,8 @@ def test_every_kind_of_row_has_a_table():
         "| student | converted | 4,096 | 30 | 40 | 75% |",
         "| run | model | to 1,024 |",
         "| student | teacher | 2.5000 |",
-        "| student | converted | 2,048 | 32 | 3,500 | 3.50x | 1 |",
+        "| teacher, whole cache | 2,048 | 32 |  | out of memory |  |  |",
+        "| power | 2,048 | 32 | graph | 3,500 | 3.50x | 1 |",
         "a GPU; torch 2, commit abc.",
     ):
         assert line in page

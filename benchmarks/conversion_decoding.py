@@ -1,0 +1,115 @@
+"""How fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --json FILE`.
+
+Models of the shape of SmolLM2-135M with random weights, on which the speed does not depend, so that nothing has to be
+downloaded. The teacher is measured twice: with a cache that grows, and with one that has room for all tokens (a window
+that nothing leaves), which a CUDA graph can step. A converted model is compared with the faster of the two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.measure import commit, options, processor, write
+from sympow.conversion.swap import parse_pattern, swap_mixers
+from sympow.layers.cache import KVCache
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, ModelState
+from sympow.models.slots import Slots
+
+GROWING, WHOLE = "teacher, growing cache", "teacher, whole cache"
+CONVERTED = {
+    "windows of 1,024 and power": "window,power",
+    "power": "power",
+    "hybrid": "power*16,softmax,power,softmax*3,power*2,softmax,power*6",
+}
+SHAPE = {"smollm2": (49_152, 576, 30, 9, 3, 1536), "tiny": (256, 32, 2, 2, 1, 64)}
+
+
+def shaped(name: str) -> ModelConfig:
+    """Returns the config of a teacher: softmax attention in the llama body."""
+    vocab_size, d_model, n_layers, n_heads, n_kv_heads, mlp_hidden = SHAPE[name]
+    softmax, groups = MixerConfig("softmax", {"bias": False}), {"n_kv_heads": n_kv_heads, "mlp_hidden": mlp_hidden}
+    return ModelConfig(vocab_size, d_model, n_layers, n_heads, (softmax,), body="llama", **groups)
+
+
+def measure(
+    shape: str, device: torch.device, contexts: Sequence[int], batch: int, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for every context and model."""
+    precision = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = LanguageModel(shaped(shape), seed=0).to(device, precision).eval()
+    for context in contexts:
+        whole = 2 * tokens + context
+        patterns = {GROWING: ("softmax", 1024), WHOLE: ("window", whole)}
+        for name, (pattern, window) in (patterns | {each: (text, 1024) for each, text in CONVERTED.items()}).items():
+            model = swap_mixers(teacher, parse_pattern(pattern), window=window)
+            row = {"kind": "decoding", "shape": shape, "model": name, "context": context, "batch": batch}
+            yield row | decoding(model, batch, context, tokens)
+            del model
+
+
+@torch.no_grad()
+def decoding(model: LanguageModel, batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """Returns tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states.
+
+    A token is read as `generate` does: by a CUDA graph where all states can be stepped as one batch. Both numbers are
+    None where the device's memory does not suffice.
+    """
+    device = model.embedding.weight.device
+    try:
+        state = _state_after(model, batch, context)
+        drawn = torch.arange(batch, device=device)[:, None]
+        state_bytes, slots = state.nbytes, Slots.with_graphs(model, state, context)
+        for step in range(2 * tokens):
+            if step == tokens:
+                _wait(device)
+                began = time.perf_counter()
+            if slots is None:
+                _, state = model.step(drawn, state)
+            else:
+                slots.step(drawn[:, 0])
+        _wait(device)
+    except torch.OutOfMemoryError:
+        return {"tokens_per_second": None, "state_bytes": None, "graph": False}
+    rate = batch * tokens / (time.perf_counter() - began)
+    return {"tokens_per_second": rate, "state_bytes": state_bytes, "graph": slots is not None}
+
+
+def _state_after(model: LanguageModel, batch: int, context: int) -> ModelState:
+    layers = []
+    for layer in model.init_state(batch).layers:
+        if isinstance(layer, KVCache):
+            held = context if layer.limit is None else min(context, layer.limit)
+            shapes = [(*x.shape[:2], held, x.shape[3]) for x in (layer.k, layer.v)]
+            layer = layer.extend(*(torch.randn(shape, device=layer.k.device, dtype=layer.k.dtype) for shape in shapes))
+        layers.append(layer)
+    return ModelState(layers)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Prints the rows, and writes them to a file."""
+    parser = options("benchmarks.conversion_decoding", __doc__ or "")
+    parser.add_argument("--shape", choices=SHAPE, default="smollm2", help="of the models (default: smollm2)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32_768, 131_072], help="tokens before")
+    parser.add_argument("--batch", type=int, default=32, help="rows decoded at once (default: 32)")
+    parser.add_argument("--tokens", type=int, default=32, help="steps that are timed (default: 32)")
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    about = {"processor": processor(chosen.device), "torch": torch.__version__, "commit": commit()}
+    rows: list[dict[str, Any]] = []
+    for row in measure(chosen.shape, torch.device(chosen.device), chosen.contexts, chosen.batch, chosen.tokens):
+        rows.append(row | about)
+        write(chosen.json, rows)
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
