@@ -167,8 +167,9 @@ def learning_rates(found: Found, study: str) -> Any:
         return None
     figure, axes = panels(1, (5.5, 4))
     for variant in dict.fromkeys(run.variant for run in runs):
-        points = [(run.learning_rate, found.mean(run, "held_out_loss")) for run in runs if run.variant == variant]
-        axes[0].plot([x for x, _ in points], [value.mean for _, value in points if value], **style(variant))
+        means = [(run.learning_rate, found.mean(run, "held_out_loss")) for run in runs if run.variant == variant]
+        points = [(rate, value.mean) for rate, value in means if value is not None]
+        axes[0].plot(*zip(*points, strict=True), **style(variant))
     axes[0].set_xscale("log")
     sweep = sorted({run.learning_rate for run in runs})
     axes[0].set_xticks(sweep, [f"{rate:g}" for rate in sweep])

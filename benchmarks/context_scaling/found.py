@@ -12,7 +12,7 @@ from benchmarks.context_scaling.grid import Run
 from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.results import Row, read, run_of
 from benchmarks.context_scaling.speed import SPEED
-from benchmarks.context_scaling.studies import RATES, STUDIES, grid
+from benchmarks.context_scaling.studies import STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
 from sympow.recall.results import read_rows
 
@@ -104,8 +104,8 @@ def pick(study: str, variant: str, **setting: Any) -> Run:
 
 def baseline_of(run: Run, study: str) -> Run:
     """Returns the run of the study's baseline in the same setting, at its own learning rate."""
-    base = STUDIES[study].baseline
-    return replace(run, variant=base, learning_rate=RATES.get(base, Run.learning_rate))
+    base = replace(run, variant=STUDIES[study].baseline, learning_rate=Run.learning_rate)
+    return with_rate(base, STUDIES[study])
 
 
 def setting_of(run: Run) -> tuple[Any, ...]:

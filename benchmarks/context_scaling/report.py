@@ -19,9 +19,11 @@ from benchmarks.prose import wrapped
 from sympow.recall import write_results
 
 BARS = "bars.csv"
-# What bars.csv calls the variants. "power_large" is that of p > 2 with at most 10 times the state of p = 2.
-BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "power_large", "power4": "power4",
-                "hybrid_softmax": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
+# What bars.csv calls the variants. "power_large" is that of p > 2 with at most 10 times the state of p = 2, and
+# "hybrid_softmax" the better one of two with one softmax layer in six.
+BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "power_p4_k24",
+                "power_p4_k32": "power_large", "power4": "power4", "hybrid_softmax": "hybrid_softmax_and_power",
+                "hybrid_softmax_window": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
 
 TABLES: dict[str, Callable[[Found], str]] = {
     **{name: partial(tables.comparison, study=name) for name in STUDIES if "rates" not in name},
@@ -37,6 +39,7 @@ FIGURES: dict[str, Callable[[Found], Any]] = {
     "bar_65536": partial(figures.by_cost, study="bar_65536"),
     "tokens_4096": partial(figures.by_number, study="tokens_4096", field="tokens", ratio=True),
     "by_context": partial(figures.by_number, study="by_context", field="context"),
+    "rates_1024": partial(figures.learning_rates, study="rates_1024"),
     "rates": partial(figures.learning_rates, study="rates"),
     "controls": partial(figures.differences, study="controls"),
     "conformal": partial(figures.by_number, study="conformal", field="context", ratio=True),

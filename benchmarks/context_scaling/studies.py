@@ -10,10 +10,14 @@ from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 CONTEXTS = (1024, 4096, 16_384, 65_536)
 SWEEP = (1e-3, 2e-3, 4e-3)
 
-# The learning rate of each variant, from the study "rates"; all others have that of `Run`.
-RATES: dict[str, float] = {}
+# The learning rate by variant and context, from the studies of rates; all others have that of `Run`.
+RATES: dict[tuple[str, int], float] = dict.fromkeys(
+    ((variant, 1024) for variant in
+     ("softmax", "power", "power4", "hybrid_softmax", "hybrid_softmax_window", "hybrid_window")), 4e-3,
+)  # fmt: skip
 
-BARS = ("softmax", "power", "power_p4_k24", "power4", "hybrid_softmax", "hybrid_window")
+BARS = ("softmax", "power", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_window",
+        "hybrid_window")  # fmt: skip
 CONTROLS = ("softmax", "softmax_gate", "power", "power_data", "power_ungated", "linear_gated", "window", "rwkv7",
             "gated_delta_net")  # fmt: skip
 CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p2", "published_p4",
@@ -73,7 +77,10 @@ STUDIES = {
         Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
                     + _runs(("power_p4_k24",), CONTEXTS[:3]))),
-        Study("rates", "Is each variant's learning rate its best?",
+        Study("rates_1024", "Is each variant's learning rate its best at 1,024 tokens?",
+              tuple(replace(run, learning_rate=rate) for rate in SWEEP[1:] + (8e-3,) for run in _runs(BARS, [1024])),
+              seeds=1),
+        Study("rates", "Is each variant's learning rate its best at 4,096 tokens?",
               tuple(replace(run, learning_rate=rate) for rate in SWEEP for run in _runs(BARS + CONTROLS[1:], [4096])),
               seeds=1),
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
@@ -128,7 +135,7 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 
 
 def with_rate(run: Run, study: Study) -> Run:
-    """Returns the run with its variant's learning rate, unless the study was there to find it."""
-    if study.name == "rates":
+    """Returns the run with the learning rate of its variant and context, unless the study was there to find it."""
+    if study.name.startswith("rates"):
         return run
-    return replace(run, learning_rate=RATES.get(run.variant, run.learning_rate))
+    return replace(run, learning_rate=RATES.get((run.variant, run.trained_at), run.learning_rate))

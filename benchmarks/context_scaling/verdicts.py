@@ -40,14 +40,16 @@ def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: 
 
 
 def bars_1024(found: Found) -> list[str]:
-    bounds = {"power": 1.10, "power_p4_k24": 1.05, "power4": 1.03, "hybrid_softmax": 1.005, "hybrid_window": 1.05}
+    bounds = {"power": 1.10, "power_p4_k24": 1.05, "power_p4_k32": 1.05, "power4": 1.03, "hybrid_softmax": 1.005,
+              "hybrid_softmax_window": 1.005, "hybrid_window": 1.05}  # fmt: skip
     run, base = (pick("bars_1024", variant) for variant in ("power", "softmax"))
     share = judged(found.ratio(run, base, "gain"), 0.6, "the gain from context of p = 2 over softmax attention's", True)
     return [*over_softmax(found, "bars_1024", bounds), share]
 
 
 def bars_4096(found: Found) -> list[str]:
-    return over_softmax(found, "bars_4096", {"hybrid_softmax": 1.01, "hybrid_window": 1.06})
+    bounds = {"hybrid_softmax": 1.01, "hybrid_softmax_window": 1.01, "hybrid_window": 1.06}
+    return over_softmax(found, "bars_4096", bounds)
 
 
 def bar_65536(found: Found) -> list[str]:

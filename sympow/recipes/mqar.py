@@ -68,6 +68,20 @@ def widths() -> Sweep:
     return Sweep("mqar-widths", runs)
 
 
+def convolutions() -> Sweep:
+    """Convolutions beside attention where attention solves all (Zoology, Figure 2, top): minutes of an H200.
+
+    N = 64 and 128 with D = N / 16, widths 64 and 128, the two highest published learning rates, three seeds.
+    """
+    named = {model.label: model for model in _mixers()}
+    models = [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+    tasks = [RecallTask(length=n, pairs=n // 16) for n in (64, 128)]
+    base = RecallConfig(models[0], batch_size=256, epochs=4, validations=2, precision="bf16")
+    runs = grid(base, architectures=models, tasks=tasks, widths=(64, 128), learning_rates=PUBLISHED_RATES[2:],
+                seeds=(0, 1, 2))  # fmt: skip
+    return Sweep("mqar-convolutions", runs)
+
+
 def pairs() -> Sweep:
     """Accuracy against the number of pairs in 256 tokens (Zoology, Figure 6), and what each state holds."""
     tasks = [RecallTask(length=256, pairs=d) for d in (4, 8, 16, 32, 64)]

@@ -71,6 +71,11 @@ def power_p4_k24() -> RunConfig:
     return _power("power_p4_k24", p=4, head_dim=24, value_dim=64)
 
 
+def power_p4_k32() -> RunConfig:
+    """Returns p = 4 of keys of 32 with two key/value heads: a state of 8.4 times as many elements as that of p = 2."""
+    return _power("power_p4_k32", p=4, head_dim=32, value_dim=64, n_kv_heads=2)
+
+
 def power4() -> RunConfig:
     """Returns p = 4 of keys of 64: a state of 766,480 rows, so that it is computed in its quadratic form."""
     return _power("power4", p=4)

@@ -71,10 +71,10 @@ def test_every_run_of_every_study_is_one_of_a_kind_and_can_be_made():
 def test_the_bars_are_what_was_asked_for():
     assert (SHORT, MIDDLE, LONG) == (460 * DOCUMENT, 100_139_008, 3 * MIDDLE)
     bars = grid(["bars_1024"])
-    assert {(each.context, each.tokens, each.documents, each.learning_rate) for each in bars} == {
-        (1024, SHORT, 1, 2e-3)
-    }
-    assert [each.seed for each in bars] == [0] * 6 + [1] * 6 + [2] * 6
+    assert {(each.context, each.tokens, each.documents) for each in bars} == {(1024, SHORT, 1)}
+    assert {each.learning_rate for each in bars if each.variant in ("softmax", "power")} == {4e-3}
+    assert {each.learning_rate for each in grid(["bars_4096"])} == {2e-3}
+    assert [each.seed for each in bars] == [0] * 8 + [1] * 8 + [2] * 8
     (of_long,) = {(each.context, each.tokens, each.documents) for each in grid(["bar_65536"])}
     assert of_long == (65_536, MIDDLE, 8) and bars[1].config(SCALES["full"], Path("corpus")).training.warmup_steps == 46
     assert [each.learning_rate for each in grid(["bar_65536"], seeds=[4], rates=[1e-3, 4e-3])] == [1e-3] * 2 + [

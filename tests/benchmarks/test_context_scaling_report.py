@@ -100,8 +100,8 @@ def test_verdicts_follow_from_intervals(found):
     assert said[0].startswith(
         "**Reproduced**: power, p = 2 over softmax attention 1.081 ± 0.002 (3 seeds; claimed at most"
     )
-    assert said[2].startswith("**Reproduced**: power, p = 4 over") and said[3].startswith("**Reproduced**: five power")
-    assert said[4].startswith("**Reproduced**") and said[5].startswith("**Reproduced**: the gain")
+    assert said[3].startswith("**Reproduced**: power, p = 4 over") and said[4].startswith("**Reproduced**: five power")
+    assert said[6].startswith("**Reproduced**") and said[7].startswith("**Reproduced**: the gain")
     assert verdicts.powers(found)[1].startswith(
         "**Refuted**: p = 4 over softmax attention 1.000 ± 0.000 (3 seeds; claimed"
     )
