@@ -30,10 +30,11 @@ def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
         there is no such part in it.
     """
     files = _files_now() if commit is None else _files_at(commit)
-    return None if files is None else _hash(part, files)
+    return None if files is None else hash_of_files(part, files)
 
 
-def _hash(part: str, files: Mapping[str, str]) -> str | None:
+def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
+    """Returns what `code_hash` returns for a checkout of `files`, sources by their paths."""
     modules = _modules(part, files)
     code = "\n".join(f"{path}\n{_without_comments(files[path])}" for path in modules)
     return hashlib.sha256(code.encode()).hexdigest()[:12] if modules else None

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 INTERVAL = 30.0  # seconds without a line, after which one comes
-_LOOK = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
+LOOK_EVERY = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
 
 
 class Progress:
@@ -78,7 +78,7 @@ class Progress:
                 print(line, file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
-        while not self._over.wait(_LOOK):
+        while not self._over.wait(LOOK_EVERY):
             self._tell_if_due()
 
     def _tell_if_due(self) -> None:

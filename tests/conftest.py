@@ -29,4 +29,4 @@ def seeded():
 def every_count_is_told(monkeypatch):
     """A line for each advance of what `Progress` counts, and no other."""
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    monkeypatch.setattr(progress, "_LOOK", 3600.0)
+    monkeypatch.setattr(progress, "LOOK_EVERY", 3600.0)

@@ -56,7 +56,7 @@ def test_it_tells_how_far_it_is(every_count_is_told, words, capsys):
 
 def test_fetching_the_package_is_told(words, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    monkeypatch.setattr(progress, "_LOOK", 0.001)
+    monkeypatch.setattr(progress, "LOOK_EVERY", 0.001)
     said = threading.Event()
 
     def fetch(name, folder):

@@ -18,6 +18,9 @@ def one():
 def several():
     return Sweep("several", grid(one(), widths=(16, 32), learning_rates=(1e-3, 1e-2)))
 
+def two():
+    return Sweep("two", grid(one(), widths=(16, 32)))
+
 def odd():
     return RecallTask(length=7)
 """
@@ -69,10 +72,10 @@ def test_a_sweep_and_its_figures(recipe, tmp_path, capsys):
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_sweep_tells_how_far_it_is(every_count_is_told, recipe, tmp_path, capsys, jobs):
     """Where stderr is no terminal."""
-    words = ["mqar", f"{recipe}:several", "--executor", "process", "--device", "cpu", "--jobs", jobs]
+    words = ["mqar", f"{recipe}:two", "--executor", "process", "--device", "cpu", "--jobs", jobs]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("sweep: 4 of 4 runs, 0:0") and all(line.startswith("sweep: ") for line in lines)
+    assert lines[-1].startswith("sweep: 2 of 2 runs, 0:0") and all(line.startswith("sweep: ") for line in lines)
 
 
 def test_errors_are_one_line(recipe, fails, tmp_path):

@@ -64,7 +64,7 @@ def test_quiet_says_nothing(shown, monkeypatch):
 @pytest.mark.parametrize("unit", [None, "row"])
 def test_a_line_comes_in_the_middle_of_a_step(unit, monkeypatch):
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
-    monkeypatch.setattr(progress, "_LOOK", 0.001)
+    monkeypatch.setattr(progress, "LOOK_EVERY", 0.001)
     log = Log()
     monkeypatch.setattr(sys, "stderr", log)
     with Progress("reading", unit):

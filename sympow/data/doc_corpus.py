@@ -135,7 +135,7 @@ class _Packages:
     def plan(self) -> list[SourceDocument]:
         files = join_small(self.sizes, _SMALLEST * self._row_tokens, top=1)
         kept = {directory: sum(self.sizes[name] for name in names) for directory, names in files.items()}
-        held_out = choose_held_out(kept, _family, "more packages with manuals")
+        held_out = choose_held_out(kept, package_family, "more packages with manuals")
         rank = {name: place for place, name in enumerate(self.sizes)}
         documents = [
             SourceDocument(each, tuple(sorted(names, key=rank.__getitem__)), kept[each], each in held_out)
@@ -194,8 +194,8 @@ def _package(directory: str) -> str:
     return directory.partition("/")[0]
 
 
-def _family(directory: str) -> str:
-    """What versions of a package have in common: its name without digits."""
+def package_family(directory: str) -> str:
+    """Returns what the versions of a package have in common: its name without digits."""
     return re.sub(r"[\d.]+", "", _package(directory))
 
 

@@ -48,7 +48,7 @@ FILLERS = ("zero", "random")
 DEALS = ("random", "drawn")
 
 # Elements worked on at once, of rows and of the table of random filler: a few megabytes beside the result.
-_BLOCK, _TABLE = 1 << 18, 1 << 19
+BLOCK_ELEMENTS, TABLE_ELEMENTS = 1 << 18, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,10 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
     tokens = np.zeros((examples, task.length), np.int32)
     targets = np.full((examples, task.length), IGNORED, np.int32)
     fill = _RandomFiller(task) if task.filler == "random" else None
-    rows = max(1, _BLOCK // task.length if fill is None else min(_BLOCK // task.length, _TABLE // task.vocab_size))
+    rows = BLOCK_ELEMENTS // task.length
+    if fill is not None:
+        rows = min(rows, TABLE_ELEMENTS // task.vocab_size)
+    rows = max(1, rows)
     for start in range(0, examples, rows):
         block = slice(start, start + rows)
         _compose(task, rng, fill, tokens[block], targets[block])
@@ -237,7 +240,7 @@ def _compose(
     """Writes contexts, filler, queries and their targets into rows of zeros and of -100."""
     n, pairs, width = len(tokens), task.pairs, task.width
     ranges = zip(task.bounds, task.bounds[1:], task.drawn, strict=False)
-    used = [_distinct(rng, n, low, high, count) for low, high, count in ranges]
+    used = [draw_distinct(rng, n, low, high, count) for low, high, count in ranges]
     values = used[-1]
     if task.kind == "compositional":
         side = task.drawn[0]
@@ -248,7 +251,7 @@ def _compose(
     last = values[:, :pairs]
     in_context = keys
     if task.updates:
-        updated = _distinct(rng, n, 0, pairs, task.updates)
+        updated = draw_distinct(rng, n, 0, pairs, task.updates)
         in_context = [np.concatenate([key, np.take_along_axis(key, updated, 1)], axis=1) for key in keys]
         last = last.copy()
         np.put_along_axis(last, updated, values[:, pairs:], 1)
@@ -276,8 +279,8 @@ def _draw_slots(rng: np.random.Generator, n: int, task: RecallTask) -> np.ndarra
     return rng.permuted(first, axis=1)
 
 
-def _distinct(rng: np.random.Generator, n: int, low: int, high: int, count: int) -> np.ndarray:
-    """int32 [n, count]: in every row `count` different numbers of [low, high), every ordered choice equally likely."""
+def draw_distinct(rng: np.random.Generator, n: int, low: int, high: int, count: int) -> np.ndarray:
+    """Draws int32 [n, count]: a row is `count` different numbers of [low, high), each ordered choice equally likely."""
     if 4 * count > high - low:
         return rng.permuted(np.tile(np.arange(low, high, dtype=np.int32), (n, 1)), axis=1)[:, :count]
     drawn = rng.integers(low, high, (n, count), dtype=np.int32)

@@ -139,7 +139,7 @@ def train_bpe(
             return BPETokenizer.load(file)
         except ValueError:
             pass  # damaged: made again below
-    tokenizer = BPETokenizer.train(_training_texts(documents), vocab_size)
+    tokenizer = BPETokenizer.train(training_texts(documents), vocab_size)
     tokenizer.save(file)
     return tokenizer
 
@@ -215,7 +215,11 @@ def _read_headed(root: Path, names: tuple[str, ...]) -> str:
     return "".join(headed_text(name, _read_text(root / name)) for name in names)
 
 
-def _training_texts(documents: Sequence[Document]) -> Iterator[str]:
+def training_texts(documents: Sequence[Document]) -> Iterator[str]:
+    """Yields what a tokenizer is trained on: of every document the same share from its beginning.
+
+    All together they have at most BPE_TRAINING_CHARACTERS.
+    """
     total = sum(len(document.read()) for document in documents)
     share = min(1.0, BPE_TRAINING_CHARACTERS / max(total, 1))
     for document in documents:

@@ -155,7 +155,7 @@ class BPETokenizer:
         text = data.decode("utf-8")
         if self._lacking is not None and self._lacking.search(data):
             text = "".join("\ufffd" if self._lacking.search(each.encode()) else each for each in text)
-        encodings = self._tokenizer.encode_batch_fast(list(_pieces(text)), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(cut_text(text)), add_special_tokens=False)
         return np.concatenate(
             [np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)]
         )
@@ -225,7 +225,7 @@ def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> It
 
 
 def _last_seam(text: str, start: int) -> int:
-    """The end of the last piece at which `_pieces` could cut, at or behind `start`; 0 where there is none."""
+    """The end of the last piece at which `cut_text` could cut, at or behind `start`; 0 where there is none."""
     end = len(text)
     while (end := text.rfind("\n", max(0, start - 2), end)) > 0:
         if end + 1 < len(text) and not text[end - 1].isspace() and not text[end + 1].isspace():
@@ -314,8 +314,8 @@ def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
     return table
 
 
-def _pieces(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Cut a long text where byte-level pre-tokenizers cut in any case, for speed in parallel and for memory.
+def cut_text(text: str, size: int = 1 << 16) -> Iterator[str]:
+    """Cuts a long text where byte-level pre-tokenizers cut in any case, for speed in parallel and for memory.
 
     That is after a single line end between two characters that are not white space: no pre-token of GPT-2's
     pattern, nor of its successors, reaches across such a place, so the tokens are those of the whole text.

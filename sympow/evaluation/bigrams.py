@@ -9,7 +9,7 @@ import numpy as np
 from sympow.evaluation.context_loss import Documents
 from sympow.progress import Progress
 
-_BLOCK = 1 << 22  # bigrams that are sorted at once
+BLOCK = 1 << 22  # bigrams that are sorted at once
 
 
 class BigramCounts:
@@ -89,11 +89,11 @@ def _blocks(
         text = corpus[int(index)]
         if len(text) and not 0 <= int(text.min()) <= int(text.max()) < vocab_size:
             raise ValueError(f"document {index} holds tokens {text.min()} to {text.max()}, of {vocab_size}")
-        for start in range(0, len(text), _BLOCK):
-            part = text[start : start + _BLOCK + 1]
+        for start in range(0, len(text), BLOCK):
+            part = text[start : start + BLOCK + 1]
             held.append(_keys(part[:-1], part[1:], vocab_size, dtype))
             size += len(held[-1])
-            if size >= _BLOCK:
+            if size >= BLOCK:
                 yield np.concatenate(held), documents, length
                 held, size, documents, length = [], 0, 0, 0
         documents, length = documents + 1, length + len(text)

@@ -38,11 +38,12 @@ def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
     # Keys behind the end lie in the future of every query, and whole blocks need no kernels of their own.
     q, k, v = (F.pad(x, (0, 0, 0, -time % _BLOCK)) for x in (q, k, v))
     mask = _block_mask(q.shape[2] // _BLOCK, window, q.device)
-    return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)[:, :, :time]
+    return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)[:, :, :time]
 
 
 @cache
-def _flex_attention() -> Callable[..., Tensor]:
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """Returns flex_attention, which is compiled at its first call."""
     from torch.nn.attention.flex_attention import flex_attention  # imports torch._dynamo, for seconds
 
     return torch.compile(flex_attention, fullgraph=True)  # without a graph it would form all scores

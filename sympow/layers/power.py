@@ -229,7 +229,7 @@ def initial_memory(
     dtype = weight.dtype if dtype is None else dtype
     shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
     state = PowerState.zeros(*shape, p, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    if not _keeps_tail(impl, device, dtype):
+    if not keeps_tail(impl, device, dtype):
         return state
     return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))
 
@@ -238,12 +238,13 @@ def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
     """Returns the number of elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
     weight = mixer.out.weight
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
-    if _keeps_tail(impl, weight.device, weight.dtype):
+    if keeps_tail(impl, weight.device, weight.dtype):
         size += tail_elements(mixer.head_dim, mixer.value_dim, p)
     return mixer.n_kv_heads * size
 
 
-def _keeps_tail(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
+def keeps_tail(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the state of decoding keeps its last tokens apart, which is faster where there are kernels."""
     return impl == "triton" or (impl == "auto" and prefers_tail(device, dtype))
 
 

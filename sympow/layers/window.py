@@ -16,7 +16,7 @@ from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
 
 # Queries computed at once: a block of them and the keys it sees are one attention call.
-_LEAST_BLOCK, _MOST_BLOCK = 128, 1024
+LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 
 class WindowMixer(AttentionMixer):
@@ -118,7 +118,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     if k.shape[2] <= window:
         return attend_to_past(q, k, v)
-    block = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
+    block = min(max(window, LEAST_BLOCK), MOST_BLOCK)
     reach = -(-(window - 1) // block)  # blocks before its own that a query can see
     queries = q.split(block, dim=2)
     past = k.shape[2] - q.shape[2]

@@ -13,7 +13,8 @@ _LEAST = (3, 6)  # before it Gluon, and what it compiles, were others
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
 
 
-def _why_no_triton() -> str | None:
+def why_no_triton() -> str | None:
+    """Returns why Triton cannot be used, as the end of a sentence, or None if it can. It is not imported."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     for name in _DISTRIBUTIONS:
@@ -25,7 +26,7 @@ def _why_no_triton() -> str | None:
 
 
 # Why there are no kernels at all, as the end of a sentence; None if there are. Asked once, without loading triton.
-NO_TRITON = _why_no_triton()
+NO_TRITON = why_no_triton()
 
 
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -42,24 +43,26 @@ def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
     taps = min(h.shape[1], x.shape[1])
     dtype = torch.promote_types(torch.promote_types(x.dtype, h.dtype), torch.float32)
     x, h, given = x.to(dtype), h[:, :taps].to(dtype), x.dtype
-    if taps <= _FEW:
-        y = _by_taps(x, h)
-    elif _suits_matrices(x, h):
-        y = _by_matrices(x, h)
-    else:
-        y = _by_transforms(x, h)
-    return y.to(given)
+    return fastest_form(x, h)(x, h).to(given)
 
 
-def _by_taps(x: Tensor, h: Tensor) -> Tensor:
-    """x [B, T, ...], h [1 or B, S <= T, ...], as below."""
+def fastest_form(x: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns which of the three functions below takes the least time for x [B, T, ...] and h [1 or B, S <= T, ...]."""
+    if h.shape[1] <= _FEW:
+        return convolve_by_taps
+    return convolve_by_matrices if _suits_matrices(x, h) else convolve_by_transforms
+
+
+def convolve_by_taps(x: Tensor, h: Tensor) -> Tensor:
+    """Convolves x [B, T, ...] with h [1 or B, S <= T, ...] by a sum of shifted signals, one for each tap."""
     time, taps = x.shape[1], h.shape[1]
     padded = torch.cat([x.new_zeros(x.shape[0], taps - 1, *x.shape[2:]), x], dim=1)
     moved = (h[:, s : s + 1] * padded[:, taps - 1 - s : taps - 1 - s + time] for s in range(taps))
     return sum(moved, start=x.new_zeros(()))
 
 
-def _by_transforms(x: Tensor, h: Tensor) -> Tensor:
+def convolve_by_transforms(x: Tensor, h: Tensor) -> Tensor:
+    """Convolves x [B, T, ...] with h [1 or B, S <= T, ...] by fast Fourier transforms."""
     time, taps = x.shape[1], h.shape[1]
     # Zeros behind both keep what a circular convolution would bring round to the start out of sight.
     size = 1 << (time + taps - 2).bit_length()
@@ -73,7 +76,8 @@ def _suits_matrices(x: Tensor, h: Tensor) -> bool:
     return time <= _LONGEST.get(x.device.type, 0) and time + taps <= _MATRIX_SHARE * signals
 
 
-def _by_matrices(x: Tensor, h: Tensor) -> Tensor:
+def convolve_by_matrices(x: Tensor, h: Tensor) -> Tensor:
+    """Convolves x [B, T, ...] with h [1 or B, S <= T, ...] by a product with the Toeplitz matrix of each filter."""
     shape, time = _outer_shape(x, h), x.shape[1]
     # Along some axes filters differ; along the others, which come behind them, signals share a filter.
     axes = sorted((0, *range(2, x.ndim)), key=lambda axis: h.shape[axis] == 1)

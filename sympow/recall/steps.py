@@ -59,7 +59,7 @@ class RecallTraining:
         self.config, self.model, self.device, self.graphs = config, model, device, graphs
         self.loss: _Loss = _loss
         if compiled:
-            self.loss = _compiled_loss(shape_key(config))
+            self.loss = compiled_loss(shape_key(config))
         self.parts = load(config.train, config.examples, (config.data_seed, TRAIN), str(device))
         batches = [len(part.tokens) // config.batch for part in self.parts]
         self.schedule = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
@@ -187,8 +187,8 @@ def shape_key(config: RecallConfig) -> str:
 
 
 @lru_cache(maxsize=1)
-def _compiled_loss(key: str) -> _Loss:
-    """`_loss` compiled whole, for the shapes of a key.
+def compiled_loss(key: str) -> _Loss:
+    """Returns `_loss` compiled whole, for the shapes of a key.
 
     What was compiled before is dropped: a function keeps few variants, and a sweep needs many.
     """

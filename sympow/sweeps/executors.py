@@ -37,7 +37,10 @@ class Processes:
     def __init__(self, worker: Worker[Any], workers: int):
         worker.ends_on_failure = True
         self._worker, self._records = worker, Records(worker.folder)
-        self._context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+        # Forked from a server that never used CUDA, as a process forked from this one could not use it. The server
+        # has imported torch, which takes seconds; torch imports torch._dynamo at the first step of an optimizer.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["sympow.sweeps.worker", "torch._dynamo"])
         self._team = [self._start(number) for number in range(workers)]
 
     def works(self) -> bool:

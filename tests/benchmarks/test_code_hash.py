@@ -12,7 +12,7 @@ FILES = {
 
 
 def hashed(part, **changed):
-    return code_hash._hash(part, FILES | {f"sympow/ops/{name}.py": source for name, source in changed.items()})
+    return code_hash.hash_of_files(part, FILES | {f"sympow/ops/{name}.py": source for name, source in changed.items()})
 
 
 def test_it_is_of_a_part_and_all_it_imports():

@@ -92,7 +92,8 @@ def test_whole_packages_are_held_out(corpus):
     assert splits["train"] and splits["heldout"] and not splits["train"] & splits["heldout"]
     held_out = sum(entry.bytes for entry in read_entries(corpus) if entry.split == "heldout")
     assert 0 < held_out <= HELD_OUT * sum(entry.bytes for entry in read_entries(corpus))
-    assert doc_corpus._family("tool-12-doc/a") == doc_corpus._family("tool-13-doc") != doc_corpus._family("pa-doc")
+    families = [doc_corpus.package_family(name) for name in ("tool-12-doc/a", "tool-13-doc", "pa-doc")]
+    assert families[0] == families[1] != families[2]
 
 
 def test_the_manifest_tells_of_every_package(corpus):

@@ -166,7 +166,7 @@ def test_early_keys_are_no_nearer_than_late_ones():
 
 @pytest.mark.parametrize(("size", "count"), [(9, 2), (5, 3)], ids=["redrawn", "permuted"])
 def test_choices_without_replacement_are_equally_likely(size, count):
-    drawn = mqar._distinct(np.random.default_rng(5), 60_000, 3, 3 + size, count) - 3
+    drawn = mqar.draw_distinct(np.random.default_rng(5), 60_000, 3, 3 + size, count) - 3
     assert all(len(set(row)) == count for row in drawn[:1000].tolist())
     counts = np.bincount(np.ravel_multi_index(tuple(drawn.T), (size,) * count), minlength=size**count)
     counts = counts[counts > 0]
@@ -207,7 +207,7 @@ def test_a_function_of_the_seed_alone(filler, monkeypatch):
     assert (np.random.get_state()[1] == before).all()
     assert (one.tokens == same.tokens).all() and (one.targets == same.targets).all()
     assert not (one.tokens == other.tokens).all()
-    monkeypatch.setattr(mqar, "_BLOCK", 700)  # several blocks, the last one smaller
+    monkeypatch.setattr(mqar, "BLOCK_ELEMENTS", 700)  # several blocks, the last one smaller
     blocks = generate(task, 60, 1)
     assert (blocks.targets == solve(task, blocks.tokens)).all()
     assert len({row.tobytes() for row in blocks.tokens}) == 60

@@ -153,7 +153,7 @@ def test_tokens_are_cached_and_mapped(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "encode", None)  # the second time nothing is tokenized
     second = opened(folder, ByteTokenizer(), cache)
     assert contents(second) == contents(first) and second.fingerprint == first.fingerprint
-    assert isinstance(second._tokens, np.memmap) and second._tokens.dtype == np.uint8
+    assert isinstance(second[0], np.memmap) and second[0].dtype == np.uint8
 
 
 def test_cache_follows_content_and_tokenizer(folder, tmp_path):
@@ -162,7 +162,7 @@ def test_cache_follows_content_and_tokenizer(folder, tmp_path):
     write(folder, {"b.txt": "bay"})
     corpora.append(opened(folder, ByteTokenizer(), tmp_path / "cache"))
     assert len({corpus.fingerprint for corpus in corpora}) == 3
-    assert corpora[1]._tokens.dtype == np.uint16
+    assert corpora[1][0].dtype == np.uint16
     assert bpe.decode(corpora[1][4]) == "bee" and ByteTokenizer().decode(corpora[2][4]) == "bay"
 
 
@@ -196,7 +196,7 @@ def test_bpe_is_cached(folder, tmp_path, monkeypatch):
 def test_bpe_of_a_large_corpus_reads_a_share_of_each_document(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(text_module, "BPE_TRAINING_CHARACTERS", 8)
     documents, _, _ = measure_documents(text_documents(folder))
-    assert list(text_module._training_texts(documents)) == ["x", "ca", "on", "tw", "be"]
+    assert list(text_module.training_texts(documents)) == ["x", "ca", "on", "tw", "be"]
 
 
 def test_default_cache_dir(monkeypatch, tmp_path):

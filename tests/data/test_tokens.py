@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, encode_stream, load_tokenizer
-from sympow.data.tokens import _pieces
+from sympow.data.tokens import cut_text
 
 TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
 BPE = BPETokenizer.train(TEXTS, vocab_size=300)
@@ -69,13 +69,13 @@ def test_bpe_smaller_than_the_bytes_is_refused():
 
 @given(st.text(alphabet="a1. \n\t_é", max_size=60))
 def test_long_texts_are_cut_without_changing_a_token(text):
-    pieces = list(_pieces(text, size=4))
+    pieces = list(cut_text(text, size=4))
     assert "".join(pieces) == text
     assert [i for piece in pieces for i in BPE.encode(piece)] == BPE.encode(text).tolist()
 
 
 def test_long_texts_are_cut():
-    pieces = list(_pieces("word\n" * 1000, size=50))
+    pieces = list(cut_text("word\n" * 1000, size=50))
     assert len(pieces) > 90 and max(map(len, pieces)) <= 55
 
 

@@ -156,13 +156,17 @@ def test_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
 
 def test_another_process_opens_the_store_itself(tmp_path, monkeypatch):
     corpus = ZarrCorpus(store(str(tmp_path / "a")), 50257)
+    opened, real = [], zarr.open
+    monkeypatch.setattr(zarr, "open", lambda *x, **options: opened.append(1) or real(*x, **options))
     copy = pickle.loads(pickle.dumps(corpus))
-    assert copy._opened is None
-    np.testing.assert_array_equal(copy[2], TOKENS[2])
-    before = corpus._array()
-    assert corpus._array() is before
+    assert not opened
+    for index in (2, 1):
+        np.testing.assert_array_equal(copy[index], TOKENS[index])
+        np.testing.assert_array_equal(corpus[index], TOKENS[index])
+    assert len(opened) == 1
     monkeypatch.setattr("os.getpid", lambda: -1)  # as after a fork
-    assert corpus._array() is not before
+    np.testing.assert_array_equal(corpus[2], TOKENS[2])
+    assert len(opened) == 2
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path):

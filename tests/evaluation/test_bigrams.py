@@ -27,7 +27,7 @@ def test_counts_are_those_of_a_dictionary(documents, block, vocab_size):
         return
     corpus = TokenCorpus.from_documents([np.array(text, np.int64) for text in documents], vocab_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bigrams, "_BLOCK", block)
+        patch.setattr(bigrams, "BLOCK", block)
         counts = count_bigrams(corpus, vocab_size)
     expected = by_dictionary(documents)
     first, second = np.meshgrid(np.arange(7), np.arange(7), indexing="ij")

@@ -41,8 +41,8 @@ def test_blocks_are_dense_attention(new, past, size, block, heads):
     h, g = heads
     q, k, v = random(1, h, new, 4), random(1, g, new + past, 4, seed=1), random(1, g, new + past, 6, seed=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "_LEAST_BLOCK", block)
-        patch.setattr(window, "_MOST_BLOCK", block)
+        patch.setattr(window, "LEAST_BLOCK", block)
+        patch.setattr(window, "MOST_BLOCK", block)
         patch.setattr(softmax, "MASK_ELEMENTS", block * (new + past))
         torch.testing.assert_close(attend_in_window(q, k, v, size), dense(q, k, v, size), **TIGHT)
         torch.testing.assert_close(attend_to_past(q, k, v), dense(q, k, v), **TIGHT)
@@ -74,7 +74,7 @@ def test_flex_attention_is_the_block_form(monkeypatch, time, size, heads):
     (h, g), on_gpu = heads, torch.cuda.is_available()
     inputs = [random(1, n, time, 16, seed=seed).bfloat16() for seed, n in enumerate((h, g, g, h))]
     if not on_gpu:
-        monkeypatch.setattr(flex_window, "_flex_attention", lambda: flex_attention)
+        monkeypatch.setattr(flex_window, "compiled_flex_attention", lambda: flex_attention)
 
     def run(attend, dtype):
         q, k, v, dout = (x.to("cuda" if on_gpu else "cpu", dtype) for x in inputs)

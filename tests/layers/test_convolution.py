@@ -8,8 +8,13 @@ import torch
 from sympow.layers import MIXERS
 from sympow.layers.filters import ImplicitFilter
 from sympow.layers.hyena import filtered_attention
-from sympow.ops import convolution
-from sympow.ops.convolution import _by_matrices, _by_taps, _by_transforms, causal_convolution
+from sympow.ops.convolution import (
+    causal_convolution,
+    convolve_by_matrices,
+    convolve_by_taps,
+    convolve_by_transforms,
+    fastest_form,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -21,7 +26,7 @@ def summed(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows, dim=1)
 
 
-WAYS = {"taps": _by_taps, "matrices": _by_matrices, "transforms": _by_transforms}
+WAYS = {"taps": convolve_by_taps, "matrices": convolve_by_matrices, "transforms": convolve_by_transforms}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -44,24 +49,27 @@ def test_every_way_is_the_sum_with_its_gradient_and_looks_at_no_later_token(way,
     torch.testing.assert_close(WAYS[way](x, rows), each, rtol=0, atol=1e-13)
 
 
-def test_matrices_are_taken_for_short_sequences_of_many_signals(monkeypatch):
-    taken = []
-    for name, way in WAYS.items():
-        monkeypatch.setattr(convolution, way.__name__, lambda x, h, n=name, w=way: taken.append(n) or w(x, h))
-    few_taps, many, few, long = (64, 64, 3, 8), (32, 64, 3, 64), (31, 64, 3, 64), (200, 129, 3, 129)
-    for batch, time, channels, taps in (few_taps, many, few, long):
-        x, h = normal(batch, time, channels), normal(taps + 5, channels, seed=1)
-        causal_convolution(x, h[:taps])
-    causal_convolution(normal(1, 20, 3), normal(40, 1))  # cut to 20 taps for 3 signals
-    causal_convolution(normal(1, 20, 10), normal(40, 1))  # and for 10
-    assert taken == ["taps", "matrices", "transforms", "transforms", "transforms", "matrices"]
+@pytest.mark.parametrize(
+    ("batch", "time", "channels", "taps", "form"),
+    [
+        (64, 64, 3, 8, "taps"),
+        (32, 64, 3, 64, "matrices"),
+        (31, 64, 3, 64, "transforms"),
+        (200, 129, 3, 129, "transforms"),
+        (1, 20, 3, 20, "transforms"),
+        (1, 20, 10, 20, "matrices"),
+    ],
+)
+def test_matrices_are_taken_for_short_sequences_of_many_signals(batch, time, channels, taps, form):
+    filters = 1 if batch == 1 else channels
+    assert fastest_form(torch.empty(batch, time, channels), torch.empty(1, taps, filters)) is WAYS[form]
 
 
 def test_matrices_round_no_more_than_a_sum_does_and_ignore_autocast():
     x, h = normal(70, 120, 3).float(), normal(120, 3, seed=1).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = causal_convolution(x, h)
-    torch.testing.assert_close(y, _by_matrices(x, h[None]), rtol=0, atol=0)
+    torch.testing.assert_close(y, convolve_by_matrices(x, h[None]), rtol=0, atol=0)
     error = (y - summed(x.double(), h.double())).abs()
     # n products summed in any order: n roundings of at most the sum of magnitudes.
     assert (error <= 120 * 2**-24 * summed(x.double().abs(), h.double().abs())).all()

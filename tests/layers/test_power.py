@@ -118,7 +118,7 @@ def test_gate_starts_with_memories_from_short_to_long(options, expected):
 )
 def test_scores_start_alike(options, score):
     layer = PowerAttention(16, 2, gate=False, **options)
-    q, k, v, *_ = layer._inputs(torch.zeros(1, 50, 16), 0)  # what the biases alone say
+    q, k, v = layer.rotated_heads(torch.zeros(1, 50, 16))  # what the biases alone say
     scores = torch.einsum("bthk,bsgk->hgts", q, k) * layer.head_dim**-0.5
     torch.testing.assert_close(scores, torch.full_like(scores, score), rtol=2e-2, atol=1e-6)
     assert not v.any()
@@ -268,7 +268,7 @@ def test_the_start_survives_a_host_that_draws_linear_weights_anew(options):
 def test_attention_starts_as_an_average_of_the_past_under_a_host():
     torch.manual_seed(0)
     layer = PowerAttention(64, 2, gate=False, rotation="none").apply(host)
-    q, k, *_ = layer._inputs(F.layer_norm(input_like(layer, dtype=torch.float32), (64,)), 0)
+    q, k, _ = layer.rotated_heads(F.layer_norm(input_like(layer, dtype=torch.float32), (64,)))
     scores = torch.einsum("bthk,bshk->hts", q, k) * layer.head_dim**-0.5
     assert scores.mean().item() == pytest.approx(1.0, abs=0.05) and scores.min() > 0
 

@@ -87,7 +87,7 @@ def greedy(built: LanguageModel, context: Context, prompt: torch.Tensor, count: 
 @pytest.fixture(params=[False, True], ids=["no-tail", "tail"])
 def tail(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+        monkeypatch.setattr(power, "keeps_tail", lambda *_: True)
     return request.param
 
 
@@ -131,7 +131,7 @@ def test_a_tail_fits_a_model_without_one_and_back(dtype, monkeypatch, tmp_path):
     plain = Context.begin(built).read(built, x)
     expected = greedy(built, plain.clone(), tokens(0), 3)
     save_context(tmp_path / "plain.ctx", built, plain, dtype=dtype)
-    monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+    monkeypatch.setattr(power, "keeps_tail", lambda *_: True)
     with_tail = Context.begin(built).read(built, x[:, :17]).read(built, x[:, 17:], chunk=1)
     save_context(tmp_path / "tail.ctx", built, with_tail, dtype=dtype)
     loaded = load_context(tmp_path / "plain.ctx", built)

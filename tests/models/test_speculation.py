@@ -90,7 +90,7 @@ def test_200_prompts_give_the_tokens_without_drafts(eager):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_any_drafts_give_the_tokens_without(case, temperature, tail, eager, monkeypatch):
     if tail:
-        monkeypatch.setattr(power, "_keeps_tail", lambda *_: True)
+        monkeypatch.setattr(power, "keeps_tail", lambda *_: True)
     built, options = model(case), {"temperature": temperature, "top_p": 0.9, "seed": 3}
     for seed in range(3):
         x = prompt(seed=seed)

@@ -37,4 +37,4 @@ def test_triton_must_be_there_and_new_enough(versions, reason, monkeypatch):
     monkeypatch.setattr(availability.metadata, "version", version)
     if versions is None:
         monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: None)
-    assert availability._why_no_triton() == reason
+    assert availability.why_no_triton() == reason

@@ -126,10 +126,12 @@ def test_capacity_is_the_most_pairs_held(made_up, drawn):
     assert set(lines(drawn(weak)["capacity"][0])["power p=2"][1]) == {0}
 
 
-def test_many_models_are_told_apart(made_up):
-    rows = figures._with_models([made_up[0] | {"label": f"model {n}"} for n in range(20)])
-    styles = [style for style, _ in figures._by_model(rows, rows)]
-    assert len({(style["color"], style["marker"], style["linestyle"]) for style in styles}) == 20
+def test_many_models_are_told_apart(made_up, drawn):
+    (axis,) = drawn([made_up[0] | {"label": f"model {n}"} for n in range(20)])["frontier"]
+    handles, labels = axis.get_legend_handles_labels()
+    curves = [handle.lines[0] for handle, label in zip(handles, labels, strict=True) if label.startswith("model ")]
+    looks = {(curve.get_color(), curve.get_marker(), curve.get_linestyle()) for curve in curves}
+    assert len(curves) == len(looks) == 20
 
 
 def test_heads_that_follow_from_the_width_make_one_curve(made_up, drawn):

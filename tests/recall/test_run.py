@@ -16,8 +16,8 @@ from sympow.models import MixerConfig, RecallModel
 from sympow.recall import Architecture, read_results, run, write_results
 from sympow.recall.rows import load, measure
 from sympow.recall.run import describe_tasks
-from sympow.recall.steps import RecallTraining, _compiled_loss
-from sympow.recipes.mqar import _mixers
+from sympow.recall.steps import RecallTraining, compiled_loss
+from sympow.recipes.mqar import widths
 from sympow.training.config import TrainingConfig
 from sympow.training.loop import run_steps
 from sympow.training.optimizer import learning_rate
@@ -171,13 +171,16 @@ def compilations(monkeypatch):
         return aot_eager(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    _compiled_loss.cache_clear()
+    compiled_loss.cache_clear()
     yield graphs
-    _compiled_loss.cache_clear()
+    compiled_loss.cache_clear()
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("architecture", _mixers(), ids=lambda model: model.label)
+ARCHITECTURES = {run.architecture.label: run.architecture for run in widths().runs}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda model: model.label)
 def test_compiled_steps_are_the_same_and_compiled_once(small, compilations, architecture):
     """Whole, without a graph break; shared by seeds and rates, and not disturbed by validation between steps."""
     head_dim = architecture.head_dim and 8
@@ -219,7 +222,7 @@ def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", refuse)
-    _compiled_loss.cache_clear()
+    compiled_loss.cache_clear()
     config = replace(small, examples=64, epochs=1)
     made = trainer(config, compiled=True)
     with pytest.warns(UserWarning, match="^attention cannot be compiled and is trained as it is: graph break$") as told:
@@ -227,7 +230,7 @@ def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
     plain = trainer(config)
     run_steps(plain, 0, plain.steps)
     assert len(told) == 1 and made.train_loss == plain.train_loss
-    _compiled_loss.cache_clear()
+    compiled_loss.cache_clear()
 
 
 def test_every_validation_accuracy_is_kept(small, tmp_path):
