@@ -152,15 +152,15 @@ def _of_state(kib: int, width: int = 128) -> list[Architecture]:
     """Models of two layers that hold at most `kib` KiB in float32; the value width or the window fills them up."""
     room = kib * 128 - 3 * width  # elements of a layer, without those of its short convolution
     models = [
-        _behind(f"window, {kib} KiB", "window", window=room // (2 * width), rotation="none"),
-        _behind(f"RetNet, {kib} KiB", "retnet", heads=4, value_dim=room // (4 * 32) - 1),
-        _behind(f"linear, {kib} KiB", "linear", heads=4, value_dim=room // (4 * 32) - 2, rotation="none"),
-        _alone(f"H3, {kib} KiB", ("h3", {"head_dim": 2, "state_dim": kib * 128 // (6 * width) * 2})),
+        _behind("window", "window", window=room // (2 * width), rotation="none"),
+        _behind("RetNet", "retnet", heads=4, value_dim=room // (4 * 32) - 1),
+        _behind("linear", "linear", heads=4, value_dim=room // (4 * 32) - 2, rotation="none"),
+        _alone("H3", ("h3", {"head_dim": 2, "state_dim": kib * 128 // (6 * width) * 2})),
     ]
     for p, key_dim, heads in ((1, 32, 4), (2, 16, 4), (3, 8, 4), (4, 8, 2)):
         value_dim = room // (heads * spow_dim(key_dim, p)) - 1
         options = {"p": p, "head_dim": key_dim, "value_dim": value_dim}
-        models.append(_alone(f"power p={p}, {kib} KiB", ("power", options), heads=heads))
+        models.append(_alone(f"power p={p}", ("power", options), heads=heads))
     return models
 
 
