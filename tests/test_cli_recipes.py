@@ -24,8 +24,8 @@ RECIPES = [
     *(f"scaling:{name}" for name in SCALING),
     *(f"hybrids:{name}" for name in HYBRIDS),
 ]
-SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080, "heads": 32,
-          "lengths": 12, "relatives": 144, "input_dependent": 1, "filters": 5, "hybrids": 54}  # fmt: skip
+SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080,
+          "heads": 32, "lengths": 12, "relatives": 144, "input_dependent": 1, "filters": 5, "hybrids": 54}  # fmt: skip
 
 
 def test_every_file_is_listed():

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
+    run.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help=f"of the corpus (default: {VOCAB_SIZE})")
     run.add_argument("--recipes", default=",".join(RECIPES), help="(default: all)")
     run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
@@ -98,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     device = resolve_device(options.device).type
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     estimates = Estimates(guess, kind, 1)
-    trainer = Trainer(options.corpus, device, options.toy)
+    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
     jobs = {f"{job.recipe}-seed{job.seed}": job for job in left}

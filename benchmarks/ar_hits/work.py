@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.context_scaling.data import Documents, read_documents
-from benchmarks.context_scaling.grid import SCALES
+from benchmarks.context_scaling.data import Documents, read_data
 from benchmarks.context_scaling.work import choose_gpu, fast_attention
 from benchmarks.measure import commit, processor
 from sympow.data import Batches
@@ -38,10 +37,11 @@ class Job(NamedTuple):
     recipe: str
     seed: int
 
-    def config(self, toy: bool, corpus: Path, device: str) -> RunConfig:
-        """Returns the recipe on a corpus."""
+    def config(self, toy: bool, corpus: Path, device: str, vocab_size: int) -> RunConfig:
+        """Returns the recipe on a corpus of `vocab_size` different tokens."""
         config = load_recipe(f"hybrids:{self.recipe}")
-        paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}")
+        paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}",
+                 f"data.vocab_size={vocab_size}", f"model.vocab_size={vocab_size}")  # fmt: skip
         config = override(config, [*(TOY if toy else ()), *paths])
         steps = config.training.steps
         return replace(
@@ -64,26 +64,30 @@ def kind(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """How jobs are done: of which corpus, on which device, at full size or as a toy."""
+    """How jobs are done: of which corpus with how many different tokens, on which device, at full size or as a toy."""
 
     corpus: Path
+    vocab_size: int
     device: str
     toy: bool = False
 
     def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
         """Returns what does a job; reads the documents and counts their bigrams once."""
         choose_gpu(self.device, worker)
-        documents = read_documents(SCALES["full"], self.corpus)
+        documents = read_data(self._config(Job(RECIPES[0], 0)).data)
         counts = count_bigrams(documents.train, documents.train.vocab_size)
         about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
                  "commit": commit(),
                  "corpus": f"{len(documents.train)} rows, {documents.train.fingerprint[:12]}"}  # fmt: skip
         return lambda job: self._record(job, documents, counts, about)
 
+    def _config(self, job: Job) -> RunConfig:
+        return job.config(self.toy, self.corpus, self.device, self.vocab_size)
+
     def _record(self, job: Job, documents: Documents, counts: BigramCounts, about: dict[str, Any]) -> dict[str, Any]:
         """Returns the record of a job: "run", a row, and "slices" and "curves", lists of rows."""
         began = time.perf_counter()
-        config = job.config(self.toy, self.corpus, self.device)
+        config = self._config(job)
         settings = config.training
         batches = Batches(documents.train, settings.context, settings.rows_per_pass, settings.seed, pack=False)
         found: dict[str, Any] = {}

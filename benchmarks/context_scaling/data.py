@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.context_scaling.grid import Run, Scale
-from sympow.data import Batch, Batches, Corpus, Subset, TokenCorpus, open_corpus
+from sympow.data import Batch, Batches, Corpus, DataConfig, Subset, TokenCorpus, open_corpus
 
 HELD_OUT = 16  # documents that losses are measured on: a million tokens
 
@@ -21,8 +21,13 @@ class Documents(NamedTuple):
 
 
 def read_documents(scale: Scale, corpus: Path) -> Documents:
+    """Reads the corpus of a scale whole."""
+    return read_data(Run("softmax", 65_536).config(scale, corpus).data)
+
+
+def read_data(data: DataConfig) -> Documents:
     """Reads a corpus whole: out of compressed chunks short rows would come too slowly."""
-    splits = open_corpus(Run("softmax", 65_536).config(scale, corpus).data)
+    splits = open_corpus(data)
     count = len(splits.held_out)
     chosen = np.linspace(0, count - 1, min(HELD_OUT, count)).astype(np.int64)
     return Documents(_in_memory(splits.train), _in_memory(Subset(splits.held_out, chosen)))

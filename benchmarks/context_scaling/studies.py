@@ -78,7 +78,7 @@ STUDIES = {
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
                     + _runs(("power_p4_k24",), CONTEXTS[:3]))),
         Study("rates_1024", "Is each variant's learning rate its best at 1,024 tokens?",
-              tuple(replace(run, learning_rate=rate) for rate in SWEEP[1:] + (8e-3,) for run in _runs(BARS, [1024])),
+              tuple(replace(run, learning_rate=rate) for rate in (*SWEEP[1:], 8e-3) for run in _runs(BARS, [1024])),
               seeds=1),
         Study("rates", "Is each variant's learning rate its best at 4,096 tokens?",
               tuple(replace(run, learning_rate=rate) for rate in SWEEP for run in _runs(BARS + CONTROLS[1:], [4096])),

@@ -164,7 +164,7 @@ class SelectiveAttention(AttentionMixer):
         q are the last T of the S tokens of k [B, G, S, K] and v [B, G, S, V]; selected is bool [B, T].
         """
         (batch, new), total = selected.shape, k.shape[2]
-        most = int(selected.sum(1).max())
+        most = _most(selected)
         # The selected rows first, in order; what fills up shorter lists is multiplied by 0.
         rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
         asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:])).to(k.dtype)
@@ -179,6 +179,13 @@ class SelectiveAttention(AttentionMixer):
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
         return y if gate is None else y * gate.to(y.dtype)
+
+
+def _most(selected: Tensor) -> int:
+    """How many rows ask in any sequence; as many as there are while a CUDA graph is captured, which reads no number."""
+    if selected.is_cuda and torch.cuda.is_current_stream_capturing():
+        return selected.shape[1]
+    return int(selected.sum(1).max())
 
 
 def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:

@@ -12,19 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sympow.layers import MixerState
 from sympow.layers.state import Rows
 from sympow.models.bodies.rwkv7 import RWKV7BlockState
-from sympow.models.lm import LanguageModel, ModelState
+from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
 from sympow.ops import DecodingState
 
 Leaf = Tensor | Rows | DecodingState
+
+
+class Steps(Protocol):
+    """Names what slots need of a model: what these methods of `LanguageModel` do."""
+
+    embedding: nn.Embedding
+
+    def init_state(self, batch_size: int) -> ModelState: ...
+
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]: ...
 
 
 class Slots:
@@ -46,7 +56,7 @@ class Slots:
     Raises ValueError for a capacity below 1.
     """
 
-    def __init__(self, model: LanguageModel, capacity: int):
+    def __init__(self, model: Steps, capacity: int):
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
         self.capacity, self.count = capacity, 0
@@ -60,7 +70,7 @@ class Slots:
         self._graphs = StepGraphs(capacity, self._advance) if self._position.is_cuda and self.as_one_batch else None
 
     @classmethod
-    def with_graphs(cls, model: LanguageModel, state: ModelState, tokens: int) -> Slots | None:
+    def with_graphs(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
         """Returns slots with the state of a batch after so many tokens, where steps are CUDA graphs; elsewhere None."""
         if model.embedding.weight.device.type != "cuda":
             return None

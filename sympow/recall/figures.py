@@ -134,7 +134,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
-    """The most pairs held against bits of state: a point a width, the median of its seeds, and a dot a seed.
+    """The most pairs held against bits of state: a point a size of the model, the median of its seeds, and a dot a seed.
 
     The state is that after the row with the most pairs held, or after the shortest where none is.
     """
@@ -145,7 +145,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
     (axis,) = axes
     for style, of_model in _by_model(rows, rows):
         points = []
-        for model in group(of_model, "width").values():
+        for model in group(of_model, "width", "mixers").values():
             seeds = [_held(same) for same in group(model, "seed").values()]
             points.append((max(bits for _, bits in seeds), [pairs for pairs, _ in seeds]))
         points.sort()

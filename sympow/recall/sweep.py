@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from sympow.fields import unknown
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig, Sweep
-from sympow.recall.results import write_results
+from sympow.recall.results import group, write_results
 from sympow.recall.run import run
 from sympow.recall.steps import shape_key
 from sympow.sweeps import EXECUTORS, Records, run_jobs
@@ -33,10 +33,11 @@ def run_sweep(
     cuda_graphs: bool = True,
     slurm: Mapping[str, Any] | None = None,
     quiet: bool = False,
+    about: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs what is missing of a sweep, and returns all its rows, which are also in `folder`/results.csv.
 
-    A finished run leaves its rows in the folder and is never repeated there; an interrupted one starts anew. So a sweep
+    That file is written anew after every run. A finished run leaves its rows in the folder and is never repeated there; an interrupted one starts anew. So a sweep
     can be killed and given again, also with more runs in it. `jobs` workers take the runs one after another, model by
     model, the longest first; on one machine they share its GPUs. See `sympow.sweeps.run_jobs`.
 
@@ -52,6 +53,7 @@ def run_sweep(
         cuda_graphs: as for `run`.
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
         quiet: no progress on stderr.
+        about: further columns of the rows of runs that are done now, such as a commit.
 
     Raises RuntimeError where runs failed, after all others were run; the folder holds their errors.
     """
@@ -70,7 +72,7 @@ def run_sweep(
     here = len(missing) < 2 or (jobs == 1 and executor == "process")
     sharing = None if here else 1 if executor == "slurm" else jobs
     alone = here and len(missing) == 1  # a single run tells more by itself
-    work = _Run(device, compiled, cuda_graphs, sharing, quiet or not alone)
+    work = _Run(device, compiled, cuda_graphs, sharing, quiet or not alone, dict(about or {}))
     total, silent = len(sweep.runs), quiet or len(missing) < 2
     try:
         with Progress("sweep", "run", total=total, done=total - len(missing), quiet=silent) as progress:
@@ -79,10 +81,9 @@ def run_sweep(
                 workers=jobs, group=shape_key, slurm=slurm,
             ):  # fmt: skip
                 progress.advance()
-    finally:  # also of a sweep that is interrupted
-        rows = collect(sweep, folder)
-        if rows:
-            write_results(folder / RESULTS, rows)
+                _write(sweep, folder)
+    finally:  # also of a sweep that is interrupted, or of which nothing is missing
+        rows = _write(sweep, folder)
     failed = [config.id for config in sweep.runs if not records.is_done(config.id)]
     if failed:
         raise RuntimeError(f"{len(failed)} of {total} runs did not finish: {_first_error(records, failed)}")
@@ -96,6 +97,23 @@ def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]
     return [row for name in done for row in records.read(name).result]
 
 
+def keep(rows: Iterable[Mapping[str, Any]], folder: str | os.PathLike[str]) -> None:
+    """Puts rows of runs that finished elsewhere into the folder of a sweep, which then does not repeat these runs."""
+    records = Records(Path(folder).absolute())
+    records.open()
+    for (name,), same in group(list(rows), "run").items():
+        if not records.is_done(name):
+            records.save(name, [dict(row) for row in same], same[0]["seconds"])
+
+
+def _write(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
+    """Writes the rows of the runs that have finished into one file, and returns them."""
+    rows = collect(sweep, folder)
+    if rows:
+        write_results(folder / RESULTS, rows)
+    return rows
+
+
 @dataclass(frozen=True)
 class _Run:
     """What the workers of a sweep do. `workers` is how many share the machine; None: this process is none of them."""
@@ -105,6 +123,7 @@ class _Run:
     cuda_graphs: bool
     workers: int | None
     quiet: bool
+    about: Mapping[str, Any]
 
     def prepare(self, worker: int) -> Callable[[RecallConfig], list[dict[str, Any]]]:
         device = self.device
@@ -117,9 +136,12 @@ class _Run:
                 inductor.compile_threads = threads  # each worker would start a process a core
             if device in ("auto", "cuda") and torch.cuda.device_count() > 1:
                 device = f"cuda:{worker % torch.cuda.device_count()}"
-        return partial(
-            run, device=device, compiled=self.compiled, cuda_graphs=self.cuda_graphs, quiet=self.quiet
-        )
+        return partial(self._rows, device)
+
+    def _rows(self, device: str, config: RecallConfig) -> list[dict[str, Any]]:
+        """The rows of a run on a device, with the further columns."""
+        rows = run(config, device=device, compiled=self.compiled, cuda_graphs=self.cuda_graphs, quiet=self.quiet)
+        return [row | dict(self.about) for row in rows]
 
 
 def _cost(config: RecallConfig) -> int:

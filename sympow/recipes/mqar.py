@@ -10,6 +10,7 @@ from typing import Any
 
 from sympow.data.mqar import RecallTask
 from sympow.models import MixerConfig
+from sympow.ops.feature_map import spow_dim
 from sympow.recall import Architecture, RecallConfig, Sweep, grid
 
 PUBLISHED_RATES = tuple(10 ** (-4 + 2 * i / 3) for i in range(4))  # logspace(-4, -2, 4)
@@ -73,13 +74,25 @@ def convolutions() -> Sweep:
 
     N = 64 and 128 with D = N / 16, widths 64 and 128, the two highest published learning rates, three seeds.
     """
-    named = {model.label: model for model in _mixers()}
-    models = [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+    models = _with_convolutions()
     tasks = [RecallTask(length=n, pairs=n // 16) for n in (64, 128)]
     base = RecallConfig(models[0], batch_size=256, epochs=4, validations=2, precision="bf16")
     runs = grid(base, architectures=models, tasks=tasks, widths=(64, 128), learning_rates=PUBLISHED_RATES[2:],
                 seeds=(0, 1, 2))  # fmt: skip
     return Sweep("mqar-convolutions", runs)
+
+
+def equal_state() -> Sweep:
+    """The most pairs in 256 tokens that models of 64, 128 and 256 KiB of state recall: minutes of two H200s.
+
+    Trained on a mixture of 16 and 64 pairs, tested on six numbers of pairs. Width 128, two layers, two learning rates,
+    two seeds.
+    """
+    tests = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 24, 32, 48, 64))
+    models = [model for kib in (64, 128, 256) for model in _of_state(kib)]
+    base = RecallConfig(models[0], width=128, train=(tests[1], tests[-1]), test=tests, batch_size=128, epochs=2,
+                        stop_at=0.999, validations=2, precision="bf16")  # fmt: skip
+    return Sweep("mqar-equal-state", grid(base, learning_rates=(1e-3, 3e-3), seeds=(0, 1), architectures=models))
 
 
 def pairs() -> Sweep:
@@ -95,11 +108,17 @@ def heads() -> Sweep:
 
 
 def lengths() -> Sweep:
-    """Trained on a mixture of lengths, tested on each of them and on twice the longest."""
+    """Trained on a mixture of lengths, tested on each of them and on twice the longest: minutes of two H200s.
+
+    The models of `convolutions` with D = N / 16, three widths, two learning rates, three seeds. The same steps, rates
+    and data for every model.
+    """
     train = tuple(RecallTask(length=n, pairs=n // 16) for n in (64, 128, 256))
     base = RecallConfig(_mixers()[0], train=train, test=(*train, RecallTask(length=512, pairs=32)), batch_size=256,
-                        epochs=8, precision="bf16")  # fmt: skip
-    return Sweep("mqar-lengths", grid(base, architectures=_mixers()[:3], learning_rates=PUBLISHED_RATES))
+                        epochs=5, stop_at=0.996, precision="bf16")  # fmt: skip
+    runs = grid(base, architectures=_with_convolutions(), widths=(64, 128, 256), learning_rates=(1e-3, 3e-3),
+                seeds=(0, 1, 2))  # fmt: skip
+    return Sweep("mqar-lengths", runs)
 
 
 def relatives() -> Sweep:
@@ -123,16 +142,42 @@ def _mixers() -> list[Architecture]:
     ]
 
 
-def _alone(label: str, *mixers: tuple[str, dict[str, Any]], head_dim: int | None = None) -> Architecture:
+def _with_convolutions() -> list[Architecture]:
+    """The two kinds of attention and four mixers that look back by convolutions or a token shift."""
+    named = {model.label: model for model in _mixers()}
+    return [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+
+
+def _of_state(kib: int, width: int = 128) -> list[Architecture]:
+    """Models of two layers that hold at most `kib` KiB in float32; the value width or the window fills them up."""
+    room = kib * 128 - 3 * width  # elements of a layer, without those of its short convolution
+    models = [
+        _behind("window", "window", window=room // (2 * width), rotation="none"),
+        _behind("RetNet", "retnet", heads=4, value_dim=room // (4 * 32) - 1),
+        _behind("linear", "linear", heads=4, value_dim=room // (4 * 32) - 2, rotation="none"),
+        _alone("H3", ("h3", {"head_dim": 2, "state_dim": kib * 128 // (6 * width) * 2})),
+    ]
+    for p, key_dim, heads in ((1, 32, 4), (2, 16, 4), (3, 8, 4), (4, 8, 2)):
+        value_dim = room // (heads * spow_dim(key_dim, p)) - 1
+        options = {"p": p, "head_dim": key_dim, "value_dim": value_dim}
+        models.append(_alone(f"power p={p}", ("power", options), heads=heads))
+    return models
+
+
+def _alone(
+    label: str, *mixers: tuple[str, dict[str, Any]], heads: int = 1, head_dim: int | None = None
+) -> Architecture:
     """Mixers, one a layer, that need no convolution in front; without MLP, as in the published code."""
     configs = tuple(MixerConfig(name, options) for name, options in mixers)
-    return Architecture(label, configs, head_dim=head_dim, mlp_ratio=0)
+    return Architecture(label, configs, heads, head_dim, mlp_ratio=0)
 
 
-def _behind(label: str, mixer: str, *, head_dim: int | None = None, **options: Any) -> Architecture:
+def _behind(
+    label: str, mixer: str, *, heads: int = 1, head_dim: int | None = None, **options: Any
+) -> Architecture:
     """A mixer behind a short convolution, without MLP."""
     convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
-    return Architecture(label, (convolution,), head_dim=head_dim, mlp_ratio=0)
+    return Architecture(label, (convolution,), heads, head_dim, mlp_ratio=0)
 
 
 def _hybrids(length: int) -> dict[str, Architecture]:

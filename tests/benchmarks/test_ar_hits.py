@@ -33,7 +33,7 @@ def corpus(tmp_path_factory):
 def small(monkeypatch):
     """Runs of an instant, one after another in this process."""
 
-    more = ("model.vocab_size=256", "data.vocab_size=256", "training.context=128", "training.precision=float32")
+    more = ("training.context=128", "training.precision=float32")
     monkeypatch.setattr(work, "TOY", (*work.TOY, *more))
     monkeypatch.setattr(program, "run_jobs", partial(run_jobs, executor=None))
     monkeypatch.setattr(work, "commit", lambda: "123456789012")  # git takes longer than a run
@@ -45,7 +45,7 @@ def call(monkeypatch, *words):
 
 
 def run(monkeypatch, corpus, out, *words):
-    where = ("--corpus", corpus, "--out", out, "--toy", "--device", "cpu")
+    where = ("--corpus", corpus, "--out", out, "--vocab-size", 256, "--toy", "--device", "cpu")
     return call(monkeypatch, "run", *where, *words)
 
 

@@ -1,27 +1,55 @@
-"""The benchmark of associative recall keeps rows with their commit, and holds the anchors to their bar."""
+"""The benchmark of associative recall keeps rows with their commit, goes on with them, and holds the anchors to a bar."""
 
 import sys
 
 import pytest
 
 from benchmarks import mqar
-from sympow.recall import read_results
+from sympow.data.mqar import RecallTask
+from sympow.models import MixerConfig
+from sympow.recall import Architecture, RecallConfig, Sweep, grid, read_results, write_results
 from sympow.recall.results import SETTING
 
 
 @pytest.mark.parametrize(("accuracies", "code"), [((0.2, 0.995, 0.99), 0), ((1.0, 0.989, 0.98), 1)])
 def test_rows_and_the_bar(tmp_path, monkeypatch, capsys, accuracies, code):
-    def run_sweep(sweep, folder, **options):
-        assert sweep.name == "mqar-anchors" and folder.name.startswith("mqar-anchors-") and len(sweep.runs) == 6
+    def run_sweep(sweep, folder, *, about, **options):
+        assert sweep.name == "mqar-anchors" and len(sweep.runs) == 6
         assert {run.epochs for run in sweep.runs} == {2}
         setting = dict.fromkeys(SETTING, 1) | {"label": "power", "state_bytes": 8, "learning_rate": 0.1}
-        return [setting | {"seed": seed, "validation_accuracy": 1.0, "validation_loss": 0.0, "test_accuracy": accuracy}
-                for seed, accuracy in enumerate(accuracies)]  # fmt: skip
+        rows = [setting | about | {"seed": seed, "validation_accuracy": 1.0, "validation_loss": 0.0, "test_accuracy": each}
+                for seed, each in enumerate(accuracies)]  # fmt: skip
+        write_results(folder / "results.csv", rows)
+        return rows
 
     monkeypatch.setattr(mqar, "run_sweep", run_sweep)
-    monkeypatch.setattr(sys, "argv", ["mqar", "mqar:anchors", "epochs=2", "--csv", str(tmp_path / "rows.csv")])
+    command = ["mqar", "mqar:anchors", "epochs=2", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
     assert mqar.main() == code
     rows = read_results(tmp_path / "rows.csv")
     assert [row["test_accuracy"] for row in rows] == list(accuracies)
     assert all(row["commit"] and "threads" in row["processor"] for row in rows)
     assert ("below 99%: power" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_run_with_a_row_in_the_file_is_not_repeated(tmp_path, monkeypatch):
+    """Two workers finish a sweep of which the file holds one run, made at another commit, and nothing else is left."""
+    task = RecallTask(length=16, pairs=2, vocab_size=32)
+    model = Architecture("linear", (MixerConfig("linear"),), layers=1, mlp_ratio=0)
+    base = RecallConfig(model, width=8, train=(task,), examples=16, batch_size=8, epochs=1, validation_examples=4,
+                        test_examples=4)  # fmt: skip
+    sweep = Sweep("tiny", grid(base, seeds=(0, 1, 2)))
+    monkeypatch.setattr(mqar, "load_sweep", lambda recipe: sweep)
+
+    def command(folder):
+        arguments = ["mqar", "tiny", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / folder), "--jobs", "2"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert mqar.main() == 0
+        return read_results(tmp_path / "rows.csv")
+
+    first = command("first")
+    kept = [row | {"commit": "earlier", "test_accuracy": 0.5} for row in first if row["seed"] == 1]
+    write_results(tmp_path / "rows.csv", kept)
+    rows = command("second")
+    assert [row["seed"] for row in rows] == [0, 1, 2]
+    assert rows[1] == kept[0] and rows[0]["commit"] == first[0]["commit"]

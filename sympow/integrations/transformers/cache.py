@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from sympow.layers import MixerState
 from sympow.layers.linear import LinearAttentionState
 from sympow.layers.power import PowerAttentionState
+from sympow.models import ModelState
 from sympow.models.context_file import NO_TOKENS
+from sympow.models.slots import Slots, Steps
 
 Value = TypeVar("Value")
+_BEFORE_GRAPHS = 4  # single tokens read before graphs are made, which takes as long as many steps
 
 
 class SympowCacheLayer(CacheLayerMixin):
@@ -33,7 +37,17 @@ class SympowCacheLayer(CacheLayerMixin):
     def __init__(self, cache: SympowCache):
         super().__init__()
         self._cache = cache
-        self.states: list[MixerState | None] = []
+        self._states: list[MixerState | None] = []
+
+    @property
+    def states(self) -> list[MixerState | None]:
+        """Returns the state of each group."""
+        self._cache.settle()
+        return self._states
+
+    @states.setter
+    def states(self, states: list[MixerState | None]) -> None:
+        self._states = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a block's state is made by the block, not from keys and values")
@@ -83,6 +97,9 @@ class SympowCache(Cache):
 
     As with all caches of transformers, a forward changes the cache that it is given.
 
+    On a GPU, a run of single tokens without padding goes through CUDA graphs (`stepped`). The states stand in
+    the slots of these graphs then, until somebody asks for them.
+
     Args:
         config: a `SympowConfig`, or the number of blocks.
 
@@ -97,7 +114,48 @@ class SympowCache(Cache):
         self.groups: list[list[int]] = []
         self.columns = 0
         self.before = (0, NO_TOKENS)
+        self._singles = 0  # forwards of a single token since the last longer one
+        self._padded = False  # whether a row has left out a token
+        self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SympowCache:
+        self.settle()
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        copy.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copy
+
+    def stepped(self, tokens: Tensor, steps: Steps) -> Tensor | None:
+        """Reads one more token in every row by a CUDA graph, where that is possible and worth it.
+
+        Args:
+            tokens: int64 [B, 1].
+            steps: of the model.
+
+        Returns logits [B, vocab_size]; None where nothing was read, and the model is to be stepped as usual.
+        """
+        if self._slots is None:
+            whole = self.groups == [list(range(tokens.shape[0]))] and not self._padded
+            if self._singles < _BEFORE_GRAPHS or not whole:
+                return None
+            state = ModelState(cast(list[MixerState], self.states(0)))
+            self._slots = Slots.with_graphs(steps, state, self.before[0] + self.columns)
+            if self._slots is None:
+                return None
+            for layer in self.layers:
+                layer.states = []
+        logits = self._slots.step(tokens[:, 0]).clone()
+        self.columns += 1
+        return logits
+
+    def settle(self) -> None:
+        """Takes the states out of the slots of CUDA graphs, if they stand there."""
+        if self._slots is None:
+            return
+        slots, self._slots, self._singles = self._slots, None, 0
+        for layer, state in zip(self.layers, slots.equal().clone().layers, strict=True):
+            layer.states = [state]
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +184,8 @@ class SympowCache(Cache):
 
         Raises ValueError where the cache holds another number of rows.
         """
+        self.settle()
+        self._padded |= counts is not None
         if not self.groups:
             self.groups = [list(range(rows))]
             for layer in self.layers:
@@ -146,6 +206,7 @@ class SympowCache(Cache):
     def fill(self, parts: Sequence[Part], time: int) -> None:
         """Takes the groups and states after a forward of `time` columns."""
         self.columns += time
+        self._singles = self._singles + 1 if time == 1 else 0
         if len(parts) > 1:
             parts = _joined(parts)
         self.groups = [rows for rows, _ in parts]
@@ -185,6 +246,7 @@ class SympowCache(Cache):
 
     def reset(self) -> None:
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
+        self._slots, self._singles, self._padded = None, 0, False
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 

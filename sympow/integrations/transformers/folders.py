@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.modeling import SympowForCausalLM, Undrawn
-from sympow.integrations.transformers.weights import native_name, weights
+from sympow.integrations.transformers.modeling import SympowForCausalLM
+from sympow.integrations.transformers.weights import Undrawn, native_name, weights
 from sympow.models import LanguageModel
 from sympow.training import load_model
 from sympow.training.config import RunConfig

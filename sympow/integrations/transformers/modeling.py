@@ -14,18 +14,13 @@ from transformers.utils import can_return_tuple
 
 from sympow.integrations.transformers.cache import SympowCache, moved
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.weights import native_name, weights
+from sympow.integrations.transformers.padding import kept, scattered
+from sympow.integrations.transformers.stepping import logits_by_graph
+from sympow.integrations.transformers.weights import Undrawn, native_name, weights
 from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
 from sympow.models import LanguageModel
 from sympow.models.bodies import Block
-
-
-class Undrawn(LanguageModel):
-    """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        return
 
 
 class SympowBlock(GradientCheckpointingLayer):
@@ -142,12 +137,10 @@ class SympowModel(SympowPreTrainedModel):
             output_hidden_states = bool(self.config.output_hidden_states)
         given = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         rows, time = given.shape[:2]
-        keep = _kept(attention_mask, rows, time)
+        keep = kept(attention_mask, rows, time)
         if input_ids is not None and keep is not None:
             input_ids = input_ids.masked_fill(~keep, 0)  # a padding token may lie outside the vocabulary
-        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+        x = self._embedded(input_ids) if inputs_embeds is None else self._normed(inputs_embeds)
         if use_cache:
             if cu_seq_lens_q is not None:
                 raise ValueError(
@@ -163,6 +156,17 @@ class SympowModel(SympowPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*hidden[:-1], last) if output_hidden_states else None,
         )
+
+    def step(self, tokens: Tensor, states: list[MixerState]) -> tuple[Tensor, list[MixerState | None]]:
+        """Continues the states of all blocks by tokens [B, T]: hidden states [B, T, d] after the last norm."""
+        hidden, after = self._step(self._embedded(tokens), tokens, list(states), 0, False)
+        return self.final_norm(hidden[-1]), after
+
+    def _embedded(self, tokens: Tensor | None) -> Tensor:
+        return self._normed(self.embedding(tokens))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _uses_cache(self, use_cache: bool | None, past: Any) -> bool:
         if past is not None and not isinstance(past, SympowCache):
@@ -195,7 +199,7 @@ class SympowModel(SympowPreTrainedModel):
         counts = keep.sum(1, dtype=torch.int32)
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
         packed = self._through(x[keep][None], None if tokens is None else tokens[keep][None], bounds, every)
-        return [_scattered(keep, part[0]) for part in packed]
+        return [scattered(keep, part[0]) for part in packed]
 
     def _continue(
         self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cache: SympowCache, every: bool
@@ -327,6 +331,11 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
             **kwargs: `cu_seq_lens_q` as for `SympowModel.forward`; others are not read.
         """
+        logits = None
+        if input_ids is not None and labels is None and use_cache is not False and not output_hidden_states:
+            logits = logits_by_graph(self, input_ids, attention_mask, past_key_values, logits_to_keep)
+        if logits is not None:
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -338,8 +347,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
             return_dict=True,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        which = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, which])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
@@ -376,18 +385,3 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
 
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def _kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
-    """The last `time` columns of an attention mask as booleans; None where it leaves nothing out."""
-    if mask is None:
-        return None
-    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < time:
-        raise ValueError(f"attention_mask must be [B = {rows}, at least T = {time}]; got {list(mask.shape)}")
-    keep = mask[:, -time:].bool()
-    return None if bool(keep.all()) else keep
-
-
-def _scattered(keep: Tensor, values: Tensor) -> Tensor:
-    """Values [N, d] in the N places of keep [B, T], zeros elsewhere: [B, T, d]."""
-    return values.new_zeros(*keep.shape, values.shape[-1]).index_put(keep.nonzero(as_tuple=True), values)

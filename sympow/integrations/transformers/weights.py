@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from sympow.models import LanguageModel
+
+
+class Undrawn(LanguageModel):
+    """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        return
+
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Lists the parameters of a model by name, a tied head not again, and the constants saved with them."""
