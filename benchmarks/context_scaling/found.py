@@ -61,8 +61,13 @@ class Found:
         own = [row for row in rows if row["evaluated_context"] == run.trained_at]
         return [(row["step"] / steps * run.tokens, row["held_out_loss"]) for row in own]
 
-    def speed(self, run: Run, mode: str = "eager") -> float | None:
-        """Returns tokens a second of training steps alone on a GPU; None where they were not timed."""
+    def speed(self, run: Run) -> float | None:
+        """Returns tokens a second of training steps alone on a GPU; None where they were not timed.
+
+        They are those of compiled steps where all seeds of the run were compiled, else of eager ones.
+        """
+        rows = self.rows(run).values()
+        mode = "compiled" if rows and all(row["compiled"] for row in rows) else "eager"
         row = self._times.get((run.variant, run.trained_at, mode))
         return None if row is None or run.size else row["tokens_per_second"]
 

@@ -81,13 +81,20 @@ def tpow(x: Tensor, p: int) -> Tensor:
 
 def spow(x: Tensor, p: int) -> Tensor:
     """Maps [..., K] to [..., C(K + p - 1, p)] (M7), in lexicographic order."""
-    key_dim = x.shape[-1]
-    index = spow_indices(key_dim, p).to(x.device)
-    weight = multinomials(key_dim, p).sqrt().to(x.device, x.dtype)
+    if p == 1:
+        return x
+    index, weight = _spow_tables(x.shape[-1], p, x.device, x.dtype)
     out = x[..., index[:, 0]] * weight
     for m in range(1, p):
         out = out * x[..., index[:, m]]
     return out
+
+
+@lru_cache(maxsize=32)
+def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the indices and weights of `spow` on a device, where a CUDA graph can read them."""
+    with torch.inference_mode(False):  # tensors made in that mode could not be used with gradients later
+        return spow_indices(key_dim, p).to(device), multinomials(key_dim, p).sqrt().to(device, dtype)
 
 
 def tspow(x: Tensor, p: int, tile: int) -> Tensor:

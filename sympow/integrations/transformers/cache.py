@@ -19,7 +19,7 @@ from sympow.models.context_file import NO_TOKENS
 from sympow.models.slots import Slots, Steps
 
 Value = TypeVar("Value")
-_BEFORE_GRAPHS = 4  # single tokens read before graphs are made, which takes as long as many steps
+_BEFORE_GRAPHS = 1  # single tokens read before graphs are made, which takes as long as some steps
 
 
 class SympowCacheLayer(CacheLayerMixin):
