@@ -95,6 +95,8 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
+# Registers of a thread with which three programs of 4 warps fit on a multiprocessor.
+THREE_PROGRAMS = 168
 # p = 3 and 4, by p and K. Tiles of the state pass and of the gradients are those at V = 32, fewer where values are
 # wider. A program of the gradients has as many tokens as registers allow, as each reads all of a state.
 POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
