@@ -239,7 +239,7 @@ class DecodingLimits:
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": DecodingLimits(4096, 4, 4096, 4, 128), "many": DecodingLimits(4096, 16, 4096, 4, 128)}
+DECODING = {"few": DecodingLimits(4096, 4, 2048, 2, 168), "many": DecodingLimits(4096, 32, 2048, 2, 168)}
 _DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None)
 
 

@@ -162,19 +162,20 @@ def decode(
             row = i * ROWS + tl.arange(0, ROWS)
             tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
             present = (row < D)[None, :, None] & (col < V)[None, None, :]
-            rows = tl.load(tile, mask=present, other=0.0)
+            rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
             weights = tl.load(z + row, mask=row < D, other=0.0)
             root = tl.load(roots + row, mask=row < D, other=0.0)
             phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
             if full:
-                new, weights = _fold(
-                    rows.to(tl.float32), weights, tail_k, tail_v, tail_g, held, row, index, root, D,
+                rows, weights = _fold(
+                    rows, weights, tail_k, tail_v, tail_g, held, row, index, root, D,
                     K, V, P, COLUMNS, SPOTS, FOLDED,
                 )  # fmt: skip
-                rows = new.to(s.dtype.element_ty)
-                tl.store(tile, rows, mask=present)
+                rounded = rows.to(s.dtype.element_ty)
+                tl.store(tile, rounded, mask=present)
+                rows = rounded.to(tl.float32)
                 tl.store(z + row, weights, mask=row < D)
-            products = phi[:, :, None] * rows.to(tl.float32)
+            products = phi[:, :, None] * rows
             acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
             if NORMALIZE:
                 total += phi * weights[None, :]
