@@ -1,7 +1,8 @@
 """Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --json FILE`, on a GPU.
 
 A row a candidate of `config.DecodingLimits` and a step, in the order of their times. The kernels are compiled by other
-processes first, all at a time. Every candidate is checked against float64 before it is timed.
+processes first, all at a time. Every candidate is checked against float64 before it is timed. A candidate that errs is
+named and left out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,24 @@ from sympow.ops.triton.config import DecodingLimits
 
 COMPILERS = 8  # processes
 COPIED = 1 << 30  # bytes
-# Elements of a tile of the state times its query heads, programs a multiprocessor, elements of a tile of the tail,
-# warps, stages.
+# Elements of a tile of the state, programs a multiprocessor, elements of a tile of the tail, warps, registers.
 CANDIDATES = {
-    "few": [(4096, 16, 4096, 2, 1), (4096, 8, 4096, 2, 1), (2048, 16, 4096, 2, 1), (4096, 8, 4096, 4, 1)],
-    "many": [(4096, 32, 4096, 2, 1), (4096, 64, 4096, 2, 1), (2048, 32, 4096, 2, 1), (4096, 32, 4096, 4, 1)],
+    "few": [
+        (4096, 4, 2048, 4, 128),
+        (4096, 2, 2048, 4, 168),
+        (4096, 8, 2048, 4, 128),
+        (8192, 2, 2048, 8, 128),
+        (2048, 8, 2048, 2, 128),
+        (4096, 4, 2048, 2, 168),
+    ],
+    "many": [
+        (4096, 16, 2048, 4, 128),
+        (4096, 32, 2048, 4, 128),
+        (4096, 8, 2048, 4, 128),
+        (8192, 16, 2048, 8, 128),
+        (2048, 32, 2048, 2, 128),
+        (4096, 32, 2048, 2, 168),
+    ],
 }
 
 
@@ -56,7 +70,11 @@ def measure(step: Step) -> list[dict]:
     read = step.case.B * (states[0].s[0].nbytes + states[0].z[0].nbytes)
     for limits in candidates(step.case):
         use(limits)
-        wrong = checked_error(step, "cuda")
+        try:
+            wrong = checked_error(step, "cuda")
+        except RuntimeError as failure:
+            print(failure, flush=True)
+            continue
         ms, copy_ms = milliseconds([graphed(turn(step.case, "cuda", states)), copy], "cuda", rounds=3, least=0.05)
         ms /= states[0].capacity * len(states)
         share = read / ms / (2 * COPIED / copy_ms)
@@ -70,7 +88,7 @@ def main() -> None:
     parser = options("benchmarks.decoding_sweep", __doc__ or "")
     parser.set_defaults(device="cuda")
     arguments = parser.parse_args()
-    steps = [step for step in CASES if not step.slotted]
+    steps = sorted((step for step in CASES if not step.slotted), key=lambda step: -step.case.K)
     with ProcessPoolExecutor(COMPILERS, get_context("spawn")) as pool:
         waiting = [pool.submit(compiled, step, limits) for step in steps for limits in candidates(step.case)]
         for each in waiting:
@@ -80,7 +98,7 @@ def main() -> None:
         for row in measure(step):
             rows.append(row | measured("cuda"))
             shape = f"B {row['B']} H {row['H']} G {row['G']} K {row['K']} {row['state_dtype']}"
-            limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "stages"))
+            limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "registers"))
             print(f"{shape}: {limits}: {row['us']:.1f} us, {row['share_of_copy']:.0%} of a copy", flush=True)
         write(arguments.json, rows)
 

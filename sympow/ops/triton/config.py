@@ -95,6 +95,8 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
+# Registers of a thread with which three programs of 4 warps fit on a multiprocessor.
+THREE_PROGRAMS = 168
 # p = 3 and 4, by p and K. Tiles of the state pass and of the gradients are those at V = 32, fewer where values are
 # wider. A program of the gradients has as many tokens as registers allow, as each reads all of a state.
 POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
@@ -217,38 +219,47 @@ class Decoding:
     """How a step of decoding is launched."""
 
     rows: int  # of a state, a tile
+    lanes: int  # rows of a tile that its threads add up apart, at 16 bytes of a row a thread
     tiles: int  # a program
-    splits: int  # programs a kv head, without the one of the tail
+    splits: int  # programs a kv head, without those of the tail
     tokens: int  # of the tail, a tile
+    folded: int  # tokens of the tail that are folded at a time
+    ranks: int  # parts of the output that are added up at a time
     warps: int
-    stages: int  # tiles of the state that are on their way at once
+    registers: int | None  # at most, of a thread
 
 
 @dataclass(frozen=True)
 class DecodingLimits:
-    elements: int  # at most, of a tile of the state times the query heads that share it
+    elements: int  # at most, of a tile of the state; for more than 4 query heads that share it, fewer
     programs: int  # a multiprocessor is to have, over all heads
     tail: int  # elements at most, of a tile of the tail
     warps: int
-    stages: int
+    registers: int | None  # at most, of a thread with up to 8 query heads
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": DecodingLimits(4096, 16, 4096, 2, 1), "many": DecodingLimits(4096, 32, 4096, 2, 1)}
-_DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, 1)
+DECODING = {"few": DecodingLimits(4096, 4, 2048, 2, 168), "many": DecodingLimits(4096, 32, 2048, 2, 168)}
+_DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None)
 
 
 def decoding(
-    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, device: torch.device
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, width: int, device: torch.device
 ) -> Decoding:
-    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, and padded head dims."""
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, padded head dims, and bytes of
+    an element of the state."""
     limits = DECODING["few" if pairs < processors(device) else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
-    rows = max(1, limits.elements // (padded_heads * columns))
+    rows = max(1, limits.elements // (max(1, padded_heads // 4) * columns))
+    lanes = max(1, min(rows, limits.warps * 32 * 16 // (width * columns)))
     total = ceil_div(dim, rows)
     # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
-    splits = max(1, min(total, ceil_div(limits.programs * processors(device), pairs), dim // (4 * heads), 16 * rows))
+    splits = max(1, min(total, ceil_div(limits.programs * processors(device), pairs), dim // (4 * heads)))
     tiles = ceil_div(total, splits)
+    splits = ceil_div(total, tiles)
     tokens = max(1, limits.tail // max(key_dim, columns))
-    return Decoding(rows, tiles, ceil_div(total, tiles), tokens, limits.warps, limits.stages)
+    ranks = max(1, min(next_power_of_2(splits + 1), 2 * limits.elements // (padded_heads * columns)))
+    folded = 4
+    registers = limits.registers if padded_heads <= 8 else None
+    return Decoding(rows, lanes, tiles, splits, tokens, folded, ranks, limits.warps, registers)

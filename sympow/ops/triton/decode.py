@@ -2,9 +2,9 @@
 
 A sequence of the batch stands in a slot of the state's tensors: `slots` names it, and strides between slots are free. A
 program owns some rows of one kv head's state, reads them once and multiplies them by phi(q) of all the query heads that
-share them; one more program a kv head attends to the tail. The program that arrives last adds the parts up, in the
+share them. One more program a query head attends to the tail. The program that arrives last adds the parts up, in the
 order of the rows, divides by the normalizer, writes the output and appends the new token to the tail. If the tail had
-no room for it and what follows it in its step, every program folded it into its own rows before it read them.
+no room for it and what follows it in its step, every program folds it into its own rows when it has read them.
 """
 
 from functools import lru_cache
@@ -38,30 +38,31 @@ def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
 
 @triton.jit
 def _fold(
-    s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, held, D,
-    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    sums, total, tail_k, tail_v, tail_g, held, row, index, root, D,
+    K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SPOTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """(M12): the `held` tokens of a tail into the tiles [first, last) of a state. `left` [1] is what their gates leave
-    of the state."""
-    one = tl.arange(0, 1)
+    """(M12): rows of a state, [1, ROWS, COLUMNS] and [ROWS], with the `held` tokens of a tail. Returns the
+    new rows."""
     col = tl.arange(0, COLUMNS)
-    for i in range(first, last):
-        row = i * ROWS + tl.arange(0, ROWS)
-        tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[:, None] * V + col[None, :]
-        mask = (row < D)[:, None] & (col < V)[None, :]
-        sums = tl.load(tile, mask=mask, other=0.0).to(tl.float32) * left[:, None]
-        total = tl.load(z + row, mask=row < D, other=0.0) * left
-        root = tl.load(roots + row, mask=row < D, other=0.0)
-        after = tl.zeros([1], tl.float32)  # the log decay since token j
-        for back in range(held):
-            j = held - 1 - back
-            phi = tl.sum(_monomials(tail_k + j * K, 0, one, 1, row, index, D, P), 0) * root * tl.exp(after)
-            value = tl.load(tail_v + j * V + col, mask=col < V, other=0.0).to(tl.float32)
-            sums += phi[:, None] * value[None, :]
-            total += phi
-            after += tl.load(tail_g + j)
-        tl.store(tile, sums.to(s.dtype.element_ty), mask=mask)
-        tl.store(z + row, total, mask=row < D)
+    token = tl.arange(0, TOKENS)
+    spot = tl.arange(0, SPOTS)
+    left = tl.exp(tl.sum(tl.load(tail_g + spot, mask=spot < held, other=0.0), 0))
+    sums *= left
+    total *= left
+    after = left * 0.0  # the log decay since the end of the block
+    blocks = tl.cdiv(held, TOKENS)
+    for back in range(blocks):
+        first = (blocks - 1 - back) * TOKENS
+        j = first + token
+        later = tl.load(tail_g + j + 1, mask=j + 1 < held, other=0.0)
+        phi = _monomials(tail_k + first * K, K, token, held - first, row, index, D, P) * root[None, :]
+        phi *= tl.exp(tl.cumsum(later, 0, reverse=True) + after)[:, None]
+        after += tl.sum(later, 0)
+        tile = tail_v + j[:, None] * V + col[None, :]
+        values = tl.load(tile, mask=(j < held)[:, None] & (col < V)[None, :], other=0.0).to(tl.float32)
+        sums += tl.sum(phi[:, :, None] * values[:, None, :], 0, keep_dims=True)
+        total += tl.sum(phi, 0)
+    return sums, total
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -95,8 +96,8 @@ def decode(
     arrived_sn,
     index,  # tables of the rows, see `_tables`
     roots,
-    parts,  # [B G, SPLITS + 1, R, V], written here: what each program has of the numerator
-    totals,  # [B G, SPLITS + 1, R]: of the normalizer
+    parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], written here: what each program has of the numerator
+    totals,  # [B G, SPLITS + 1, HEADS]: of the normalizer
     out,  # [B, H, V]
     out_sb,
     scale,
@@ -117,12 +118,14 @@ def decode(
     ROWS: tl.constexpr,  # of a tile of the state
     TOKENS: tl.constexpr,  # of a tile of the tail
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LANES: tl.constexpr,  # rows of a tile that its threads add up apart
+    FOLDED: tl.constexpr,  # tokens of the tail that are folded at a time
+    RANKS: tl.constexpr,  # parts that are added up at a time
     NORMALIZE: tl.constexpr,
 ):
-    """Grid: SPLITS + 1 programs a kv head, the last of which reads the tail."""
-    pair = tl.program_id(0) // (SPLITS + 1)  # of a sequence and a kv head
-    part = tl.program_id(0) % (SPLITS + 1)
+    """Grid: SPLITS + R programs a kv head, the last R of which read the tail, each for a query head."""
+    pair = tl.program_id(0) // (SPLITS + R)  # of a sequence and a kv head
+    part = tl.program_id(0) % (SPLITS + R)
     n = tl.cast(pair, tl.int64)
     b = n // G
     g = n % G
@@ -143,81 +146,91 @@ def decode(
     full = held + room > CAPACITY
     length = tl.where(full, 0, held)  # of the tail, once it is folded if it is
     spot = tl.arange(0, SPOTS)
-    gates = tl.load(tail_g + spot, mask=spot < held, other=0.0)
     gate = tl.zeros([1], tl.float32)
     if log_g is not None:
         gate += tl.load(log_g + b * g_sb + g * g_sg).to(tl.float32)
-    here = (n * (SPLITS + 1) + part) * R
+    here = (n * (SPLITS + 1) + tl.minimum(part, SPLITS)) * HEADS
 
     if part < SPLITS:
         first = part * tiles
         last = tl.minimum(first + tiles, tl.cdiv(D, ROWS))
-        if full:
-            left = tl.exp(gate * 0.0 + tl.sum(gates, 0))
-            _fold(s, z, tail_k, tail_v, tail_g, index, roots, first, last, left, held, D, K, V, P, COLUMNS, ROWS)
-            tl.debug_barrier()  # threads read rows that others of this program wrote
-        acc = tl.zeros([HEADS, ROWS, COLUMNS], tl.float32)
+        acc = tl.zeros([HEADS, LANES, COLUMNS], tl.float32)
         total = tl.zeros([HEADS, ROWS], tl.float32)
-        for i in tl.range(first, last, num_stages=STAGES):
+        for i in range(first, last):
+            # A load of three dimensions: its layout, 16 bytes of a row a thread, is that of the products, and a thread
+            # adds up its own rows. With two dimensions Triton chooses another layout for the products.
             row = i * ROWS + tl.arange(0, ROWS)
             tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
-            rows = tl.load(tile, mask=(row < D)[None, :, None] & (col < V)[None, None, :], other=0.0).to(tl.float32)
+            present = (row < D)[None, :, None] & (col < V)[None, None, :]
+            rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
+            weights = tl.load(z + row, mask=row < D, other=0.0)
             root = tl.load(roots + row, mask=row < D, other=0.0)
             phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
-            acc += phi[:, :, None] * rows
+            if full:
+                rows, weights = _fold(
+                    rows, weights, tail_k, tail_v, tail_g, held, row, index, root, D,
+                    K, V, P, COLUMNS, SPOTS, FOLDED,
+                )  # fmt: skip
+                rounded = rows.to(s.dtype.element_ty)
+                tl.store(tile, rounded, mask=present)
+                rows = rounded.to(tl.float32)
+                tl.store(z + row, weights, mask=row < D)
+            products = phi[:, :, None] * rows
+            acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
             if NORMALIZE:
-                total += phi * tl.load(z + row, mask=row < D, other=0.0)[None, :]
-        left = power(scale, P) * tl.exp(gate + tl.sum(tl.where(spot < length, gates, 0.0), 0))[:, None]
-        ptrs = parts + (here + head)[:, None] * V + col[None, :]
-        tl.store(ptrs, tl.sum(acc, 1) * left, mask=(head < R)[:, None] & (col < V)[None, :])
+                total += phi * weights[None, :]
+        gates = tl.load(tail_g + spot, mask=spot < length, other=0.0)
+        left = power(scale, P) * tl.exp(gate + tl.sum(gates, 0))[:, None]
+        tl.store(parts + (here + head)[:, None] * COLUMNS + col[None, :], tl.sum(acc, 1) * left)
         if NORMALIZE:
-            tl.store(totals + here + head, tl.sum(total * left, 1), mask=head < R)
+            tl.store(totals + here + head, tl.sum(total * left, 1))
     else:
         width = tl.arange(0, WIDTH)
         token = tl.arange(0, TOKENS)
         key = tl.load(k + b * k_sb + g * k_sg + width, mask=width < K, other=0.0).to(tl.float32)
         value = tl.load(v + b * v_sb + g * v_sg + col, mask=col < V, other=0.0).to(tl.float32)
         blocks = tl.cdiv(length, TOKENS)
-        for r in range(R):
-            query = tl.load(q + r * q_sh + width, mask=width < K, other=0.0).to(tl.float32) * scale
-            sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
-            weights = tl.zeros([TOKENS], tl.float32)
-            after = gate  # the log decay since the end of the block: added up from the end, or large gates hide small
-            for i in range(blocks):
-                j = (blocks - 1 - i) * TOKENS + token
-                past = (j < length)[:, None]
-                tile = tail_k + j[:, None] * K + width[None, :]
-                keys = tl.load(tile, mask=past & (width < K)[None, :], other=0.0)
-                tile = tail_v + j[:, None] * V + col[None, :]
-                values = tl.load(tile, mask=past & (col < V)[None, :], other=0.0)
-                later = tl.load(tail_g + j + 1, mask=j + 1 < length, other=0.0)
-                w = power(tl.sum(keys.to(tl.float32) * query[None, :], 1), P)
-                w *= tl.exp(tl.cumsum(later, 0, reverse=True) + after)
-                sums += w[:, None] * values.to(tl.float32)
-                weights += w
-                after += tl.sum(later, 0)
-            own = power(tl.sum(key * query, 0), P)
-            tl.store(parts + (here + r) * V + col, tl.sum(sums, 0) + own * value, mask=col < V)
-            if NORMALIZE:
-                tl.store(totals + here + r, tl.sum(weights, 0) + own)
+        r = part - SPLITS
+        query = tl.load(q + r * q_sh + width, mask=width < K, other=0.0).to(tl.float32) * scale
+        sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        weights = tl.zeros([TOKENS], tl.float32)
+        after = gate  # the log decay since the end of the block: added up from the end, or large gates hide small
+        for i in range(blocks):
+            j = (blocks - 1 - i) * TOKENS + token
+            past = (j < length)[:, None]
+            tile = tail_k + j[:, None] * K + width[None, :]
+            keys = tl.load(tile, mask=past & (width < K)[None, :], other=0.0)
+            tile = tail_v + j[:, None] * V + col[None, :]
+            values = tl.load(tile, mask=past & (col < V)[None, :], other=0.0)
+            later = tl.load(tail_g + j + 1, mask=j + 1 < length, other=0.0)
+            w = power(tl.sum(keys.to(tl.float32) * query[None, :], 1), P)
+            w *= tl.exp(tl.cumsum(later, 0, reverse=True) + after)
+            sums += w[:, None] * values.to(tl.float32)
+            weights += w
+            after += tl.sum(later, 0)
+        own = power(tl.sum(key * query, 0), P)
+        tl.store(parts + (here + r) * COLUMNS + col, tl.sum(sums, 0) + own * value)
+        if NORMALIZE:
+            tl.store(totals + here + r, tl.sum(weights, 0) + own)
 
     tl.debug_barrier()  # all of this program's parts are written
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS:
-        acc = tl.zeros([HEADS, ROWS, COLUMNS], tl.float32)
-        total = tl.zeros([HEADS, ROWS], tl.float32)
-        for i in tl.static_range(0, SPLITS + 1, ROWS):
-            rank = i + tl.arange(0, ROWS)
-            there = (n * (SPLITS + 1) + rank)[None, :] * R + head[:, None]
-            mask = (head < R)[:, None] & (rank <= SPLITS)[None, :]
-            tile = parts + there[:, :, None] * V + col[None, None, :]
-            present = mask[:, :, None] & (col < V)[None, None, :]
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS + R - 1:
+        flat = tl.arange(0, HEADS * COLUMNS)
+        acc = tl.zeros([HEADS * COLUMNS], tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        for i in range(0, SPLITS + 1, RANKS):
+            rank = i + tl.arange(0, RANKS)
+            there = (n * (SPLITS + 1) + rank)[:, None] * HEADS
             # .cg: from where the other programs' writes are, past the cache of this multiprocessor.
-            acc += tl.load(tile, mask=present, other=0.0, cache_modifier=".cg")
+            ptrs = parts + there * COLUMNS + flat[None, :]
+            acc += tl.sum(tl.load(ptrs, mask=(rank <= SPLITS)[:, None], other=0.0, cache_modifier=".cg"), 0)
             if NORMALIZE:
-                total += tl.load(totals + there, mask=mask, other=0.0, cache_modifier=".cg")
-        y = tl.sum(acc, 1)
+                ptrs = totals + there + head[None, :]
+                present = (rank <= SPLITS)[:, None] & (head < R)[None, :]
+                total += tl.sum(tl.load(ptrs, mask=present, other=0.0, cache_modifier=".cg"), 0)
+        y = tl.reshape(acc, [HEADS, COLUMNS])
         if NORMALIZE:
-            y /= tl.sum(total, 1)[:, None] + eps
+            y /= total[:, None] + eps
         ptrs = out + b * out_sb + (g * R + head)[:, None] * V + col[None, :]
         tl.store(ptrs, y.to(out.dtype.element_ty), mask=(head < R)[:, None] & (col < V)[None, :])
         width = tl.arange(0, WIDTH)
@@ -259,10 +272,10 @@ def power_decode(
     rows, dim, pairs, capacity = heads // groups, s.shape[2], batch * groups, tail_k.shape[2]
     columns, packed = config.next_power_of_2(value_dim), config.next_power_of_2(rows)
     width = config.next_power_of_2(key_dim)
-    plan = config.decoding(pairs, dim, rows, packed, width, columns, q.device)
+    plan = config.decoding(pairs, dim, rows, packed, width, columns, s.element_size(), q.device)
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
-    parts = torch.empty(pairs, plan.splits + 1, rows, value_dim, device=q.device, dtype=torch.float32)
-    totals = torch.empty(pairs if normalize else 0, plan.splits + 1, rows, device=q.device, dtype=torch.float32)
+    parts = torch.empty(pairs, plan.splits + 1, packed, columns, device=q.device, dtype=torch.float32)
+    totals = torch.empty(pairs if normalize else 0, plan.splits + 1, packed, device=q.device, dtype=torch.float32)
     index, roots = _tables(key_dim, p, q.device)
     state = {"s": s, "z": z, "tail_k": tail_k, "tail_v": tail_v, "tail_g": tail_g, "count": count, "arrived": arrived}
     numbers: dict[str, Any] = {f"{name}_sn": x.stride(0) for name, x in state.items()}
@@ -272,9 +285,9 @@ def power_decode(
     numbers |= {"out_sb": out.stride(0), "scale": scale, "eps": eps, "D": dim, "G": groups, "tiles": plan.tiles}
     numbers |= {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": capacity, "NORMALIZE": normalize}
     numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": config.next_power_of_2(capacity)}
-    numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "STAGES": plan.stages}
-    numbers |= {"num_warps": plan.warps}
-    grid = (pairs * (plan.splits + 1),)
+    numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "LANES": plan.lanes}
+    numbers |= {"FOLDED": plan.folded, "RANKS": plan.ranks, "num_warps": plan.warps, "maxnreg": plan.registers}
+    grid = (pairs * (plan.splits + rows),)
     together = time if time <= capacity else 1
     with torch.cuda.device_of(q):
         for i in range(time):

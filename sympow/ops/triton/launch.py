@@ -209,6 +209,8 @@ def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: boo
     numbers, constants = _state_arguments(plan, reverse, init, final)
     constants |= {"K": plan.K, "V": plan.V, "HALF": plan.half, "PARTS": plan.parts, "TILES": _state_tiles(plan)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
+    if constants["TILES"] == 2 and plan.K <= 64:
+        constants["maxnreg"] = config.THREE_PROGRAMS
     grid = (_state_programs(plan, z), plan.G, plan.layout.sequences)
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
