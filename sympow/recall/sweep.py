@@ -39,7 +39,8 @@ def run_sweep(
 
     That file is written anew after every run. A finished run leaves its rows in the folder and is never repeated there;
     an interrupted one starts anew. So a sweep can be killed and given again, also with more runs in it. `jobs` workers
-    take the runs one after another, model by model, the longest first; on one machine they share its GPUs. See `sympow.sweeps.run_jobs`.
+    take the runs one after another, model by model, the longest first; on one machine they share its GPUs. See
+    `sympow.sweeps.run_jobs`.
 
     Args:
         sweep: the runs.
