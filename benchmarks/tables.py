@@ -15,13 +15,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.code_hash import PARTS, code_hash
+from benchmarks.mqar_tables import convolutions_table, equal_state_table, seeds_table, widths_table
 from benchmarks.prose import wrapped
-from sympow.recall.results import chosen, read_results, read_rows
+from sympow.recall.results import read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/speed.md", "results/training.md",
          "serving.md")  # fmt: skip
+MISSING = "Not measured yet."
 PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
@@ -197,24 +199,6 @@ def long_row_table(result: dict) -> str:
     return "\n".join([*lines, "", f"{run}; {end}; {about}."])
 
 
-def widths_table(rows: list[dict]) -> str:
-    """A row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
-    best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
-    lengths = sorted({row["length"] for row in rows})
-    pairs = {row["length"]: row["pairs"] for row in rows}
-    lines = [f"| model | d | {' | '.join(f'N {n}, D {pairs[n]}' for n in lengths)} |"]
-    lines.append("|---|---:|" + "---:|" * len(lengths))
-    for label in dict.fromkeys(row["label"] for row in rows):
-        for width in sorted({row["width"] for row in rows if row["label"] == label}):
-            found = [best[label, width, n] for n in lengths]
-            cells = [f"{row['test_accuracy']:.1%} ({row['learning_rate']:.2g})" for row in found]
-            lines.append(f"| {label} | {width} | {' | '.join(cells)} |")
-    row, solved = rows[0], sum(row["ended"] == "solved" for row in rows)
-    most = f"{len(rows)} runs of at most {max(row['steps'] for row in rows):,} steps, {solved} of which stopped at"
-    about = f"{most} {row['stop_at']:.0%}; {row['processor']}; torch {row['torch']}, commit {row['commit']}"
-    return "\n".join([*lines, "", f"{about}."])
-
-
 def serving_table(rows: list[dict]) -> str:
     """A row a measurement."""
     found: dict[str, list[dict]] = {}
@@ -279,6 +263,10 @@ TABLES = {
     "context_restore_cpu.json": restore_table,
     "chunks_h200.json": chunks_table,
     "chunks_no_gate_h200.json": chunks_table,
+    "mqar_hybrids_h200.csv": seeds_table,
+    "mqar_convolutions_h200.csv": convolutions_table,
+    "mqar_lengths_h200.csv": convolutions_table,
+    "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,
@@ -292,8 +280,10 @@ TABLES = {
 
 
 def of_results(name: str) -> str:
-    """The table of a file of results."""
+    """The table of a file of results; a sentence where there is none yet."""
     path = RESULTS / name
+    if not path.is_file():
+        return MISSING
     return TABLES[name](read_results(path) if path.suffix == ".csv" else json.loads(path.read_text()))
 
 
@@ -318,7 +308,7 @@ def stale(name: str) -> list[str]:
 
 def print_stale() -> int:
     """Prints the results with stale rows, and returns how many there are."""
-    found = {name: commits for name in TABLES if (commits := stale(name))}
+    found = {name: commits for name in TABLES if (RESULTS / name).is_file() and (commits := stale(name))}
     for name, commits in found.items():
         print(f"{name}: the code that it measured has changed since {', '.join(commits)}")
     return len(found)

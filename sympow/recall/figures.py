@@ -134,7 +134,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
-    """The most pairs held against bits of state: a point a size of the model, the median of its seeds, and a dot a seed.
+    """The most pairs held against bits of state: a point a model and size, the median of its seeds, and a dot a seed.
 
     The state is that after the row with the most pairs held, or after the shortest where none is.
     """

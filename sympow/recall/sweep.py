@@ -37,9 +37,10 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """Runs what is missing of a sweep, and returns all its rows, which are also in `folder`/results.csv.
 
-    That file is written anew after every run. A finished run leaves its rows in the folder and is never repeated there; an interrupted one starts anew. So a sweep
-    can be killed and given again, also with more runs in it. `jobs` workers take the runs one after another, model by
-    model, the longest first; on one machine they share its GPUs. See `sympow.sweeps.run_jobs`.
+    That file is written anew after every run. A finished run leaves its rows in the folder and is never repeated there;
+    an interrupted one starts anew. So a sweep can be killed and given again, also with more runs in it. `jobs` workers
+    take the runs one after another, model by model, the longest first; on one machine they share its GPUs. See
+    `sympow.sweeps.run_jobs`.
 
     Args:
         sweep: the runs.

@@ -7,6 +7,7 @@ import torch
 
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS, auxiliary_losses
+from sympow.layers import selection as module
 from sympow.layers.input_dependent_conv import cross_correlation
 from sympow.layers.repeats import distance_to_previous
 from sympow.layers.selection import TopKState, running_top_k, scattered
@@ -33,6 +34,24 @@ def start(batch: int, k: int) -> TopKState:
 def test_distance_to_previous():
     tokens = torch.tensor([[5, 3, 5, 5, 9, 3], [1, 2, 3, 4, 5, 6]])
     assert distance_to_previous(tokens).tolist() == [[0, 0, 2, 1, 0, 4], [0] * 6]
+
+
+@pytest.mark.parametrize("selection", ["random", "programmatic", "learned"])
+def test_rows_that_do_not_ask_change_nothing(selection, monkeypatch):
+    """A CUDA graph cannot read how many rows ask, and takes all: the same outputs and gradients."""
+    mixer = selective(selection, top_k=2).eval()
+    tokens = torch.randint(0, 9, (3, 24), generator=torch.Generator().manual_seed(1))
+    ids = {"tokens": tokens} if mixer.reads_tokens else {}
+    found = []
+    for most in (module._most, lambda selected: selected.shape[1]):
+        monkeypatch.setattr(module, "_most", most)
+        x = normal(3, 24, 16).requires_grad_()
+        y = mixer(x, **ids)
+        assert selected_rows(mixer, y).sum(1).max() < 24
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+        found.append((y.detach(), gradient))
+    for fewer, all_rows in zip(*found, strict=True):
+        torch.testing.assert_close(fewer, all_rows, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])

@@ -1,0 +1,148 @@
+"""Tables of docs/mqar.md from rows of associative recall, and what they say about Claim 1 of Zoology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from sympow.recall.figures import SOLVED
+from sympow.recall.results import Row, chosen, group
+
+BASE = "attention"
+CONVOLUTIONS = ("BaseConv", "Hyena", "H3")
+ALL = 0.99  # a cell is solved
+RECALLED = 0.9  # an accuracy at which a convolution recalls
+NOISE = 0.02  # an accuracy above 1/D by less is guessing: a test has 12,000 queries and more
+
+
+def widths_table(rows: Sequence[Row]) -> str:
+    """A row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
+    best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
+    lengths = sorted({row["length"] for row in rows})
+    pairs = {row["length"]: row["pairs"] for row in rows}
+    lines = [f"| model | d | {' | '.join(f'N {n}, D {pairs[n]}' for n in lengths)} |"]
+    lines.append("|---|---:|" + "---:|" * len(lengths))
+    for label in dict.fromkeys(row["label"] for row in rows):
+        for width in sorted({row["width"] for row in rows if row["label"] == label}):
+            found = [best[label, width, n] for n in lengths]
+            cells = [f"{row['test_accuracy']:.1%} ({row['learning_rate']:.2g})" for row in found]
+            lines.append(f"| {label} | {width} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _about(rows)])
+
+
+def seeds_table(rows: Sequence[Row]) -> str:
+    """A row a model and width, a column a length: mean test accuracy, the lowest and highest seed, excess over 1/D."""
+    cells = _cells(rows)
+    lengths = sorted({(row["length"], row["pairs"]) for row in rows})
+    lines = [f"| model | d | {' | '.join(f'N {n}, D {d}' for n, d in lengths)} |"]
+    lines.append("|---|---:|" + "---:|" * len(lengths))
+    lines.append(f"| guessing, 1/D | | {' | '.join(f'{1 / d:.1%}' for _, d in lengths)} |")
+    for label, width in dict.fromkeys((row["label"], row["width"]) for row in rows):
+        written = [_cell(cells.get((label, width, n), []), d) for n, d in lengths]
+        lines.append(f"| {label} | {width} | {' | '.join(written)} |")
+    return "\n".join([*lines, "", _about(rows)])
+
+
+def convolutions_table(rows: Sequence[Row]) -> str:
+    """`seeds_table`, and what it says about Claim 1."""
+    return f"{seeds_table(rows)}\n\n{claim_1(rows)}"
+
+
+def claim_1(rows: Sequence[Row]) -> str:
+    """Says whether Claim 1 is reproduced: attention solves every cell, convolutions need widths that grow with N.
+
+    Lengths beyond those trained on are no part of it.
+    """
+    trained = {int(task.split()[1].partition(":")[0]) for row in rows for task in row["train"].split(" + ")}
+    cells = {key: found for key, found in _cells(rows).items() if key[2] in trained}
+    base = {key[1:]: mean(found) for key, found in cells.items() if key[0] == BASE}
+    below = [f"N {length}, d {width}" for (width, length), found in sorted(base.items()) if found < ALL]
+    if below:
+        return (f"Claim 1: attention stands below {ALL:.0%} at {'; '.join(below)}. A baseline that failed to train "
+                "supports no comparison, so nothing is concluded from these cells.")  # fmt: skip
+    said = [f"Claim 1: attention stands at {ALL:.0%} or more in all {len(base)} cells."]
+    pairs = {row["length"]: row["pairs"] for row in rows}
+    grows = []
+    for label in [name for name in CONVOLUTIONS if any(key[0] == name for key in cells)]:
+        own = {key[1:]: mean(found) for key, found in cells.items() if key[0] == label}
+        widths = sorted({width for width, _ in own})
+        need = {n: next((w for w in widths if own.get((w, n), 0) >= RECALLED), None) for n in sorted(trained)}
+        above = [(w, n) for (w, n), found in sorted(own.items()) if found > 1 / pairs[n] + NOISE]
+        if any(need.values()):
+            needs = ", ".join(f"d {w} at N {n}" if w else f"more than d {widths[-1]} at N {n}" for n, w in need.items())
+            said.append(f"{label} reaches {RECALLED:.0%} from {needs} on.")
+            known = [w or 2 * widths[-1] for w in need.values()]
+            grows += [label] if known == sorted(known) and known[0] < known[-1] else []
+        elif above:
+            where = "; ".join(f"N {n}, d {w}" for w, n in above)
+            said.append(f"{label} reaches {RECALLED:.0%} nowhere and stands above guessing at {where}.")
+        else:
+            said.append(f"{label} is nowhere more than {NOISE * 100:.0f} points above guessing.")
+    said.append("So the part of the claim about attention is reproduced: its width need not grow with N.")
+    if grows:
+        said.append(f"That a convolution needs a width that grows with N is reproduced for {' and '.join(grows)}.")
+    else:
+        said.append(
+            "That a convolution needs a width that grows with N is not reproduced: no convolution here recalls short "
+            "rows at a width at which it fails at long ones, so none tells which width it needs."
+        )
+    return " ".join(said)
+
+
+def equal_state_table(rows: Sequence[Row]) -> str:
+    """A row a model, a column a size of the state: the most pairs recalled, and the accuracy at the most asked."""
+    best = chosen(rows)
+    most = max(row["pairs"] for row in rows)
+    sizes: dict[int, dict[str, list[Row]]] = {}
+    for row in best:
+        sizes.setdefault(_kib(row), {}).setdefault(row["label"], []).append(row)
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    lines = [f"| model | {' | '.join(f'{kib} KiB' for kib in sorted(sizes))} |", "|---|" + "---:|" * len(sizes)]
+    held: dict[int, dict[str, tuple[int, float]]] = {}
+    for label in labels:
+        cells = []
+        for kib in sorted(sizes):
+            if label not in sizes[kib]:
+                cells.append("not measured")
+                continue
+            at = {d: mean(row["test_accuracy"] for row in same)
+                  for (d,), same in sorted(group(sizes[kib][label], "pairs").items())}  # fmt: skip
+            pairs = max((d for d, found in at.items() if found >= SOLVED), default=0)
+            held.setdefault(kib, {})[label] = (pairs, at[most])
+            cells.append(f"{pairs or 'fewer than ' + str(min(at))} ({at[most]:.1%})")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    ahead = "; ".join(f"{kib} KiB: {max(found, key=found.__getitem__)}" for kib, found in sorted(held.items()))
+    said = (f"The most pairs of {', '.join(str(d) for d in sorted({row['pairs'] for row in rows}))} that are recalled "
+            f"with {SOLVED:.0%}, and in brackets the accuracy at {most} pairs. Ahead, by pairs and then by that "
+            f"accuracy: {ahead}.")  # fmt: skip
+    return "\n".join([*lines, "", said, "", _about(rows)])
+
+
+def _kib(row: Row) -> int:
+    """The size that the state of a row's model fills: the next power of two in KiB."""
+    return 1 << (-(-row["state_bytes"] // 1024) - 1).bit_length()
+
+
+def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[float]]:
+    """Test accuracies of the seeds at the learning rate that validation chose, by label, width and length."""
+    return {
+        (label, width, length): [row["test_accuracy"] for row in same]
+        for (label, width, length), same in group(chosen(rows), "label", "width", "length").items()
+    }
+
+
+def _cell(seeds: Sequence[float], pairs: int) -> str:
+    if not seeds:
+        return "not measured"
+    return f"{mean(seeds):.1%} [{min(seeds):.1%}, {max(seeds):.1%}], {100 * (mean(seeds) - 1 / pairs):+.1f}"
+
+
+def _about(rows: Sequence[Row]) -> str:
+    """What the runs have in common, and where they ran."""
+    runs = {row["run"]: row for row in rows}.values()
+    row, solved = rows[0], sum(row["ended"] == "solved" for row in runs)
+    seeds = len({row["seed"] for row in runs})
+    most = f"{len(runs)} runs of at most {max(row['steps'] for row in runs):,} steps, {solved} of which stopped at"
+    commits = ", ".join(sorted({row["commit"] for row in runs}))
+    several = f", {seeds} seeds" if seeds > 1 else ""
+    return f"{most} {100 * row['stop_at']:.3g}%{several}; {row['processor']}; torch {row['torch']}, commit {commits}."

@@ -1,0 +1,66 @@
+"""The tables of associative recall, and what they say about Claim 1, follow from the rows."""
+
+import pytest
+
+from benchmarks.mqar_tables import claim_1, convolutions_table, equal_state_table
+from sympow.recall.results import SETTING
+
+ABOUT = {"processor": "H200", "torch": "2", "commit": "abc", "ended": "solved", "steps": 10, "learning_rate": 0.1,
+         "validation_loss": 0.0}  # fmt: skip
+
+
+def row(label, width, length, accuracy, seed=0, **more):
+    setting = dict.fromkeys(SETTING, 1) | {"label": label, "width": width, "stop_at": 0.996}
+    setting |= {"train": "mqar 64:4 + mqar 256:16"}
+    own = {"test": f"mqar {length}:{length // 16}", "length": length, "pairs": length // 16, "seed": seed}
+    measured = {"run": f"{label}{width}{seed}", "validation_accuracy": accuracy, "test_accuracy": accuracy}
+    return setting | ABOUT | own | measured | more
+
+
+def grid(accuracies):
+    """Rows of two widths and lengths from {label: (N 64 at d 8, N 256 at d 8, N 64 at d 16, N 256 at d 16)}."""
+    places = [(8, 64), (8, 256), (16, 64), (16, 256)]
+    rows = [row(label, *place, accuracy) for label, found in accuracies.items()
+            for place, accuracy in zip(places, found, strict=True)]  # fmt: skip
+    return [*rows, row("attention", 8, 512, 0.1)]  # untrained length: no part of the claim
+
+
+SOLVED = (1.0, 0.99, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "said"),
+    [
+        ({"attention": (1.0, 0.98, 1.0, 1.0)}, "below 99% at N 256, d 8. A baseline that failed"),
+        ({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)}, "reproduced for Hyena."),
+        ({"attention": SOLVED, "Hyena": (0.95, 0.1, 0.99, 0.92)}, "90% from d 8 at N 64, d 16 at N 256 on."),
+        ({"attention": SOLVED, "H3": (0.95, 0.1, 0.99, 0.1)}, "90% from d 8 at N 64, more than d 16 at N 256"),
+        ({"attention": SOLVED, "BaseConv": (0.26, 0.06, 0.26, 0.07)}, "BaseConv is nowhere more than 2 points above"),
+        ({"attention": SOLVED, "BaseConv": (0.26, 0.06, 0.35, 0.07)}, "stands above guessing at N 64, d 16."),
+        ({"attention": SOLVED, "BaseConv": (0.26, 0.06, 0.35, 0.07)}, "grows with N is not reproduced"),
+        ({"attention": SOLVED, "BaseConv": (0.99, 0.99, 0.99, 0.99)}, "grows with N is not reproduced"),
+    ],
+)
+def test_claim_1_follows_from_the_rows(accuracies, said):
+    assert said in claim_1(grid(accuracies))
+
+
+def test_a_cell_tells_seeds_and_the_excess_over_guessing():
+    rows = [row("attention", 8, 64, accuracy, seed) for seed, accuracy in enumerate((0.99, 1.0, 0.995))]
+    table = convolutions_table(rows)
+    assert "| attention | 8 | 99.5% [99.0%, 100.0%], +74.5 |" in table and "| guessing, 1/D | | 25.0% |" in table
+    assert "3 runs of at most 10 steps, 3 of which stopped at 99.6%, 3 seeds; H200" in table
+
+
+def test_models_of_equal_state_are_told_by_their_most_pairs():
+    def rows(label, kib, accuracies):
+        size = {"state_bytes": kib * 1024 - 8, "mixers": f"{kib}"}
+        return [row(label, 8, 256, accuracy, **size, pairs=pairs, test=f"mqar 256:{pairs}")
+                for pairs, accuracy in zip((8, 16), accuracies, strict=True)]  # fmt: skip
+
+    windows = [*rows("window", 64, (0.92, 0.3)), *rows("window", 128, (0.5, 0.4))]
+    table = equal_state_table([*rows("power", 64, (0.95, 0.9)), *windows])
+    assert "| model | 64 KiB | 128 KiB |" in table
+    assert "| power | 16 (90.0%) | not measured |" in table
+    assert "| window | 8 (30.0%) | fewer than 8 (40.0%) |" in table
+    assert "64 KiB: power; 128 KiB: window." in table
