@@ -262,7 +262,9 @@ class AttentionMixer(Mixer):
             end = position + x.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)
         elif position.ndim == 1:
-            position = position[:, None] + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
+            position = position[:, None].double()
+            if x.shape[1] > 1:
+                position = position + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
         # A graph of torch.compile holds what it needs, and warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
         key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)

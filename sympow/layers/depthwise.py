@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sympow.layers.initial import draw_uniform
 from sympow.layers.state import After, MixerState
+from sympow.ops.availability import has_kernels
 from sympow.ops.context import previous_tokens
 from sympow.ops.short_convolution import short_convolution
 
@@ -70,13 +71,16 @@ class DepthwiseConvolution(nn.Module):
 
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs."""
+        time, kept = x.shape[1], past.shape[1]
         seen = torch.cat([past.to(x.dtype), x], dim=1)
-        if x.shape[1] <= _FEW and not torch.is_autocast_enabled(x.device.type):
+        on_gpu = has_kernels(x.device, x.dtype)
+        if time <= _FEW and not on_gpu and not torch.is_autocast_enabled(x.device.type):
             # Sums of k rows: calling a convolution takes longer than computing it.
             y = ((seen.unfold(1, self.width, 1) * self.weight).sum(-1) + self._offset()).to(x.dtype)
         else:
-            y = short_convolution(x, self.weight, self._offset(), past=past)
-        return y, seen[:, seen.shape[1] - past.shape[1] :].to(past.dtype, copy=True)  # a view would hold all inputs
+            y = short_convolution(seen, self.weight, self._offset())[:, kept:]
+        # A view would hold all inputs. On a GPU a copy of few inputs would be one kernel more in every step.
+        return y, seen[:, time:].to(past.dtype, copy=time > kept or not on_gpu)
 
     def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
         """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""
