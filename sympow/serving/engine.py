@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from sympow.models import LanguageModel
 from sympow.models.slots import Slots
 from sympow.serving.prefixes import PrefixCache
 from sympow.serving.requests import Request
-from sympow.serving.sampling import draw
+from sympow.serving.sampling import Drawn, begun, draw
 from sympow.serving.sequence import Sequence
 
 _EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
@@ -45,11 +45,18 @@ class Load(NamedTuple):
     decoding: int
 
 
-class _Step(NamedTuple):
-    """Holds a step that was begun: the sequences in the order of its rows, and the logits [rows, vocab_size]."""
+class _Flight(NamedTuple):
+    """Holds tokens that are not yet in the answers.
+
+    Attributes:
+        sequences: those that the tokens belong to, by row.
+        logits: [rows, vocab_size], from which the tokens were drawn. The next step may overwrite them.
+        drawn: the tokens.
+    """
 
     sequences: list[Sequence]
     logits: Tensor
+    drawn: Drawn
 
 
 class Engine:
@@ -91,7 +98,9 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._reading: list[Sequence] = []  # in the order of their arrival
         self._decoding: list[Sequence] = []  # by row of the slots
-        self._ahead: _Step | None = None
+        self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)  # the tokens drawn last, by row
+        self._flights: deque[_Flight] = deque()  # in the order of their draws
+        self._chunk_read: Callable[[], None] = begun(torch.device("cpu"))
         self._turns = 0
         self._changed = threading.Condition()
         self._closing_at: float | None = None
@@ -113,7 +122,8 @@ class Engine:
         return self._thread.is_alive() and self._closing_at is None
 
     def start(self) -> None:
-        """Starts the engine's thread."""
+        """Prepares the steps (on a GPU this takes seconds), and starts the engine's thread."""
+        self._slots.prepare()
         self._thread.start()
 
     def submit(self, requests: Collection[Request]) -> None:
@@ -224,7 +234,9 @@ class Engine:
         if sequence.read < sequence.parting:
             stop = min(stop, sequence.parting)
         piece = sequence.request.tokens[None, sequence.read : stop].to(self._device, non_blocking=True)
+        self._chunk_read()  # so that at most one chunk is begun before a short prompt that comes now
         logits, sequence.state = self._model.step(piece, sequence.state)
+        self._chunk_read = begun(self._device)
         sequence.read = stop
         if stop == sequence.parting and self.prefixes.keeps(stop):
             self.prefixes.keep(sequence.keys, stop, sequence.state.clone(), logits.clone())
@@ -238,68 +250,60 @@ class Engine:
             raise RuntimeError("a sequence that was read has a state")
         if sequence.cached < sequence.read:
             self.prefixes.keep(sequence.keys, sequence.read, sequence.state, logits.clone())
-        step = _Step([sequence], logits)
-        self._push(step, self._draw(step))
-        if sequence.finish:
-            sequence.end()
-            return
-        self._slots.put(sequence.state, sequence.read)
+        row = self._slots.put(sequence.state, sequence.read)
         sequence.state = None
         self._decoding.append(sequence)
+        self._draw([sequence], logits, row)
+        if not runs_ahead(self._device):
+            self._land()
 
     def _decode(self) -> None:
-        """Draws a token for every decoding sequence.
+        """Steps all decoding sequences, and puts drawn tokens into the answers.
 
-        A GPU begins the next step while the host puts the tokens into the answers, unless an answer may end with its
-        token: then the state is kept as it is before the next step.
+        A GPU steps while the host puts in the tokens that were drawn before this step. A sequence whose answer ends
+        with such a token has stepped once too often: its newest token is dropped.
         """
-        step = self._step({}) if self._ahead is None else self._ahead
-        self._ahead = None
-        if step is None:
-            return
-        tokens = self._draw(step)
-        if runs_ahead(self._device) and not any(
-            each.may_end_with(token, self._ends) for each, token in zip(step.sequences, tokens, strict=True)
-        ):
-            step = _Step(step.sequences, step.logits.clone())  # which the next step may overwrite
-            self._ahead = self._step(dict(zip(map(id, step.sequences), tokens, strict=True)))
-        self._push(step, tokens)
-        for row in reversed(range(len(self._decoding))):
-            sequence = self._decoding[row]
-            if sequence.finish:
-                place = step.sequences.index(sequence)
-                self._keep_answer(row, step.logits[place : place + 1])
-                self._release(row).end()
+        stepped = bool(self._decoding)
+        if stepped:
+            logits = self._slots.step(self._last[: len(self._decoding)])
+            self._draw(list(self._decoding), logits, 0)
+        while len(self._flights) > (stepped and runs_ahead(self._device)):
+            self._land()
 
-    def _step(self, drawn: dict[int, int | None]) -> _Step | None:
-        """Begins a step of all decoding sequences. `drawn`: tokens not yet in the answers, by id of the sequence."""
-        if not self._decoding:
-            return None
-        last = [drawn.get(id(each), each.drawn[-1]) for each in self._decoding]
-        logits = self._slots.step(torch.tensor(last, device=self._device))
-        return _Step(list(self._decoding), logits)
+    def _draw(self, sequences: list[Sequence], logits: Tensor, row: int) -> None:
+        """Draws a token for each of the sequences, which are in rows from `row` on. Does not wait for the device."""
+        known = logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
+        drawn = draw(known, [each.draws for each in sequences], [each.request.logprobs for each in sequences])
+        self._last[row : row + len(sequences)] = drawn.next
+        self._flights.append(_Flight(sequences, logits, drawn))
 
-    def _draw(self, step: _Step) -> list[int | None]:
-        """Draws a token for each sequence of a step; waits for the device."""
-        logits = step.logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
-        return draw(logits, [each.draws for each in step.sequences])
-
-    def _push(self, step: _Step, tokens: list[int | None]) -> None:
-        """Puts drawn tokens into the answers."""
-        logits = step.logits[:, : self._tokenizer.vocab_size]
-        for row, (sequence, token) in enumerate(zip(step.sequences, tokens, strict=True)):
+    def _land(self) -> None:
+        """Puts the tokens that were drawn first into the answers; waits for the device."""
+        flight = self._flights.popleft()
+        tokens, logprobs = flight.drawn.tokens(), flight.drawn.logprobs()
+        for row, (sequence, token) in enumerate(zip(flight.sequences, tokens, strict=True)):
+            if sequence.finish is not None:
+                continue
             if token is None:
                 sequence.finish = "error"
             else:
-                shown = None if sequence.request.logprobs is None else logits[row]
-                sequence.push(token, shown, self._ends, len(self._decoding))
+                sequence.push(token, logprobs.get(row), self._ends, len(self._decoding))
+        for row in reversed(range(len(self._decoding))):
+            if self._decoding[row].finish is not None:
+                self._keep_answer(row, flight)
+                self._release(row).end()
 
-    def _keep_answer(self, row: int, logits: Tensor) -> None:
-        """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""
+    def _keep_answer(self, row: int, flight: _Flight) -> None:
+        """Puts the state after an answer into the cache: the next turn of a conversation begins with it.
+
+        The state has read the last token of the answer if a step was begun since that token was drawn.
+        """
         sequence = self._decoding[row]
-        if sequence.finish != "error" and self.prefixes.keeps(sequence.length):
-            state = self._slots.take(row)
-            self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits.clone())
+        newest = self._flights[-1] if self._flights else flight
+        keys, length = sequence.read_of_answer(len(sequence.drawn) - (newest is flight))
+        if sequence.finish != "error" and self.prefixes.keeps(length):
+            place = newest.sequences.index(sequence)
+            self.prefixes.keep(keys, length, self._slots.take(row), newest.logits[place : place + 1].clone())
 
     def _release(self, row: int) -> Sequence:
         """Frees a row, and returns the sequence that was in it."""
@@ -307,17 +311,15 @@ class Engine:
         self._slots.release(row)
         if row < len(self._decoding):
             self._decoding[row] = last
-        if self._ahead is not None and released in self._ahead.sequences:
-            kept = [each for each in self._ahead.sequences if each is not released]
-            rows = [self._ahead.sequences.index(each) for each in kept]
-            self._ahead = _Step(kept, self._ahead.logits[rows]) if kept else None
+            self._last[row] = self._last[len(self._decoding)]
         return released
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
             left = [*self._waiting, *self._reading, *self._decoding]
             self._waiting.clear()
-        self._reading, self._decoding, self._ahead = [], [], None
+        self._reading, self._decoding = [], []
+        self._flights.clear()
         while self._slots.count:
             self._slots.release(self._slots.count - 1)
         for sequence in left:
