@@ -23,9 +23,11 @@ from sympow.models import LanguageModel
 from sympow.models.slots import Slots
 from sympow.serving.prefixes import PrefixCache
 from sympow.serving.requests import Request
-from sympow.serving.sampling import Drawn, begun, draw
+from sympow.serving.sampling import Drawn, begun, draw, to_device
 from sympow.serving.sequence import Sequence
 
+_TOGETHER = 16  # prompts at most, each of which has its own state
+_MORE = 32  # tokens that a prompt may have more than the shortest one that is read with it
 _EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
 
 
@@ -49,12 +51,12 @@ class _Flight(NamedTuple):
     """Holds tokens that are not yet in the answers.
 
     Attributes:
-        sequences: those that the tokens belong to, by row.
+        sequences: those that the tokens belong to, by row; None where the prompt is not yet read.
         logits: [rows, vocab_size], from which the tokens were drawn. The next step may overwrite them.
         drawn: the tokens.
     """
 
-    sequences: list[Sequence]
+    sequences: list[Sequence | None]
     logits: Tensor
     drawn: Drawn
 
@@ -124,6 +126,10 @@ class Engine:
     def start(self) -> None:
         """Prepares the steps (on a GPU this takes seconds), and starts the engine's thread."""
         self._slots.prepare()
+        if self._device.type == "cuda":
+            with torch.no_grad():  # kernels are compiled before the first request comes
+                chunk = torch.zeros(1, self._chunk, dtype=torch.int64, device=self._device)
+                self._model.step(chunk, self._model.init_state(1))
         self._thread.start()
 
     def submit(self, requests: Collection[Request]) -> None:
@@ -216,44 +222,73 @@ class Engine:
         return min(self._reading, key=lambda each: each.left)
 
     def _read(self, sequence: Sequence) -> None:
-        """Reads one chunk of a prompt. Before the first chunk the prefix cache is searched."""
+        """Reads one chunk of a prompt, or short prompts together. Before the first chunk the cache is searched."""
         if sequence.state is None:
             found = self.prefixes.find(sequence.keys)
-            if found is None:
-                sequence.state = self._model.init_state(1)
-            else:
-                sequence.state = found.state.clone()
+            self._notice_parting(sequence)
+            group = [sequence] if found else self._group(sequence)
+            sequence.state = self._model.init_state(len(group)) if found is None else found.state.clone()
+            if found is not None:
                 sequence.read = sequence.cached = len(found.tokens)
-            parting = self.prefixes.parting(sequence.keys)
-            if sequence.read < parting < len(sequence.request.tokens):
-                sequence.parting = parting
-            if found is not None and not sequence.left:
-                self._begin(sequence, found.logits)
-                return
-        stop = min(len(sequence.request.tokens), sequence.read + self._chunk)
+                if not sequence.left:
+                    self._begin([sequence], found.logits)
+                    return
+        else:
+            group = [sequence]
+        stop = min(sequence.length, sequence.read + self._chunk)
         if sequence.read < sequence.parting:
             stop = min(stop, sequence.parting)
-        piece = sequence.request.tokens[None, sequence.read : stop].to(self._device, non_blocking=True)
+        tokens = torch.stack([each.request.tokens[sequence.read : stop] for each in group])
         self._chunk_read()  # so that at most one chunk is begun before a short prompt that comes now
-        logits, sequence.state = self._model.step(piece, sequence.state)
+        logits, sequence.state = self._model.step(tokens.to(self._device, non_blocking=True), sequence.state)
         self._chunk_read = begun(self._device)
-        sequence.read = stop
+        for each in group:
+            each.read = stop
         if stop == sequence.parting and self.prefixes.keeps(stop):
             self.prefixes.keep(sequence.keys, stop, sequence.state.clone(), logits.clone())
         if not sequence.left:
-            self._begin(sequence, logits)
+            self._begin(group, logits)
 
-    def _begin(self, sequence: Sequence, logits: Tensor) -> None:
-        """Draws the first token of an answer, and moves the sequence into a slot."""
-        self._reading.remove(sequence)
-        if sequence.state is None:
+    def _notice_parting(self, sequence: Sequence) -> None:
+        """Looks up, once, where a prompt begins to differ from earlier ones."""
+        if not sequence.looked_up:
+            sequence.looked_up = True
+            parting = self.prefixes.parting(sequence.keys)
+            sequence.parting = parting if parting < sequence.length else 0
+
+    def _group(self, first: Sequence) -> list[Sequence]:
+        """Returns a short prompt with others that are about as long and new, too, on a GPU.
+
+        To read them together takes little longer than to read one. What the others have more is read by the steps of
+        those who decode. Prompts that begin alike are read one after another, as the later ones find the state of the
+        earlier one.
+        """
+        group, alike = [first], set(first.keys.blocks[1:2])
+        if first.length > self._chunk or first.parting or not (runs_ahead(self._device) and self._slots.as_one_batch):
+            return group
+        longer = (each for each in self._reading if first.length <= each.length <= first.length + _MORE)
+        for each in sorted(longer, key=lambda each: each.length):
+            beginning = set(each.keys.blocks[1:2]) if self.prefixes.keeps(each.length) else set()
+            if len(group) == _TOGETHER:
+                break
+            if each is first or each.state is not None or beginning & alike or self.prefixes.find(each.keys):
+                continue
+            self._notice_parting(each)
+            if not each.parting:
+                group.append(each)
+                alike |= beginning
+        return group
+
+    def _begin(self, group: list[Sequence], logits: Tensor) -> None:
+        """Draws the first tokens of answers, and moves the sequences into slots."""
+        first = group[0]
+        if first.state is None:
             raise RuntimeError("a sequence that was read has a state")
-        if sequence.cached < sequence.read:
-            self.prefixes.keep(sequence.keys, sequence.read, sequence.state, logits.clone())
-        row = self._slots.put(sequence.state, sequence.read)
-        sequence.state = None
-        self._decoding.append(sequence)
-        self._draw([sequence], logits, row)
+        self._reading = [each for each in self._reading if each not in group]
+        row = self._slots.put(first.state, first.read)
+        first.state = None
+        self._decoding.extend(group)
+        self._draw(group, logits, row)
         if not runs_ahead(self._device):
             self._land()
 
@@ -266,23 +301,40 @@ class Engine:
         stepped = bool(self._decoding)
         if stepped:
             logits = self._slots.step(self._last[: len(self._decoding)])
+            for each in self._decoding:
+                each.read += each.left > 0
             self._draw(list(self._decoding), logits, 0)
         while len(self._flights) > (stepped and runs_ahead(self._device)):
             self._land()
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, row: int) -> None:
-        """Draws a token for each of the sequences, which are in rows from `row` on. Does not wait for the device."""
+        """Draws a token for each of the sequences, which are in rows from `row` on, without waiting for the device.
+
+        Sequences whose prompt is not yet read get its next token instead.
+        """
         known = logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
-        drawn = draw(known, [each.draws for each in sequences], [each.request.logprobs for each in sequences])
-        self._last[row : row + len(sequences)] = drawn.next
-        self._flights.append(_Flight(sequences, logits, drawn))
+        ready = [None if each.left else each for each in sequences]
+        drawn = draw(known, [each and each.draws for each in ready], [each and each.request.logprobs for each in ready])
+        following = drawn.next
+        if None in ready:
+            given = torch.tensor([int(each.request.tokens[each.read]) if each.left else -1 for each in sequences])
+            given = to_device(given, self._device)
+            following = torch.where(given < 0, following, given)
+        self._last[row : row + len(sequences)] = following
+        self._flights.append(_Flight(ready, logits, drawn))
+        for place, each in enumerate(sequences):
+            if not each.left and not each.kept:
+                each.kept = True
+                if each.cached < each.read and self.prefixes.keeps(each.read):
+                    state = self._slots.take(row + place)
+                    self.prefixes.keep(each.keys, each.read, state, logits[place : place + 1].clone())
 
     def _land(self) -> None:
         """Puts the tokens that were drawn first into the answers; waits for the device."""
         flight = self._flights.popleft()
         tokens, logprobs = flight.drawn.tokens(), flight.drawn.logprobs()
         for row, (sequence, token) in enumerate(zip(flight.sequences, tokens, strict=True)):
-            if sequence.finish is not None:
+            if sequence is None or sequence.finish is not None:
                 continue
             if token is None:
                 sequence.finish = "error"

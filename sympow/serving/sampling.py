@@ -65,17 +65,17 @@ class Drawn:
         return {row: TokenLogprob(tokens[row], own[i], tuple(best[i][:top])) for i, (row, top) in rows}
 
 
-def draw(logits: Tensor, draws: Sequence[Draws], shown: Sequence[int | None]) -> Drawn:
+def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | None]) -> Drawn:
     """Draws a token from each row of logits [B, vocab], without waiting for a GPU where all rows are greedy.
 
     Args:
         logits: of the next tokens. A row that is not finite gives no token.
-        draws: how to draw, by row.
+        draws: how to draw, by row; None where the token is of no use.
         shown: how many of the likeliest tokens are asked for, by row; None for no log probabilities.
     """
     tokens = logits.argmax(-1)
     for row, each in enumerate(draws):
-        if each.options.temperature > 0:
+        if each is not None and each.options.temperature > 0:
             tokens[row] = sample(
                 logits[row : row + 1].nan_to_num(),  # which a GPU would stop at, for all rows
                 temperature=each.options.temperature,
@@ -108,3 +108,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of a tensor of the host on the device, without waiting for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

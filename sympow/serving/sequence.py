@@ -30,18 +30,23 @@ class Sequence:
 
     Attributes:
         request: what was asked for.
+        length: tokens of the prompt.
         keys: names of the prompt's prefixes.
         read: tokens of the prompt read so far; `cached` of them were found.
-        state: while the prompt is read, that of the model; then None, as it stands in a slot.
+        state: while the prompt is read, that of the model; then None, as it stands in a slot. The first of a group
+            that is read together has the states of all.
         parting: tokens after which the prompt begins to differ from earlier ones, where the state is kept; or 0.
+        looked_up: whether `parting` is known.
+        kept: whether the state after the prompt was offered to the prefix cache.
         draws: the options and the random numbers of its draws.
         drawn: tokens of the answer, an end token among them.
         finish: why the request has ended, as in `Output`; None before.
     """
 
     def __init__(self, request: Request, keys: PrefixKeys, tokenizer: Tokenizer, device: torch.device):
-        self.request, self.keys = request, keys
+        self.request, self.length, self.keys = request, len(request.tokens), keys
         self.read = self.cached = self.parting = 0
+        self.looked_up = self.kept = False
         self.state: ModelState | None = None
         self.drawn: list[int] = []
         self.finish: str | None = None
@@ -55,7 +60,7 @@ class Sequence:
     @property
     def left(self) -> int:
         """Returns how many tokens of the prompt are not yet read."""
-        return len(self.request.tokens) - self.read
+        return self.length - self.read
 
     def read_of_answer(self, drawn: int) -> tuple[PrefixKeys, int]:
         """Returns the names of the prefixes of the prompt with so many drawn tokens, and their number."""
