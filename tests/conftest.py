@@ -1,6 +1,7 @@
 """For every test: one thread a process, so that parallel workers do not fight, reproducible examples and random
 numbers, and a way to run kernels."""
 
+import importlib.util
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by subprocesses
@@ -14,6 +15,10 @@ from hypothesis import settings
 from sympow import progress
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    from tests.interpreter import speed_up
+
+    speed_up()
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
 

@@ -25,7 +25,7 @@ RECIPES = [
     *(f"hybrids:{name}" for name in HYBRIDS),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080,
-          "heads": 32, "lengths": 108, "equal_state": 96, "relatives": 144, "input_dependent": 1, "filters": 5,
+          "heads": 32, "lengths": 60, "equal_state": 48, "relatives": 144, "input_dependent": 1, "filters": 5,
           "hybrids": 54}  # fmt: skip
 
 

@@ -90,6 +90,17 @@ class Slots:
         """Returns the bytes of all slots, including unused ones."""
         return sum(tensor.nbytes for tensor in self._held.tensors())
 
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Makes the CUDA graphs of all numbers of rows. Without it each is made when it is first needed.
+
+        Raises RuntimeError where a row is in use: its state would be lost.
+        """
+        if self.count:
+            raise RuntimeError(f"slots are prepared before they are used; got {self.count} rows in use")
+        if self._graphs is not None:
+            self._graphs.prepare(self._rows)
+
     def put(self, state: ModelState, tokens: int) -> int:
         """Copies the state of one sequence, after so many tokens, into a free slot, and returns its row.
 

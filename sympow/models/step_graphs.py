@@ -58,6 +58,16 @@ class StepGraphs:
         graph.replay()
         return graph.logits[:count]
 
+    def prepare(self, rows: Callable[[int], Any]) -> None:
+        """Makes all graphs. The states of all rows change: they must not be in use.
+
+        Args:
+            rows: as for `step`.
+        """
+        for total in sorted({min(rounded(count), self._capacity) for count in range(1, self._capacity + 1)}):
+            for _ in range(2):
+                self.step(torch.zeros(total, dtype=torch.int64, device="cuda"), rows)
+
     def _captured(self, tokens: Tensor, state: Any) -> _Graph:
         """Returns the graph of a step, which is not run yet."""
         graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,11 @@ from sympow.models import LanguageModel
 from sympow.models.slots import Slots
 from sympow.serving.prefixes import PrefixCache
 from sympow.serving.requests import Request
-from sympow.serving.sampling import draw
+from sympow.serving.sampling import Drawn, begun, draw, to_device
 from sympow.serving.sequence import Sequence
 
+_TOGETHER = 16  # prompts at most, each of which has its own state
+_MORE = 32  # tokens that a prompt may have more than the shortest one that is read with it
 _EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
 
 
@@ -45,11 +47,18 @@ class Load(NamedTuple):
     decoding: int
 
 
-class _Step(NamedTuple):
-    """Holds a step that was begun: the sequences in the order of its rows, and the logits [rows, vocab_size]."""
+class _Flight(NamedTuple):
+    """Holds tokens that are not yet in the answers.
 
-    sequences: list[Sequence]
+    Attributes:
+        sequences: those that the tokens belong to, by row; None where the prompt is not yet read.
+        logits: [rows, vocab_size], from which the tokens were drawn. The next step may overwrite them.
+        drawn: the tokens.
+    """
+
+    sequences: list[Sequence | None]
     logits: Tensor
+    drawn: Drawn
 
 
 class Engine:
@@ -91,7 +100,9 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._reading: list[Sequence] = []  # in the order of their arrival
         self._decoding: list[Sequence] = []  # by row of the slots
-        self._ahead: _Step | None = None
+        self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)  # the tokens drawn last, by row
+        self._flights: deque[_Flight] = deque()  # in the order of their draws
+        self._chunk_read: Callable[[], None] = begun(torch.device("cpu"))
         self._turns = 0
         self._changed = threading.Condition()
         self._closing_at: float | None = None
@@ -113,7 +124,12 @@ class Engine:
         return self._thread.is_alive() and self._closing_at is None
 
     def start(self) -> None:
-        """Starts the engine's thread."""
+        """Prepares the steps (on a GPU this takes seconds), and starts the engine's thread."""
+        self._slots.prepare()
+        if self._device.type == "cuda":
+            with torch.no_grad():  # kernels are compiled before the first request comes
+                chunk = torch.zeros(1, self._chunk, dtype=torch.int64, device=self._device)
+                self._model.step(chunk, self._model.init_state(1))
         self._thread.start()
 
     def submit(self, requests: Collection[Request]) -> None:
@@ -206,100 +222,140 @@ class Engine:
         return min(self._reading, key=lambda each: each.left)
 
     def _read(self, sequence: Sequence) -> None:
-        """Reads one chunk of a prompt. Before the first chunk the prefix cache is searched."""
+        """Reads one chunk of a prompt, or short prompts together. Before the first chunk the cache is searched."""
         if sequence.state is None:
             found = self.prefixes.find(sequence.keys)
-            if found is None:
-                sequence.state = self._model.init_state(1)
-            else:
-                sequence.state = found.state.clone()
+            self._notice_parting(sequence)
+            group = [sequence] if found else self._group(sequence)
+            sequence.state = self._model.init_state(len(group)) if found is None else found.state.clone()
+            if found is not None:
                 sequence.read = sequence.cached = len(found.tokens)
-            parting = self.prefixes.parting(sequence.keys)
-            if sequence.read < parting < len(sequence.request.tokens):
-                sequence.parting = parting
-            if found is not None and not sequence.left:
-                self._begin(sequence, found.logits)
-                return
-        stop = min(len(sequence.request.tokens), sequence.read + self._chunk)
+                if not sequence.left:
+                    self._begin([sequence], found.logits)
+                    return
+        else:
+            group = [sequence]
+        stop = min(sequence.length, sequence.read + self._chunk)
         if sequence.read < sequence.parting:
             stop = min(stop, sequence.parting)
-        piece = sequence.request.tokens[None, sequence.read : stop].to(self._device, non_blocking=True)
-        logits, sequence.state = self._model.step(piece, sequence.state)
-        sequence.read = stop
+        tokens = torch.stack([each.request.tokens[sequence.read : stop] for each in group])
+        self._chunk_read()  # so that at most one chunk is begun before a short prompt that comes now
+        logits, sequence.state = self._model.step(tokens.to(self._device, non_blocking=True), sequence.state)
+        self._chunk_read = begun(self._device)
+        for each in group:
+            each.read = stop
         if stop == sequence.parting and self.prefixes.keeps(stop):
             self.prefixes.keep(sequence.keys, stop, sequence.state.clone(), logits.clone())
         if not sequence.left:
-            self._begin(sequence, logits)
+            self._begin(group, logits)
 
-    def _begin(self, sequence: Sequence, logits: Tensor) -> None:
-        """Draws the first token of an answer, and moves the sequence into a slot."""
-        self._reading.remove(sequence)
-        if sequence.state is None:
+    def _notice_parting(self, sequence: Sequence) -> None:
+        """Looks up, once, where a prompt begins to differ from earlier ones."""
+        if not sequence.looked_up:
+            sequence.looked_up = True
+            parting = self.prefixes.parting(sequence.keys)
+            sequence.parting = parting if parting < sequence.length else 0
+
+    def _group(self, first: Sequence) -> list[Sequence]:
+        """Returns a short prompt with others that are about as long and new, too, on a GPU.
+
+        To read them together takes little longer than to read one. What the others have more is read by the steps of
+        those who decode. Prompts that begin alike are read one after another, as the later ones find the state of the
+        earlier one.
+        """
+        group, alike = [first], set(first.keys.blocks[1:2])
+        if first.length > self._chunk or first.parting or not (runs_ahead(self._device) and self._slots.as_one_batch):
+            return group
+        longer = (each for each in self._reading if first.length <= each.length <= first.length + _MORE)
+        for each in sorted(longer, key=lambda each: each.length):
+            beginning = set(each.keys.blocks[1:2]) if self.prefixes.keeps(each.length) else set()
+            if len(group) == _TOGETHER:
+                break
+            if each is first or each.state is not None or beginning & alike or self.prefixes.find(each.keys):
+                continue
+            self._notice_parting(each)
+            if not each.parting:
+                group.append(each)
+                alike |= beginning
+        return group
+
+    def _begin(self, group: list[Sequence], logits: Tensor) -> None:
+        """Draws the first tokens of answers, and moves the sequences into slots."""
+        first = group[0]
+        if first.state is None:
             raise RuntimeError("a sequence that was read has a state")
-        if sequence.cached < sequence.read:
-            self.prefixes.keep(sequence.keys, sequence.read, sequence.state, logits.clone())
-        step = _Step([sequence], logits)
-        self._push(step, self._draw(step))
-        if sequence.finish:
-            sequence.end()
-            return
-        self._slots.put(sequence.state, sequence.read)
-        sequence.state = None
-        self._decoding.append(sequence)
+        self._reading = [each for each in self._reading if each not in group]
+        row = self._slots.put(first.state, first.read)
+        first.state = None
+        self._decoding.extend(group)
+        self._draw(group, logits, row)
+        if not runs_ahead(self._device):
+            self._land()
 
     def _decode(self) -> None:
-        """Draws a token for every decoding sequence.
+        """Steps all decoding sequences, and puts drawn tokens into the answers.
 
-        A GPU begins the next step while the host puts the tokens into the answers, unless an answer may end with its
-        token: then the state is kept as it is before the next step.
+        A GPU steps while the host puts in the tokens that were drawn before this step. A sequence whose answer ends
+        with such a token has stepped once too often: its newest token is dropped.
         """
-        step = self._step({}) if self._ahead is None else self._ahead
-        self._ahead = None
-        if step is None:
-            return
-        tokens = self._draw(step)
-        if runs_ahead(self._device) and not any(
-            each.may_end_with(token, self._ends) for each, token in zip(step.sequences, tokens, strict=True)
-        ):
-            step = _Step(step.sequences, step.logits.clone())  # which the next step may overwrite
-            self._ahead = self._step(dict(zip(map(id, step.sequences), tokens, strict=True)))
-        self._push(step, tokens)
-        for row in reversed(range(len(self._decoding))):
-            sequence = self._decoding[row]
-            if sequence.finish:
-                place = step.sequences.index(sequence)
-                self._keep_answer(row, step.logits[place : place + 1])
-                self._release(row).end()
+        stepped = bool(self._decoding)
+        if stepped:
+            logits = self._slots.step(self._last[: len(self._decoding)])
+            for each in self._decoding:
+                each.read += each.left > 0
+            self._draw(list(self._decoding), logits, 0)
+        while len(self._flights) > (stepped and runs_ahead(self._device)):
+            self._land()
 
-    def _step(self, drawn: dict[int, int | None]) -> _Step | None:
-        """Begins a step of all decoding sequences. `drawn`: tokens not yet in the answers, by id of the sequence."""
-        if not self._decoding:
-            return None
-        last = [drawn.get(id(each), each.drawn[-1]) for each in self._decoding]
-        logits = self._slots.step(torch.tensor(last, device=self._device))
-        return _Step(list(self._decoding), logits)
+    def _draw(self, sequences: list[Sequence], logits: Tensor, row: int) -> None:
+        """Draws a token for each of the sequences, which are in rows from `row` on, without waiting for the device.
 
-    def _draw(self, step: _Step) -> list[int | None]:
-        """Draws a token for each sequence of a step; waits for the device."""
-        logits = step.logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
-        return draw(logits, [each.draws for each in step.sequences])
+        Sequences whose prompt is not yet read get its next token instead.
+        """
+        known = logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
+        ready = [None if each.left else each for each in sequences]
+        drawn = draw(known, [each and each.draws for each in ready], [each and each.request.logprobs for each in ready])
+        following = drawn.next
+        if None in ready:
+            given = torch.tensor([int(each.request.tokens[each.read]) if each.left else -1 for each in sequences])
+            given = to_device(given, self._device)
+            following = torch.where(given < 0, following, given)
+        self._last[row : row + len(sequences)] = following
+        self._flights.append(_Flight(ready, logits, drawn))
+        for place, each in enumerate(sequences):
+            if not each.left and not each.kept:
+                each.kept = True
+                if each.cached < each.read and self.prefixes.keeps(each.read):
+                    state = self._slots.take(row + place)
+                    self.prefixes.keep(each.keys, each.read, state, logits[place : place + 1].clone())
 
-    def _push(self, step: _Step, tokens: list[int | None]) -> None:
-        """Puts drawn tokens into the answers."""
-        logits = step.logits[:, : self._tokenizer.vocab_size]
-        for row, (sequence, token) in enumerate(zip(step.sequences, tokens, strict=True)):
+    def _land(self) -> None:
+        """Puts the tokens that were drawn first into the answers; waits for the device."""
+        flight = self._flights.popleft()
+        tokens, logprobs = flight.drawn.tokens(), flight.drawn.logprobs()
+        for row, (sequence, token) in enumerate(zip(flight.sequences, tokens, strict=True)):
+            if sequence is None or sequence.finish is not None:
+                continue
             if token is None:
                 sequence.finish = "error"
             else:
-                shown = None if sequence.request.logprobs is None else logits[row]
-                sequence.push(token, shown, self._ends, len(self._decoding))
+                sequence.push(token, logprobs.get(row), self._ends, len(self._decoding))
+        for row in reversed(range(len(self._decoding))):
+            if self._decoding[row].finish is not None:
+                self._keep_answer(row, flight)
+                self._release(row).end()
 
-    def _keep_answer(self, row: int, logits: Tensor) -> None:
-        """Puts the state after an answer into the cache: the next turn of a conversation begins with it."""
+    def _keep_answer(self, row: int, flight: _Flight) -> None:
+        """Puts the state after an answer into the cache: the next turn of a conversation begins with it.
+
+        The state has read the last token of the answer if a step was begun since that token was drawn.
+        """
         sequence = self._decoding[row]
-        if sequence.finish != "error" and self.prefixes.keeps(sequence.length):
-            state = self._slots.take(row)
-            self.prefixes.keep(sequence.keys_of_answer(), sequence.length, state, logits.clone())
+        newest = self._flights[-1] if self._flights else flight
+        keys, length = sequence.read_of_answer(len(sequence.drawn) - (newest is flight))
+        if sequence.finish != "error" and self.prefixes.keeps(length):
+            place = newest.sequences.index(sequence)
+            self.prefixes.keep(keys, length, self._slots.take(row), newest.logits[place : place + 1].clone())
 
     def _release(self, row: int) -> Sequence:
         """Frees a row, and returns the sequence that was in it."""
@@ -307,17 +363,15 @@ class Engine:
         self._slots.release(row)
         if row < len(self._decoding):
             self._decoding[row] = last
-        if self._ahead is not None and released in self._ahead.sequences:
-            kept = [each for each in self._ahead.sequences if each is not released]
-            rows = [self._ahead.sequences.index(each) for each in kept]
-            self._ahead = _Step(kept, self._ahead.logits[rows]) if kept else None
+            self._last[row] = self._last[len(self._decoding)]
         return released
 
     def _end_all(self, finish: str) -> None:
         with self._changed:
             left = [*self._waiting, *self._reading, *self._decoding]
             self._waiting.clear()
-        self._reading, self._decoding, self._ahead = [], [], None
+        self._reading, self._decoding = [], []
+        self._flights.clear()
         while self._slots.count:
             self._slots.release(self._slots.count - 1)
         for sequence in left:

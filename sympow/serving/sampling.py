@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,16 +26,56 @@ class Draws:
         self.generator = torch.Generator(device=device).manual_seed(options.seed)
 
 
-def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
-    """Draws a token from each row of logits [B, vocab].
+class Drawn:
+    """Holds a token for each row of a step. A GPU may still be drawing them.
 
-    A row that is not finite gives None.
+    Attributes:
+        next: int64 [B] on the device: what the next step reads. A row without a token has a 0.
+    """
 
-    The call waits for a GPU once.
+    def __init__(
+        self, tokens: Tensor, shown: Mapping[int, int], own: Tensor | None, best: tuple[Tensor, Tensor] | None
+    ):
+        """Starts the copies to the host.
+
+        Args:
+            tokens: int64 [B] on the device, -1 for none.
+            shown: the rows whose log probabilities are asked for, each with how many of the likeliest tokens.
+            own: log probabilities of the tokens of these rows, [R].
+            best: the likeliest tokens of these rows and their log probabilities, [R, K] each.
+        """
+        self.next = tokens.clamp_min(0)
+        self._tokens, self._shown = _to_host(tokens), shown
+        self._own = None if own is None else _to_host(own)
+        self._best = None if best is None else (_to_host(best[0]), _to_host(best[1]))
+        self._wait = begun(tokens.device)
+
+    def tokens(self) -> list[int | None]:
+        """Waits for the device, and returns the tokens; None for a row that was not finite."""
+        self._wait()
+        return [None if token < 0 else token for token in self._tokens.tolist()]
+
+    def logprobs(self) -> dict[int, TokenLogprob]:
+        """Returns the log probabilities by row, where they are asked for. Call `tokens` first."""
+        if self._own is None or self._best is None:
+            return {}
+        tokens, own = self._tokens.tolist(), self._own.tolist()
+        best = [list(zip(*pair, strict=True)) for pair in zip(*(each.tolist() for each in self._best), strict=True)]
+        rows = enumerate(self._shown.items())
+        return {row: TokenLogprob(tokens[row], own[i], tuple(best[i][:top])) for i, (row, top) in rows}
+
+
+def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | None]) -> Drawn:
+    """Draws a token from each row of logits [B, vocab], without waiting for a GPU where all rows are greedy.
+
+    Args:
+        logits: of the next tokens. A row that is not finite gives no token.
+        draws: how to draw, by row; None where the token is of no use.
+        shown: how many of the likeliest tokens are asked for, by row; None for no log probabilities.
     """
     tokens = logits.argmax(-1)
     for row, each in enumerate(draws):
-        if each.options.temperature > 0:
+        if each is not None and each.options.temperature > 0:
             tokens[row] = sample(
                 logits[row : row + 1].nan_to_num(),  # which a GPU would stop at, for all rows
                 temperature=each.options.temperature,
@@ -43,13 +83,33 @@ def draw(logits: Tensor, draws: Sequence[Draws]) -> list[int | None]:
                 top_p=each.options.top_p,
                 generator=each.generator,
             )[0]
-    drawn = torch.where(logits.isfinite().all(-1), tokens, -1).tolist()
-    return [None if token < 0 else token for token in drawn]
+    asked = {row: top for row, top in enumerate(shown) if top is not None}
+    own = best = None
+    if asked:
+        rows = list(asked)
+        logprobs = logits[rows].float().log_softmax(-1)
+        own = logprobs.gather(1, tokens[rows, None])[:, 0]
+        values, indices = logprobs.topk(min(max(asked.values()), logprobs.shape[1]))
+        best = indices, values
+    return Drawn(torch.where(logits.isfinite().all(-1), tokens, -1), asked, own, best)
 
 
-def logprob_of(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """Computes the log probability of a token under logits [vocab], and those of the `top` likeliest tokens."""
-    logprobs = logits.float().log_softmax(-1)
-    best = logprobs.topk(min(top, len(logprobs)))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprob(token, float(logprobs[token]), tuple(pairs))
+def begun(device: torch.device) -> Callable[[], None]:
+    """Returns a function that waits until the device has done what it was given before this call."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy on the host. A GPU fills it later, see `begun`."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of a tensor of the host on the device, without waiting for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

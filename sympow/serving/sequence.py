@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from sympow.data import Tokenizer
 from sympow.models import ModelState
 from sympow.serving.prefixes import PrefixKeys
 from sympow.serving.requests import Output, Request, TokenLogprob, Usage
-from sympow.serving.sampling import Draws, logprob_of
+from sympow.serving.sampling import Draws
 from sympow.serving.text import AnswerText
 
 # Least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs, and a reader
@@ -31,18 +30,23 @@ class Sequence:
 
     Attributes:
         request: what was asked for.
+        length: tokens of the prompt.
         keys: names of the prompt's prefixes.
         read: tokens of the prompt read so far; `cached` of them were found.
-        state: while the prompt is read, that of the model; then None, as it stands in a slot.
+        state: while the prompt is read, that of the model; then None, as it stands in a slot. The first of a group
+            that is read together has the states of all.
         parting: tokens after which the prompt begins to differ from earlier ones, where the state is kept; or 0.
+        looked_up: whether `parting` is known.
+        kept: whether the state after the prompt was offered to the prefix cache.
         draws: the options and the random numbers of its draws.
         drawn: tokens of the answer, an end token among them.
         finish: why the request has ended, as in `Output`; None before.
     """
 
     def __init__(self, request: Request, keys: PrefixKeys, tokenizer: Tokenizer, device: torch.device):
-        self.request, self.keys = request, keys
+        self.request, self.length, self.keys = request, len(request.tokens), keys
         self.read = self.cached = self.parting = 0
+        self.looked_up = self.kept = False
         self.state: ModelState | None = None
         self.drawn: list[int] = []
         self.finish: str | None = None
@@ -56,53 +60,43 @@ class Sequence:
     @property
     def left(self) -> int:
         """Returns how many tokens of the prompt are not yet read."""
-        return len(self.request.tokens) - self.read
+        return self.length - self.read
 
-    @property
-    def length(self) -> int:
-        """Returns how many tokens the state has read, once the prompt is read. The last drawn token is not yet read."""
-        return self.read + max(0, len(self.drawn) - 1)
-
-    def keys_of_answer(self) -> PrefixKeys:
-        """Returns the names of the prefixes of all tokens that the state has read."""
-        return self.keys.extended(torch.tensor(self.drawn[:-1]))
-
-    def may_end_with(self, token: int | None, ends: frozenset[int]) -> bool:
-        """Returns whether the answer could end with this token, as its next; `ends` are the model's end tokens."""
-        if token is None or token in ends or self.request.stop:
-            return True
-        return len(self.drawn) + 1 >= self.request.max_new_tokens
+    def read_of_answer(self, drawn: int) -> tuple[PrefixKeys, int]:
+        """Returns the names of the prefixes of the prompt with so many drawn tokens, and their number."""
+        return self.keys.extended(torch.tensor(self.drawn[:drawn], dtype=torch.int64)), self.read + drawn
 
     def admit(self) -> None:
         """Records the time at which the request stopped waiting."""
         self._admitted = time.monotonic()
 
-    def push(self, token: int, logits: Tensor | None, ends: frozenset[int], streams: int) -> None:
+    def push(self, token: int, shown: TokenLogprob | None, ends: frozenset[int], streams: int) -> None:
         """Adds a token.
 
         Args:
             token: the next of the answer.
-            logits: [vocab_size], from which it was drawn; None where no log probabilities are asked for.
+            shown: its log probabilities, where they are asked for.
             ends: the model's end tokens.
             streams: sequences that are decoded at present.
         """
+        now = time.monotonic()
         if self._first is None:
-            self._first = time.monotonic()
+            self._first = now
         self.drawn.append(token)
         if token in ends:
             self.finish = "stop"
         else:
             self._text += self._answer.push(token)
             self._count += 1
-            if self.request.logprobs is not None and logits is not None:
-                self._logprobs.append(logprob_of(logits, token, self.request.logprobs))
+            if shown is not None:
+                self._logprobs.append(shown)
             if self._answer.stopped:
                 self.finish = "stop"
             elif len(self.drawn) >= self.request.max_new_tokens:
                 self.finish = "length"
-        if self.finish is None and self.request.stream and time.monotonic() >= self._next_piece:
+        if self.finish is None and self.request.stream and now >= self._next_piece:
             self._deliver()
-            self._next_piece = time.monotonic() + pause(streams)
+            self._next_piece = now + pause(streams)
 
     def end(self, finish: str | None = None) -> None:
         """Delivers the last piece. `finish` is the reason, if the tokens give none."""

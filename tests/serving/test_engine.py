@@ -18,6 +18,7 @@ TOKENIZER = ByteTokenizer()
 def ahead(request, monkeypatch):
     """As on a CPU, and as on a GPU, which begins a step before the answers have the tokens of the last one."""
     monkeypatch.setattr("sympow.serving.engine.runs_ahead", lambda device: request.param)
+    return request.param
 
 
 def alone(model, prompt, new=12, **options) -> list[int]:
@@ -40,6 +41,24 @@ def test_a_seed_gives_the_tokens_of_generate(engine, model):
     results = ask(engine, *(Client(tokens(9, i), sampling=Sampling(**each)) for i, each in enumerate(options)))
     for i, (drawn, _, _) in enumerate(results):
         assert drawn == alone(model, tokens(9, i), **options[i])
+
+
+def test_short_prompts_that_wait_together_are_read_together(engine, model, ahead, monkeypatch):
+    """On a GPU. The longer ones end their prompts in steps, which draw nothing from their random numbers."""
+    lengths, step, shapes = (12, 9, 14, 11), LanguageModel.step, []
+
+    def noted(self, x, state):
+        shapes.append(tuple(x.shape))
+        return step(self, x, state)
+
+    monkeypatch.setattr(LanguageModel, "step", noted)
+    clients = [Client(tokens(n, n), sampling=Sampling(0.9, seed=n), logprobs=1) for n in lengths]
+    results = ask(engine, *clients)
+    read = {shape for shape in shapes if shape[1] > 1}
+    assert read == ({(4, 9)} if ahead else {(1, n) for n in lengths})
+    for n, (drawn, text, last) in zip(lengths, results, strict=True):
+        assert drawn == alone(model, tokens(n, n), temperature=0.9, seed=n) and text == TOKENIZER.decode(drawn)
+        assert (last.usage.prompt_tokens, last.usage.new_tokens, last.usage.cached_tokens) == (n, 12, 0)
 
 
 def test_without_streaming_there_is_one_piece(engine, model):
@@ -208,11 +227,12 @@ class TestPrefixes:
         assert again == alone(model, prompt) and last.usage.cached_tokens == 100
         assert longer == alone(model, torch.cat([prompt, tokens(10, 1)])) and behind.usage.cached_tokens == 100
 
-    def test_a_conversation_goes_on_behind_the_answer(self, engine, model):
+    def test_a_conversation_goes_on_behind_the_answer(self, engine, model, ahead):
+        """A step that was begun ahead has read the last token drawn, too."""
         (drawn, _, _), *_ = ask(engine, Client(tokens(40), 30))
         turn = torch.cat([tokens(40), torch.tensor(drawn), tokens(5, 1)])
         (more, _, last), *_ = ask(engine, Client(turn))
-        assert more == alone(model, turn) and last.usage.cached_tokens == 69  # the last token drawn was not read
+        assert more == alone(model, turn) and last.usage.cached_tokens == 69 + ahead
 
     def test_where_prompts_part_is_kept_once_the_second_came(self, engine, model):
         shared = tokens(80)
@@ -223,6 +243,17 @@ class TestPrefixes:
             assert drawn == alone(model, prompt)
             cached.append(last.usage.cached_tokens)
         assert cached == [0, 0, 64]
+
+    def test_prompts_read_together_are_kept_each(self, model):
+        engine = Engine(model, TOKENIZER, chunk=64, prefixes=PrefixCache(model, 1 << 26))
+        engine.start()
+        prompts = [tokens(length, length) for length in (40, 47, 43)]
+        ask(engine, *map(Client, prompts))
+        again = [torch.cat([prompt, tokens(3)]) for prompt in prompts]
+        results = ask(engine, *map(Client, again))
+        engine.close()
+        assert [drawn for drawn, _, _ in results] == [alone(model, prompt) for prompt in again]
+        assert [last.usage.cached_tokens for _, _, last in results] == [40, 47, 43]
 
     def test_the_folder_keeps_what_memory_drops(self, model, tmp_path):
         prompts = [tokens(100, seed) for seed in range(4)]
