@@ -97,7 +97,7 @@ def train(vocab_size: int, steps: int, learning_rate: float, test_examples: int)
 def _stand_in_for_torchvision() -> None:
     """Gives the one class that the published model imports from torchvision, which it uses with probability 0 alone."""
     try:
-        import torchvision.ops  # noqa: F401
+        import torchvision.ops
     except (ImportError, RuntimeError):  # missing, or made for another torch
         torchvision, ops = types.ModuleType("torchvision"), types.ModuleType("torchvision.ops")
         ops.StochasticDepth = _StochasticDepth  # type: ignore[attr-defined]
