@@ -17,12 +17,13 @@ from statistics import median
 from benchmarks.code_hash import PARTS, code_hash
 from benchmarks.mqar_tables import convolutions_table, equal_state_table, seeds_table, widths_table
 from benchmarks.prose import wrapped
+from benchmarks.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/speed.md", "results/training.md",
-         "serving.md")  # fmt: skip
+         "serving.md", "transformers.md")  # fmt: skip
 MISSING = "Not measured yet."
 PAGES = [ROOT / "docs" / name for name in NAMES]
 
@@ -199,57 +200,17 @@ def long_row_table(result: dict) -> str:
     return "\n".join([*lines, "", f"{run}; {end}; {about}."])
 
 
-def serving_table(rows: list[dict]) -> str:
-    """A row a measurement."""
-    found: dict[str, list[dict]] = {}
+def hf_generate_table(rows: list[dict]) -> str:
+    """A row a dtype and batch: the rate in transformers, and its share of that of sympow."""
+    lines = ["| dtype | rows | tokens/s in transformers | of `sympow generate` | its loop with an empty model |"]
+    lines.append("|---|---:|---:|---:|---:|")
     for row in rows:
-        found.setdefault(row["measure"], []).append(row)
-    streams, (idle, behind) = found["throughput"], found["first token"]
-    (hostile,), (left,), prefix = found["hostile"], found["vanishing"], found["prefix"]
-    lines = []
-    for row in streams:
-        times = row["tokens_per_second"] / streams[0]["tokens_per_second"]
-        share = row["tokens_per_second"] / row["tokens_per_second_generate"]
-        rate = f"{row['tokens_per_second']:,.0f} tokens/s, {times:.1f}x one stream"
-        equal = "equal to" if row["equal_to_alone"] else "DIFFERENT from"
-        name = f"{row['streams']} stream{'s' * (row['streams'] > 1)}"
-        lines.append(f"| {name} | {rate}, {share:.0%} of `generate`; answers {equal} those alone |")
-    wait, ratio = idle["seconds_to_first_token"], behind["seconds_to_first_token"] / idle["seconds_to_first_token"]
-    lines.append(f"| first token, idle server | {wait * 1e3:,.0f} ms, median of {idle['repeats']} |")
-    after = f"{behind['seconds_to_first_token'] * 1e3:,.0f} ms, {ratio:.1f}x"
-    lines.append(f"| first token while {behind['behind_tokens']:,} tokens of another prompt are read | {after} |")
-    for row in found["memory"]:
-        more, slots = (f"{row[name] / 1e6:,.1f} MB" for name in ("peak_extra_bytes", "bytes_of_all_slots"))
-        prompt = f"memory for a prompt of {row['prompt_tokens']:,} tokens"
-        lines.append(f"| {prompt} | {more} more than before, beside {slots} of slots |")
-    for row in prefix:
-        sooner = prefix[0]["seconds_to_first_token"] / row["seconds_to_first_token"]
-        kinds = {"new": "new", "memory": "again, from memory", "disk": "after a restart, from the disk"}
-        first = f"first token after {row['seconds_to_first_token'] * 1e3:,.0f} ms"
-        first += "" if row is prefix[0] else f", {sooner:,.0f}x sooner"
-        lines.append(f"| a prompt of {row['prompt_tokens']:,} tokens, {kinds[row['kind']]} | {first} |")
-    statuses = ", ".join(f"{number} with {status}" for status, number in hostile["statuses"].items())
-    kept = "unchanged" if hostile["other_answers_equal"] else "CHANGED"
-    lines.append(f"| {hostile['requests']:,} hostile requests | answered {statuses}; the answer beside them {kept} |")
-    return _serving_lines([*lines, _load_line(left)], rows[0])
-
-
-def load_table(rows: list[dict]) -> str:
-    """The clients that vanish alone."""
-    (left,) = (row for row in rows if row["measure"] == "vanishing")
-    return _serving_lines([_load_line(left)], left)
-
-
-def _load_line(left: dict) -> str:
-    load = f"{left['clients']} clients for {left['seconds']:.0f} s, {left['clients_that_left']:,} answers left early"
-    more = left["bytes_at_the_end"] / left["bytes_after_a_tenth"] - 1
-    rest = f"{left['answers']:,} others, {left['answers_wrong_or_lost']} wrong or lost; memory {more:+.1%}"
-    return f"| {load} | {rest}; exit code {left['exit_code']} |"
-
-
-def _serving_lines(lines: list[str], row: dict) -> str:
-    about = f"Preset {row['model']!r}, float32; {row['processor']}; torch {row['torch']}, commit {row['commit']}."
-    return "\n".join(["| | |", "|---|---|", *lines, "", about])
+        rate, loop = row["tokens_per_second"], row["tokens_per_second_of_the_loop_alone"]
+        share = f"{rate / row['tokens_per_second_sympow']:.0%}" + ("" if row["equal"] else ", DIFFERENT tokens")
+        lines.append(f"| {row['dtype']} | {row['batch']} | {rate:,.0f} | {share} | {loop:,.0f} |")
+    first = rows[0]
+    about = f"{first['new_tokens']} greedy tokens behind 128, preset {first['model']!r}; {first['processor']}"
+    return "\n".join([*lines, "", f"{about}; torch {first['torch']}, commit {first['commit']}."])
 
 
 TABLES = {
@@ -274,7 +235,9 @@ TABLES = {
     "training_ranks_recipe_h200.json": ranks_table,
     "training_ranks_learning_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
+    "hf_generate_h200.json": hf_generate_table,
     "serving_cpu.json": serving_table,
+    "serving_h200.json": serving_table,
     "serving_load_cpu.json": load_table,
 }
 
