@@ -15,13 +15,14 @@ answers are compared with those to the same prompts alone. The file is written a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_ch
 
 SHORT = 128  # tokens of a short prompt
 COMPARED = 16  # answers
+MEASURES = ("throughput", "first-token", "memory", "hostile", "prefix", "vanishing")
 
 
 def untrained_run(folder: Path, config: ModelConfig) -> None:
@@ -65,38 +67,41 @@ def prompt_of(length: int, seed: int) -> str:
     return "".join(chr(rng.randrange(97, 123)) for _ in range(length))
 
 
-async def throughput(server: Server, run: Path, device: str, streams: list[int], new: int) -> list[dict]:
-    """Returns a row for each number of streams. Each rate is the best of three rounds."""
+async def throughput(
+    server: Server, run: Path, device: str, streams: list[int], new: int, rounds: int
+) -> AsyncIterator[dict]:
+    """Yields a row for each number of streams. Each rate is the best of the rounds.
+
+    The server's seconds are those from the first request to the last answer, prompts included. Those of `generate` are
+    given without its prompts, and with them as `whole`.
+    """
     most = max(streams)
     prompts = [prompt_of(SHORT + i, i) for i in range(most)]
-    alone = [(await server.stream(prompt, new)).text for prompt in prompts[:COMPARED]]
-    rates: dict[int, list[float]] = {count: [] for count in streams}
-    generated: dict[int, list[float]] = {count: [] for count in streams}
-    equal = dict.fromkeys(streams, True)
-    for _ in range(3):  # in turns, so that a machine that slows down does so for all rows
-        for count in streams:
+    alone = [(await server.stream(prompt, new)).text for prompt in prompts[: min(COMPARED, most)]]
+    for count in streams:
+        rates, generated, equal = [], [], True
+        for _ in range(rounds):  # in turns, so that a machine that slows down does so for both
             began = time.perf_counter()
             answers = await asyncio.gather(*(server.stream(prompt, new) for prompt in prompts[:count]))
-            rates[count].append(count * new / (time.perf_counter() - began))
-            equal[count] &= [each.text for each in answers[:COMPARED]] == alone[:count]
-            generated[count].append(_generated(run, device, count, new))
-    return [
-        {
+            rates.append(count * new / (time.perf_counter() - began))
+            equal &= [each.text for each in answers[:COMPARED]] == alone[:count]
+            generated.append(_generated(run, device, count, new))
+        yield {
             "measure": "throughput",
             "streams": count,
             "new_tokens": new,
-            "tokens_per_second": max(rates[count]),
-            "equal_to_alone": equal[count],
-            "tokens_per_second_generate": max(generated[count]),
+            "tokens_per_second": max(rates),
+            "equal_to_alone": equal,
+            "tokens_per_second_generate": max(decoding for decoding, _ in generated),
+            "tokens_per_second_generate_whole": max(whole for _, whole in generated),
         }
-        for count in streams
-    ]
 
 
-def _generated(run: Path, device: str, batch: int, new: int) -> float:
+def _generated(run: Path, device: str, batch: int, new: int) -> tuple[float, float]:
     model = _loaded(run, device)
     prompt = torch.tensor([list(prompt_of(SHORT, i).encode()) for i in range(batch)])
-    return generate(model, prompt, new, temperature=0).tokens_per_second
+    made = generate(model, prompt, new, temperature=0)
+    return made.tokens_per_second, batch * new / (made.prefill_seconds + made.decode_seconds)
 
 
 @lru_cache(maxsize=1)
@@ -106,24 +111,34 @@ def _loaded(run: Path, device: str) -> LanguageModel:
 
 async def first_token(server: Server, long: int, repeats: int = 9) -> list[dict]:
     """Returns a row for an idle server and a row for a server that reads a long prompt."""
+    seeds = itertools.count(10_000)
+    await _reading(server, long // 2, next(seeds), wait=True)  # kernels for its chunks are compiled
     rows = []
     for behind in (0, long):
-        other = asyncio.ensure_future(server.stream(prompt_of(behind, 999), 1)) if behind else None
-        while other is not None and not await server.gauge("sympow_reading"):
-            await asyncio.sleep(0.01)
-        times = []
-        for i in range(repeats):
-            times.append((await server.stream(prompt_of(SHORT, 1000 + behind + i), 2)).first or float("nan"))
+        times: list[float] = []
+        other = await _reading(server, behind, next(seeds)) if behind else None
+        while len(times) < repeats:
+            if other is not None and other.done():
+                other = await _reading(server, behind, next(seeds))
+            first = (await server.stream(prompt_of(SHORT, next(seeds)), 2)).first or float("nan")
+            if other is None or not other.done():  # else it was not behind the other to its end
+                times.append(first)
             await asyncio.sleep(0.05)
-        still = other is not None and not other.done()
         if other is not None:
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)
             await server.idle()
         middle = {"seconds_to_first_token": statistics.median(times), "most_seconds": max(times)}
-        row = {"measure": "first token", "behind_tokens": behind, "still_reading": still, "repeats": repeats}
-        rows.append(row | middle)
+        rows.append({"measure": "first token", "behind_tokens": behind, "repeats": repeats} | middle)
     return rows
+
+
+async def _reading(server: Server, length: int, seed: int, wait: bool = False) -> asyncio.Future[Streamed]:
+    """Sends a prompt; returns once it is being read, or is read (`wait`)."""
+    answer = asyncio.ensure_future(server.stream(prompt_of(length, seed), 1))
+    while not answer.done() and (wait or not await server.gauge("sympow_reading")):
+        await asyncio.sleep(0.01)
+    return answer
 
 
 async def prefix(server: Server, restarted: Callable[[], Server], length: int) -> list[dict]:
@@ -144,27 +159,22 @@ async def prefix(server: Server, restarted: Callable[[], Server], length: int) -
     return [each | {"equal": len(texts) == 1} for each in rows]
 
 
-async def memory(server: Server, lengths: list[int]) -> list[dict]:
-    """Returns a row for each length. A prompt of the same length is answered first, so that the allocator has grown.
+async def memory(server: Server, length: int) -> list[dict]:
+    """Returns a row: the bytes that the process held beyond those of before, at most, while it answered a prompt.
 
-    On a GPU also with the bytes that all processes hold there afterwards: what was needed at most, as PyTorch keeps it.
+    On a CPU a prompt of the same length is answered first, so that the allocator has grown. On a GPU the row also has
+    the bytes that the server's tensors held there at most since its start.
     """
-    rows = []
-    for length in lengths:
+    row: dict[str, Any] = {"measure": "memory", "prompt_tokens": length}
+    if server.device == "cpu":
         await server.stream(prompt_of(length, 1), 2)
-        before = server.memory()
-        server.forget_peak()
-        answer = await server.stream(prompt_of(length, 2), 2)
-        peak = server.memory("VmHWM") - before
-        row = {"measure": "memory", "prompt_tokens": length, "peak_extra_bytes": peak, "seconds": answer.seconds}
-        rows.append(row | ({"gpu_bytes": gpu_bytes()} if server.device == "cuda" else {}))
-    return [row | {"bytes_of_all_slots": int(await server.gauge("sympow_slots_bytes"))} for row in rows]
-
-
-def gpu_bytes() -> int:
-    """Returns the bytes of the GPU that are in use, by any process."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    before = server.memory()
+    server.forget_peak()
+    answer = await server.stream(prompt_of(length, 2), 2)
+    row |= {"peak_extra_bytes": server.memory("VmHWM") - before, "seconds": answer.seconds}
+    if server.device == "cuda":
+        row["gpu_bytes"] = int(await server.gauge("sympow_gpu_bytes"))
+    return [row | {"bytes_of_all_slots": int(await server.gauge("sympow_slots_bytes"))}]
 
 
 async def hostile(server: Server, count: int, new: int = 400) -> list[dict]:
@@ -265,15 +275,27 @@ async def measure(run: Path, chosen: Any, folder: Path) -> None:
         for row in new:
             print(json.dumps(row), flush=True)
 
-    with Server(run, chosen.device, *uncached) as server:
-        told(await throughput(server, run, chosen.device, chosen.streams, chosen.new_tokens))
-        told(await first_token(server, chosen.long))
-        told(await memory(server, chosen.lengths))
-        told(await hostile(server, chosen.hostile))
-    with Server(run, chosen.device, *cached) as server:
-        told(await prefix(server, lambda: Server(run, chosen.device, *cached), chosen.prefix))
-    with Server(run, chosen.device, *started) as server:
-        told(await vanishing(server, chosen.load_seconds, 2 * most))
+    chunk = ("--prefill-chunk", str(chosen.memory_chunk)) if chosen.memory_chunk else ()
+    if "throughput" in chosen.measures or "first-token" in chosen.measures:
+        with Server(run, chosen.device, *uncached) as server:
+            if "throughput" in chosen.measures:
+                streams, new = chosen.streams, chosen.new_tokens
+                async for row in throughput(server, run, chosen.device, streams, new, chosen.rounds):
+                    told([row])
+            if "first-token" in chosen.measures:
+                told(await first_token(server, chosen.long))
+    if "prefix" in chosen.measures:
+        with Server(run, chosen.device, *cached) as server:
+            told(await prefix(server, lambda: Server(run, chosen.device, *cached), chosen.prefix))
+    if "memory" in chosen.measures or "hostile" in chosen.measures:
+        with Server(run, chosen.device, *uncached, *chunk) as server:
+            for length in chosen.lengths if "memory" in chosen.measures else []:
+                told(await memory(server, length))
+            if "hostile" in chosen.measures:
+                told(await hostile(server, chosen.hostile))
+    if "vanishing" in chosen.measures:
+        with Server(run, chosen.device, *started) as server:
+            told(await vanishing(server, chosen.load_seconds, 2 * most))
 
 
 def main() -> None:
@@ -282,6 +304,9 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", help="shape of the model (default: tiny)")
     parser.add_argument("--vocab-size", type=int, default=256, help="of the model, at least 256 (default: 256)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="at a time (default: 1 4 16)")
+    parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES, help="(default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the throughput (default: 3)")
+    parser.add_argument("--memory-chunk", type=int, help="--prefill-chunk of the server for memory (default: its own)")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an answer (default: 128)")
     parser.add_argument("--long", type=int, default=100_000, help="prompt to be behind (default: 100,000)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 10_000, 100_000], help="prompts for memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from sympow.serving.engine import Engine
@@ -34,6 +35,7 @@ class Metrics:
             "slots_bytes": ("Bytes of the states of all slots.", lambda: engine.nbytes),
             "prefix_cache_bytes": ("Bytes of states of prefixes.", lambda: engine.prefixes.nbytes),
             "prefix_cache_entries": ("States of prefixes.", lambda: len(engine.prefixes)),
+            "gpu_bytes": ("Bytes of tensors on the GPU, at most since the start.", torch.cuda.max_memory_allocated),
         }
         for name, (what, value) in loads.items():
             Gauge(f"sympow_{name}", what, registry=registry).set_function(value)
