@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+COMMENT = re.compile(r"<!--.*?-->", re.S)  # at the beginning of a line it would end the paragraph
 PICTURES = "pictures"
 
 
@@ -50,7 +51,7 @@ def notebook_page(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrites links of a page that lead out of docs/."""
+    """Takes the comments out of a page and rewrites its links that lead out of docs/."""
     folder = (DOCS / page.file.src_uri).parent
 
     def rewritten(match: re.Match[str]) -> str:
@@ -66,4 +67,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = (folder / target).resolve().relative_to(DOCS.parent)
         return f"{text} (`{path}`)"
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(rewritten, COMMENT.sub("", markdown))

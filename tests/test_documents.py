@@ -1,10 +1,12 @@
 """What README and docs say can be done: links lead somewhere, and the README's Python runs."""
 
+import ast
 import importlib
 import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from sympow.cli import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,7 +73,7 @@ def names_of_pages() -> dict[str, object]:
 
 # Not here: Python that needs transformers (the README's runs where it is installed), finished runs, or a server.
 RUNNING = [
-    ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/command-line.md", ...),
+    ("docs/index.md", ...), ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/command-line.md", ...),
     ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
 ]  # fmt: skip
 
@@ -82,6 +86,29 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, only, tmp_path, monkeypa
         exec(compile(block, page, "exec"), names)
     for made in ("run", "sweep"):
         assert made not in names or names[made]()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_of_a_page_names_what_there_is(page):
+    """Also in blocks that cannot run here."""
+    for node in (node for block in python_of(page) for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("sympow"):
+            if "transformers" in node.module:
+                pytest.importorskip("transformers", reason="needs transformers")
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_these_options(page):
+    """Every command of sympow in a block of code, also of those that need a finished run."""
+    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True) if re.match(r"\s*(\$ )?(sympow|python -m) ", line) else []
+        if words[:1] == ["sympow"] and set(words) != {"sympow"}:
+            parse([word for word in words[1:] if word != "..."])
+        elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks"):
+            assert importlib.util.find_spec(words[2]) is not None, line
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -136,6 +163,12 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_of_prose_have_at_most_100_characters(page):
     assert [number for number, line in prose(page.read_text("utf-8")) if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_in_a_paragraph_begins_with_a_comment(page):
+    """Markdown would end the paragraph there."""
+    assert re.findall(r"^<!--.*?-->(?=[^\n<]).*", page.read_text("utf-8"), re.M) == []
 
 
 def test_prose_is_told_from_code_and_tables():

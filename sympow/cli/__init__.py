@@ -12,12 +12,12 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
+    """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
 
     A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
     """
     try:
-        options = _parse(arguments)
+        options = parse(arguments)
         from sympow.cli import commands
 
         code = getattr(commands, options.command.replace("-", "_"))(options)
@@ -368,8 +368,12 @@ def _path(text: str) -> str:
     return text
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parsed options. Words after an option count as words before it, which argparse alone would refuse."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options that the words of a command line say; None: those of this process.
+
+    Words after an option count as words before it, which argparse alone would refuse. Raises SystemExit for words that
+    are no command, after one line on stderr.
+    """
     top = parser()
     options, more = top.parse_known_args(arguments)
     lists = {"train": "overrides", "distill": "overrides", "evaluate": "runs", "ar-hits": "runs",

@@ -75,8 +75,9 @@ def power_attention(
         PowerOutput(out, state): out [B, T, H, V] in the dtype of v; state a PowerState, or None unless return_state.
 
     Raises:
-        TypeError: wrong types or dtypes. ValueError: anything else that does not fit, in one line; on a CPU also sums
-            that leave the range. On a GPU these come out as inf, NaN or 0.
+        TypeError: wrong types or dtypes.
+        ValueError: anything else that does not fit, in one line; on a CPU also sums that leave the range. On a GPU
+            these come out as inf, NaN or 0.
 
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).

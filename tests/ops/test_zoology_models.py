@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sympow.layers import MIXERS
-from sympow.ops.model_cost import (
+from tests.ops.zoology_models import (
     LENGTH,
     PARAMETERS,
     VOCABULARY,
