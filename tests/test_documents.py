@@ -150,6 +150,12 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert (tmp_path / "site" / "api" / "ops" / "index.html").is_file()
 
 
+def test_asterisks_of_a_docstring_stay_on_the_site():
+    pytest.importorskip("griffe", reason="needs griffe")
+    plain = load_script("docs_docstrings").plain
+    assert plain("x**p and `x**p`\n    **heads: of H**2 values") == "x\\*\\*p and `x**p`\n    **heads: of H**2 values"
+
+
 def prose(text: str) -> Iterator[tuple[int, str]]:
     """Numbers and texts of the lines that are neither code nor rows of tables, pictures or comments."""
     code = False
