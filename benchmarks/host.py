@@ -44,7 +44,7 @@ CASES = {
     "cuda": [_gpu(256), _gpu(1024), _gpu(4096), _gpu(1024, 8), _gpu(4096, 8)],
 }
 LAYER_CASES = {"cpu": CASES["cpu"], "cuda": [_gpu(1024), _gpu(4096, 8)]}
-CALLS = 20  # behind each other in a turn: few enough that the queue of the GPU takes them all
+CALLS = 20  # timed together, one after the other: few enough that the queue of the GPU takes them all
 ROUNDS = 15
 # Of a layer's output and of the gradient of its input: a few roundings of the dtype, one behind the other.
 ROUNDINGS = 8
@@ -55,7 +55,7 @@ def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tup
     """Returns of each call the median of the time until it returns, and of that until its work is done."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def turn(call: Callable[[], object]) -> tuple[float, float]:
+    def timed(call: Callable[[], object]) -> tuple[float, float]:
         wait()
         start = time.perf_counter()
         for _ in range(CALLS):
@@ -65,12 +65,12 @@ def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tup
         return (launched - start) / CALLS * 1e6, (time.perf_counter() - start) / CALLS * 1e6
 
     for call in calls:
-        turn(call)
+        timed(call)
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
     order = random.Random(0)
     for _ in range(ROUNDS):
         for i in order.sample(range(len(calls)), len(calls)):
-            times[i].append(turn(calls[i]))
+            times[i].append(timed(calls[i]))
     return [(statistics.median(us for us, _ in kept), statistics.median(wall for _, wall in kept)) for kept in times]
 
 

@@ -23,7 +23,7 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
 
     Args:
         x: [N, ...], floating-point.
-        log_decay: [N], the natural logarithm of what this rank leaves of what comes in; None: all of it.
+        log_decay: [N], the natural logarithm of the decay over all tokens of this rank; None: no decay.
         group: the ranks that share a row.
         reverse: the sum over all later ranks instead.
 

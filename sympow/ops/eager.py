@@ -3,7 +3,7 @@
 A chunk attends to itself through its scores and to everything before through the state. phi is never formed for more
 than a chunk and a tile of the state's rows, and no state is kept for the backward: it walks the chunks twice, forwards
 with the state (for dq) and backwards with the state's gradient (for dk, dv), and recomputes both. One chunk that covers
-the sequence is the quadratic form; phi is then formed only if a state comes in or goes out.
+the sequence is the quadratic form; phi is then formed only for an incoming state, or one to return.
 
 Inside, the state is kept as sums of plain monomials x_i1 ... x_ip, time runs along the last axis of features, and the
 normalizer is one more value column. The multinomial weights of (M7) multiply the state, once a chunk.
@@ -95,7 +95,7 @@ def step(
 def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool = False) -> int:
     """Returns the chunk size whose estimated forward time is the least: a power of two, or T for the quadratic form.
 
-    has_state: a state comes in or goes out, so that even a single chunk meets one.
+    has_state: there is an incoming state, or one to return, so that even a single chunk computes with a state.
     """
     (batch, time, groups, key_dim), value_dim = k.shape, v.shape[3]
     rows = q.shape[2] // groups
@@ -105,7 +105,7 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
         chunks = -(-time // chunk)
         flops: float = power_flops(time, key_dim, value_dim, p, chunk, heads=rows)
         flops += _SCORE_FLOPS * rows * time * (chunk + SCORE_ROWS) / 2
-        # Chunk 0 reads no state and the last makes none, unless one comes in or goes out.
+        # Chunk 0 reads no state and the last makes none, unless there is an incoming state, or one to return.
         first, last = chunk, time - (chunks - 1) * chunk
         meetings = (rows + 1) * time - (0 if has_state else rows * first + last)
         flops += _FEATURE_FLOPS * dim * meetings

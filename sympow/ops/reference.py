@@ -2,7 +2,7 @@
 
 Each form takes q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], log_g [B, T, G] or None and the state before the first
 token, and returns the output [B, T, H, V] and the state after the last one. They agree to rounding for every input;
-gradients are autograd's. Everything is computed in the dtype that comes in, float64 included.
+gradients are autograd's. Everything is computed in the dtype of the inputs, float64 included.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Engine:
         tokenizer: of the model.
         slots: requests that are read or decoded at a time.
         queue: requests that may wait for a slot.
-        chunk: tokens of a prompt read in a turn.
+        chunk: tokens of a prompt that are read between two steps of decoding.
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
 

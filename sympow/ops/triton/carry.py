@@ -1,7 +1,8 @@
-"""A state that comes in before a rank's first token, carried to all its chunks; and the gradient of one, from its end.
+"""Adds the incoming state of a rank to the states of all its chunks; and likewise the gradient from the later ranks.
 
-States are linear in what comes in: one at the start of a chunk is that from no initial state, plus what came in times
-the decay from the row's start to there. So those that are formed before it is known need no second pass.
+States are linear in the incoming state: the one at the start of a chunk is the one without an incoming state, plus the
+incoming state times the decay from the row's start to there. So states that were formed before the incoming state was
+known need no second pass.
 """
 
 from __future__ import annotations

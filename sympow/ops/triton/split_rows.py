@@ -1,8 +1,9 @@
 """The kernels on rows split over ranks: states are exchanged before the output pass, their gradients before the key
 pass.
 
-A rank forms its states once, from none, and sends its last one. What comes in from the ranks before is then added to
-them, times the decay up to each chunk (`carry.py`); with the gradients of the states likewise, from the ranks after.
+A rank forms its states once, without an incoming state, and sends the last one. The state that it receives from the
+ranks before is then added to them, times the decay up to each chunk (`carry.py`). The gradients of the states are
+exchanged likewise, with the ranks after.
 The message holds states as the kernels do, so all ranks of a group need GPUs of one kind. It is one buffer that the
 state pass writes to: S of all rows and kv heads, Z of them; and, not sent, the logarithms of their decays, if there is
 a gate.
@@ -63,7 +64,7 @@ class PowerInContext(torch.autograd.Function):
 def _exchange(
     message: Tensor, s: Tensor, z: Tensor, k: Tensor, group: dist.ProcessGroup, reverse: bool = False
 ) -> Tensor:
-    """S and Z that come in, as they lie in the message of this rank's own."""
+    """Returns the incoming S and Z, laid out as the message of this rank's own."""
     widths = [x.shape[2] * x.shape[3] for x in (s, z) if x.numel()]
     rows = k.shape[0] * k.shape[2]
     own, log_decay = message.split([rows * sum(widths), message.numel() - rows * sum(widths)])
@@ -95,7 +96,7 @@ def _own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tens
 
 
 def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
-    """S and Z, given those from none and what came in."""
+    """Returns S and Z, given those without an incoming state and the incoming ones."""
     came = _ends(call.plan, incoming)
     s, z = (carried(x, y, decays if call.plan.gated else None) for x, y in zip((s, z), came, strict=True))
     return s, z

@@ -56,7 +56,7 @@ def _band(
     """acc plus what the tiles START to STOP - 1 give: prefixes from PREFIX on, ROWS rows each, base times each.
 
     Each operand is formed in registers while the products before it run, and while they all run the copy of the tile
-    STAGES - 1 ahead is started. They are waited for within the turn: until then the tensor cores read the registers,
+    STAGES - 1 ahead is started. The iteration ends when they are done: until then the tensor cores read the registers,
     and nothing tells the compiler to keep them past its end.
     """
     COUNT: gl.constexpr = TILE // ROWS

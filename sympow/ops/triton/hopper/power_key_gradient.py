@@ -105,12 +105,12 @@ def key_pass(
     LEVELS: gl.constexpr,  # of each, groups and width
     TILE: gl.constexpr,  # rows of a step of the values' gradient
     GROUP: gl.constexpr,  # k of a step of the keys' gradient
-    PER: gl.constexpr,  # such steps of a turn of its loop
+    PER: gl.constexpr,  # such steps in an iteration of its loop
     R: gl.constexpr,  # H / G
     BLOCK: gl.constexpr,  # keys of a program
     QUERIES: gl.constexpr,  # of a step within the chunk
     CHUNK: gl.constexpr,  # a multiple of BLOCK
-    STAGES: gl.constexpr,  # turns whose tiles of the state are in shared memory
+    STAGES: gl.constexpr,  # iterations whose tiles of the state are in shared memory
     GATED: gl.constexpr,
     FINAL: gl.constexpr,  # whether the gradient of the state after the last chunk is not zero
     PACKED: gl.constexpr,

@@ -43,7 +43,7 @@ def steps_before(block, P: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _tile_rows(rows, turn, TURNS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr):
-    """Where the rows of a turn's tiles are in the state; past the last turn, of that."""
+    """Returns where the rows of an iteration's tiles are in the state; past the last one, those of the last one."""
     r = gl.arange(0, TILE, gl.SliceLayout(1, tile_layout(V, WARPS)))
     return gl.load(rows + gl.minimum(turn, TURNS - 1) * TILE + r)
 
@@ -78,8 +78,8 @@ def through_state(
     SKIP: gl.constexpr,
     BLOCK: gl.constexpr,
     GROUP: gl.constexpr,  # consecutive k of a step
-    PER: gl.constexpr,  # steps of a turn of the loop
-    STAGES: gl.constexpr,  # turns whose tiles are in shared memory
+    PER: gl.constexpr,  # steps in an iteration of the loop
+    STAGES: gl.constexpr,  # iterations whose tiles are in shared memory
     layout: gl.constexpr,  # of the result
     WARPS: gl.constexpr,
 ):
@@ -102,13 +102,13 @@ def through_state(
     second = gl.load(entries + (PER - 1))
     for block in range((K - SKIP) // GROUP):
         wide = gl.zeros([BLOCK, WIDE], gl.float32, mma)
-        # Both ends of the turns come from `block`: where a count went from block to block instead, Triton 3.6 and 3.7
-        # took it for the constant that it began with (the pass `sccp`), and every block began at turn 0 again.
+        # Both bounds are computed from `block`. With a count that is carried from block to block, Triton 3.6 and 3.7
+        # take the count for its constant first value (the pass `sccp`), and every block begins at 0 again.
         for i in range(steps_before(block, P, GROUP) // PER, steps_before(block + 1, P, GROUP) // PER):
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             tile = tiles.index(i % STAGES)
-            # The second operand is formed while the first product runs. Both are waited for within the turn.
+            # The second operand is formed while the first product runs. The iteration ends when both are done.
             phi = y * _weighted(columns, first, P, left_layout)
             wide = warpgroup_mma(phi, tile.slice(0, WIDE, 0).permute([1, 0]), wide, is_async=True)
             if PER > 1:
@@ -169,12 +169,12 @@ def query_pass(
     SKIP: gl.constexpr,  # channels in front that are zero (`levels.Levels`)
     ROWS: gl.constexpr,  # of a state
     GROUP: gl.constexpr,  # k of a step
-    PER: gl.constexpr,  # steps of a turn of its loop
+    PER: gl.constexpr,  # steps in an iteration of its loop
     R: gl.constexpr,  # H / G
     BLOCK: gl.constexpr,  # queries of a program
     KEYS: gl.constexpr,  # of a step within the chunk
     CHUNK: gl.constexpr,  # a multiple of BLOCK
-    STAGES: gl.constexpr,  # turns whose tiles of the state are in shared memory
+    STAGES: gl.constexpr,  # iterations whose tiles of the state are in shared memory
     GATED: gl.constexpr,
     INIT: gl.constexpr,  # whether the state before the first chunk is not zero
     PACKED: gl.constexpr,

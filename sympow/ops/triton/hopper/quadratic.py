@@ -212,7 +212,7 @@ def query_pass(
 
 @gluon.jit
 def _step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
-    """`query_step`, whose divisions count in so short a turn: a group of one head needs none."""
+    """Returns `query_step`. A group of one head needs no division, which would slow down so short an iteration."""
     if R == 1:
         return first * 0, first + gl.where(it < after, BLOCK + it * QUERIES, (it - after) * QUERIES)
     else:

@@ -104,7 +104,7 @@ def _await_tile(tiles, i, STAGES: gl.constexpr):
 def _copy_ahead(
     tiles, state, i, STEPS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr
 ):
-    """Starts the copy of the tile that is used STAGES - 1 turns after turn i."""
+    """Starts the copy of the tile that is used STAGES - 1 iterations after iteration i."""
     ahead = i + (STAGES - 1)
     left = gl.where(ahead < STEPS, TILE, 0)
     copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
