@@ -84,9 +84,8 @@ def _stages(rows: list[Row]) -> Iterator[str]:
     yield "| model | stage | steps | tokens | seconds | loss | teacher | gap |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     names = {1: "layers", 2: "predictions", 3: "text"}
-    last = {(row["run"], row["stage"]): row for row in rows}  # the last evaluation of every stage
-    for (run, stage), row in last.items():
-        cells = [run, names[stage], f"{row['step']:,}", f"{row['tokens']:,}", f"{row['seconds']:,.0f}"]
+    for row in rows:
+        cells = [row["run"], names[row["stage"]], f"{row['step']:,}", f"{row['tokens']:,}", f"{row['seconds']:,.0f}"]
         cells += [f"{row['held_out_loss']:.4f}", f"{row['teacher_loss']:.4f}", f"{row['gap']:+.4f}"]
         yield f"| {' | '.join(cells)} |"
 
@@ -126,6 +125,13 @@ def _decoding(rows: list[Row]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def _harness(rows: list[Row]) -> Iterator[str]:
+    yield "| model | task | samples | metric | value |"
+    yield "|---|---|---:|---|---:|"
+    for row in rows:
+        yield f"| {row['run']} | {row['task']} | {row['samples']} | {row['metric']} | {row['value']:.4g} |"
+
+
 def _layers(text: str) -> str:
     names = text.split(",")
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
@@ -145,7 +151,7 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "loss",
         _gaps,
     ),
-    ("After each stage", "The held-out loss of the trainer at the end of each stage.", "stage", _stages),
+    ("While they learn", "The held-out loss of the trainer, by tokens read.", "stage", _stages),
     ("Passkeys", "Keys of five digits at evenly spread depths, told by greedy decoding.", "passkey", _passkeys),
     (
         "Loss by position",
@@ -165,5 +171,16 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "```",
         "decoding",
         _decoding,
+    ),
+    (
+        "In lm-evaluation-harness",
+        "Scores of exported models by lm-evaluation-harness, on tasks in `benchmarks/harness_tasks`: the pages\n"
+        "in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n\n"
+        "```\n"
+        "sympow export teacher --out hf/teacher\n"
+        "python -m benchmarks.harness hf/teacher --limit 5 --json benchmarks/results/conversion/harness.json\n"
+        "```",
+        "harness",
+        _harness,
     ),
 ]

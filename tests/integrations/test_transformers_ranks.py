@@ -1,4 +1,4 @@
-"""`Trainer` and Accelerate on two processes: losses fall, ranks stay equal, and a resumed run ends as a whole one."""
+"""`Trainer` and Accelerate on two processes: the loss falls, ranks stay equal, and resumed runs end as whole ones."""
 
 import json
 import os
