@@ -66,7 +66,7 @@ class Slots:
         # The slot of every row in the pools of decoding states: first of those in use, then of those that are free.
         self._slots = torch.arange(capacity, dtype=torch.int32, device=self._position.device)
         self._held = _slotted(model.init_state(capacity), self._position)
-        self._view = self._held
+        self._view: ModelState | None = None  # of the rows in use, made when it is needed
         self._graphs = StepGraphs(capacity, self._advance) if self._position.is_cuda and self.as_one_batch else None
 
     @classmethod
@@ -163,7 +163,11 @@ class Slots:
         The next step may overwrite the logits.
         """
         graphs = self._graphs
-        logits = self._advance(tokens, self._view) if graphs is None else graphs.step(tokens, self._rows)
+        if graphs is not None:
+            logits = graphs.step(tokens, self._rows)
+        else:
+            self._view = self._rows(self.count) if self._view is None else self._view
+            logits = self._advance(tokens, self._view)
         self._lengths[: self.count] = [length + 1 for length in self._lengths[: self.count]]
         return logits
 
@@ -213,7 +217,7 @@ class Slots:
 
     def _set_count(self, count: int) -> None:
         self.count = count
-        self._view = self._rows(count)
+        self._view = None
 
 
 def _slotted(state: Any, position: Tensor) -> Any:

@@ -314,7 +314,8 @@ class Engine:
         """
         known = logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
         ready = [None if each.left else each for each in sequences]
-        drawn = draw(known, [each and each.draws for each in ready], [each and each.request.logprobs for each in ready])
+        how = [None if each is None else each.draws for each in ready]
+        drawn = draw(known, how, [None if each is None else each.request.logprobs for each in ready])
         following = drawn.next
         if None in ready:
             given = torch.tensor([int(each.request.tokens[each.read]) if each.left else -1 for each in sequences])

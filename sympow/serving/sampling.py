@@ -99,7 +99,7 @@ def begun(device: torch.device) -> Callable[[], None]:
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event.synchronize
 
 
