@@ -124,7 +124,7 @@ class Engine:
         return self._thread.is_alive() and self._closing_at is None
 
     def start(self) -> None:
-        """Prepares the steps (on a GPU this takes seconds), and starts the engine's thread."""
+        """Starts the engine's thread. On a GPU its graphs and kernels are made first, which takes seconds."""
         self._slots.prepare()
         if self._device.type == "cuda":
             with torch.no_grad():  # kernels are compiled before the first request comes
