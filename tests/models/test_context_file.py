@@ -1,16 +1,12 @@
 """Context files: continuing from one is as if the model had never stopped; what is not one is refused."""
 
 import json
-import multiprocessing
-import random
-import signal
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.context_damage import READ, corruptions, kill_writers, small_model, spoil
 from sympow.layers import power
 from sympow.models import (
     Context,
@@ -236,34 +232,9 @@ def test_another_model_is_refused(tmp_path):
         load_context(tmp_path / "x.ctx", built)
 
 
-def corruptions(whole: bytes) -> dict[str, bytes]:
-    """Fifty ways to spoil a file."""
-    draw = random.Random(0)
-    header = 8 + int.from_bytes(whole[:8], "little")
-    spoilt = {"empty": b"", "text": b"a text\n" * 100, "zeros": bytes(len(whole)), "longer": whole + b"\0"}
-    for cut in (1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1):
-        spoilt[f"cut at {cut}"] = whole[:cut]
-    for i in range(4):
-        spoilt[f"cut {i}"] = whole[: draw.randrange(header, len(whole))]
-    for i in range(12):
-        at, bit = draw.randrange(header), 1 << draw.randrange(8)
-        spoilt[f"header bit {i}"] = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
-    for i in range(14):
-        at, bit = draw.randrange(header, len(whole)), 1 << draw.randrange(8)
-        spoilt[f"data bit {i}"] = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
-    for i in range(4):
-        at = draw.randrange(header, len(whole) - 512)
-        spoilt[f"hole {i}"] = whole[:at] + bytes(512) + whole[at + 512 :]
-    spoilt["swapped halves"] = whole[len(whole) // 2 :] + whole[: len(whole) // 2]
-    spoilt["tokens"] = whole.replace(b"00000000000000000043", b"00000000000000000042", 1)
-    spoilt["two rows of bytes"] = whole[:-8] + whole[-4:] + whole[-8:-4]
-    spoilt["long header"] = (1 << 40).to_bytes(8, "little") + whole[8:]
-    return spoilt
-
-
 def test_fifty_spoilt_files_are_refused(tmp_path):
     built, file = model(), tmp_path / "x.ctx"
-    save_context(file, built, Context.begin(built).read(built, tokens()))
+    save_context(file, built, Context.begin(built).read(built, tokens(READ)))
     whole = file.read_bytes()
     spoilt = corruptions(whole)
     assert len(spoilt) == 50 and whole not in spoilt.values()
@@ -274,6 +245,7 @@ def test_fifty_spoilt_files_are_refused(tmp_path):
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     file.write_bytes(whole)
     load_context(file, built)
+    assert spoil(file)["refused"] == 50
 
 
 def test_other_files_are_refused(tmp_path):
@@ -307,38 +279,10 @@ def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):
         save_context(tmp_path / "x.ctx", built, Context.begin(built))
 
 
-def write_for_ever(path: str) -> None:
-    """Writes contexts of 10 and of 20 tokens in turns."""
-    torch.set_num_threads(1)
-    built = model()
-    contexts = [Context.begin(built).read(built, tokens(count)) for count in (10, 20)]
-    while True:
-        for context in contexts:
-            save_context(path, built, context)
-
-
-def kill_writers(path: Path, kills: int) -> set[int]:
-    """Kills writers at any moment of a write; returns the tokens of the files they left, all of them whole."""
-    forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload(["torch", "sympow.models", "safetensors.torch"])
-    built, draw, left = model(), random.Random(0), set()
-    for _ in range(kills):
-        before = path.stat().st_mtime_ns if path.exists() else 0
-        writer = forked.Process(target=write_for_ever, args=(str(path),))
-        writer.start()
-        while writer.is_alive() and (not path.exists() or path.stat().st_mtime_ns == before):
-            time.sleep(0.001)
-        time.sleep(draw.random() * 0.02)
-        writer.kill()
-        writer.join()
-        assert writer.exitcode == -signal.SIGKILL
-        left.add(load_context(path, built).tokens)
-    return left
-
-
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
-    assert kill_writers(tmp_path / "x.ctx", 20) == {10, 20}
-    built = model()
+    row = kill_writers(tmp_path / "x.ctx", 20)
+    assert row["whole_files"] == row["kills"] == 20 and len(row["files_by_tokens_read"]) == 2
+    built = small_model()
     save_context(tmp_path / "x.ctx", built, Context.begin(built))
     assert [file.name for file in tmp_path.iterdir()] == ["x.ctx"]  # what killed writers left is gone
 
