@@ -118,6 +118,15 @@ def speculation_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
 
 
+def damage_table(rows: list[dict]) -> str:
+    """What became of the files."""
+    killed, spoilt = rows
+    lines = ["| | files | |", "|---|---:|---|"]
+    lines.append(f"| the writer was killed | {killed['kills']} | {killed['whole_files']} held a whole context |")
+    lines.append(f"| spoilt | {spoilt['files']} | {spoilt['refused']} were refused in one line |")
+    return "\n".join([*lines, "", f"{killed['processor']}; torch {killed['torch']}, commit {killed['commit']}."])
+
+
 def restore_table(rows: list[dict]) -> str:
     """Returns a row for each number of tokens read."""
     lines = ["| tokens read | reading, s | file, bytes | restoring, ms | same continuation |"]
@@ -222,6 +231,7 @@ TABLES = {
     "decoding_models_h200.json": decoding_table,
     "speculation_cpu.json": speculation_table,
     "context_restore_cpu.json": restore_table,
+    "context_damage_cpu.json": damage_table,
     "chunks_h200.json": chunks_table,
     "chunks_no_gate_h200.json": chunks_table,
     "mqar_hybrids_h200.csv": seeds_table,
