@@ -281,7 +281,7 @@ def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path):
 
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
     row = kill_writers(tmp_path / "x.ctx", 20)
-    assert row["whole_files"] == row["kills"] == 20 and len(row["files_by_tokens_read"]) == 2
+    assert row["whole_files"] == row["kills"] == 20
     built = small_model()
     save_context(tmp_path / "x.ctx", built, Context.begin(built))
     assert [file.name for file in tmp_path.iterdir()] == ["x.ctx"]  # what killed writers left is gone
