@@ -73,14 +73,14 @@ class DepthwiseConvolution(nn.Module):
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs."""
         time, kept = x.shape[1], past.shape[1]
         seen = torch.cat([past.to(x.dtype), x], dim=1)
-        on_gpu = has_kernels(x.device, x.dtype)
-        if time <= _FEW and not on_gpu and not torch.is_autocast_enabled(x.device.type):
+        if time <= _FEW and not torch.is_autocast_enabled(x.device.type):
             # Sums of k rows: calling a convolution takes longer than computing it.
             y = ((seen.unfold(1, self.width, 1) * self.weight).sum(-1) + self._offset()).to(x.dtype)
         else:
             y = short_convolution(seen, self.weight, self._offset())[:, kept:]
         # A view would hold all inputs. On a GPU a copy of few inputs would be one kernel more in every step.
-        return y, seen[:, time:].to(past.dtype, copy=time > kept or not on_gpu)
+        copied = time > kept or not has_kernels(x.device, x.dtype)
+        return y, seen[:, time:].to(past.dtype, copy=copied)
 
     def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
         """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""

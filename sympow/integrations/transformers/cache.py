@@ -19,7 +19,6 @@ from sympow.models.context_file import NO_TOKENS
 from sympow.models.slots import Slots, Steps
 
 Value = TypeVar("Value")
-_BEFORE_GRAPHS = 1  # single tokens read before graphs are made, which takes as long as some steps
 
 
 class SympowCacheLayer(CacheLayerMixin):
@@ -97,7 +96,7 @@ class SympowCache(Cache):
 
     As with all caches of transformers, a forward changes the cache that it is given.
 
-    On a GPU, a run of single tokens without padding goes through CUDA graphs (`stepped`). The states stand in
+    On a GPU, single tokens without padding go through CUDA graphs (`stepped`). The states stand in
     the slots of these graphs then, until somebody asks for them.
 
     Args:
@@ -114,7 +113,6 @@ class SympowCache(Cache):
         self.groups: list[list[int]] = []
         self.columns = 0
         self.before = (0, NO_TOKENS)
-        self._singles = 0  # forwards of a single token since the last longer one
         self._padded = False  # whether a row has left out a token
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
@@ -127,7 +125,7 @@ class SympowCache(Cache):
         return copy
 
     def stepped(self, tokens: Tensor, steps: Steps) -> Tensor | None:
-        """Reads one more token in every row by a CUDA graph, where that is possible and worth it.
+        """Reads one more token in every row by a CUDA graph, where that is possible.
 
         Args:
             tokens: int64 [B, 1].
@@ -137,7 +135,7 @@ class SympowCache(Cache):
         """
         if self._slots is None:
             whole = self.groups == [list(range(tokens.shape[0]))] and not self._padded
-            if self._singles < _BEFORE_GRAPHS or not whole:
+            if not whole:
                 return None
             state = ModelState(cast(list[MixerState], self.states(0)))
             self._slots = Slots.with_graphs(steps, state, self.before[0] + self.columns)
@@ -153,7 +151,7 @@ class SympowCache(Cache):
         """Takes the states out of the slots of CUDA graphs, if they stand there."""
         if self._slots is None:
             return
-        slots, self._slots, self._singles = self._slots, None, 0
+        slots, self._slots = self._slots, None
         for layer, state in zip(self.layers, slots.equal().clone().layers, strict=True):
             layer.states = [state]
 
@@ -206,7 +204,6 @@ class SympowCache(Cache):
     def fill(self, parts: Sequence[Part], time: int) -> None:
         """Takes the groups and states after a forward of `time` columns."""
         self.columns += time
-        self._singles = self._singles + 1 if time == 1 else 0
         if len(parts) > 1:
             parts = _joined(parts)
         self.groups = [rows for rows, _ in parts]
@@ -246,7 +243,7 @@ class SympowCache(Cache):
 
     def reset(self) -> None:
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
-        self._slots, self._singles, self._padded = None, 0, False
+        self._slots, self._padded = None, False
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 
