@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sympow.ops import PowerState, Rotation, power_attention, rotary_frequencies, rotate_alike
 from sympow.ops.feature_map import spow
@@ -116,3 +117,19 @@ def test_what_does_not_fit_is_refused(change, says):
     rotation = Rotation(torch.zeros(B, T, dtype=torch.float64), rotary_frequencies(K))._replace(**change)
     with pytest.raises((TypeError, ValueError), match=says):
         power_attention(q, k, v, rotation=rotation)
+
+
+class Following(TorchDispatchMode):
+    """Changes nothing. Where such a mode is on, calls go through registered operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_by_the_registered_operator():
+    pytest.importorskip("triton", reason="needs triton")
+    tensors = [x[:1, :20] for x in inputs(torch.float32, groups=1)]
+    expected, *_ = gradient(*tensors, True, impl="triton", chunk_size=16)
+    with Following():
+        found, *_ = gradient(*tensors, True, impl="triton", chunk_size=16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
