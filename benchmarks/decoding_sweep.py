@@ -22,23 +22,24 @@ from sympow.ops.triton.config import DecodingLimits
 
 COMPILERS = 8  # processes
 COPIED = 1 << 30  # bytes
-# Elements of a tile of the state, programs a multiprocessor, elements of a tile of the tail, warps, registers.
+# Elements of a tile of the state, programs a multiprocessor, elements of a tile of the tail, warps, registers,
+# stages.
 CANDIDATES = {
     "few": [
-        (4096, 4, 2048, 4, 128),
-        (4096, 2, 2048, 4, 168),
-        (4096, 8, 2048, 4, 128),
-        (8192, 2, 2048, 8, 128),
-        (2048, 8, 2048, 2, 128),
-        (4096, 4, 2048, 2, 168),
+        (4096, 4, 2048, 2, 168, 1),
+        (4096, 4, 2048, 2, 168, 3),
+        (4096, 4, 2048, 2, 168, 4),
+        (4096, 3, 2048, 2, 168, 3),
+        (4096, 2, 2048, 2, 168, 3),
+        (4096, 2, 2048, 2, 168, 4),
+        (4096, 2, 2048, 4, 128, 4),
     ],
     "many": [
-        (4096, 16, 2048, 4, 128),
-        (4096, 32, 2048, 4, 128),
-        (4096, 8, 2048, 4, 128),
-        (8192, 16, 2048, 8, 128),
-        (2048, 32, 2048, 2, 128),
-        (4096, 32, 2048, 2, 168),
+        (4096, 32, 2048, 2, 168, 1),
+        (4096, 32, 2048, 2, 168, 3),
+        (4096, 32, 2048, 2, 168, 4),
+        (4096, 12, 2048, 2, 168, 3),
+        (4096, 12, 2048, 4, 128, 3),
     ],
 }
 
@@ -98,7 +99,7 @@ def main() -> None:
         for row in measure(step):
             rows.append(row | measured("cuda"))
             shape = f"B {row['B']} H {row['H']} G {row['G']} K {row['K']} {row['state_dtype']}"
-            limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "registers"))
+            limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "registers", "stages"))
             print(f"{shape}: {limits}: {row['us']:.1f} us, {row['share_of_copy']:.0%} of a copy", flush=True)
         write(arguments.json, rows)
 

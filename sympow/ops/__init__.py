@@ -2,13 +2,14 @@
 
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.power import power_attention, power_attention_step, prefers_tail
-from sympow.ops.rotary import rotary_frequencies, rotary_positions, rotate, rotate_alike, rotate_heads
+from sympow.ops.rotary import Rotation, rotary_frequencies, rotary_positions, rotate, rotate_alike, rotate_heads
 from sympow.ops.types import PowerOutput, PowerState
 
 __all__ = [
     "DecodingState",
     "PowerOutput",
     "PowerState",
+    "Rotation",
     "power_attention",
     "power_attention_step",
     "prefers_tail",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.rotary import Rotation
 from sympow.ops.types import PowerState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -86,6 +87,28 @@ def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor,
         raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.s.device}")
     if isinstance(state, DecodingState) and torch.promote_types(state.dtype, k.dtype) != state.dtype:
         raise TypeError(f"the state's tail is {state.dtype} and cannot hold keys and values of {k.dtype}")
+
+
+def check_rotation(rotation: Rotation, q: Tensor, k: Tensor, in_parts: bool) -> None:
+    """Refuses, with a TypeError or a ValueError, a rotation that is not one of q and k.
+
+    in_parts: it is of packed documents or of rows split over ranks.
+    """
+    if not isinstance(rotation, Rotation):
+        raise TypeError(f"rotation must be a sympow.ops.Rotation; got {type(rotation).__name__}")
+    if in_parts:
+        raise ValueError("rotation is of whole rows; with cu_seqlens or context_group rotate with a gradient instead")
+    positions, frequencies = rotation
+    if positions.dtype != torch.float64 or frequencies.dtype != torch.float64:
+        raise TypeError(f"a rotation is float64; got {positions.dtype} positions and {frequencies.dtype} frequencies")
+    if tuple(frequencies.shape) != (q.shape[3] // 2,) or q.shape[3] % 2:
+        raise ValueError(f"frequencies must be [K/2] for K = {q.shape[3]}; got {list(frequencies.shape)}")
+    batch, time, groups = (*positions.shape, 1)[:3] if positions.ndim in (2, 3) else (0, 0, 0)
+    if (batch, time) != tuple(q.shape[:2]) or not groups or k.shape[2] % groups:
+        raise ValueError(
+            f"the positions of a rotation are [B, T] or [B, T, n], n dividing G, for k {list(k.shape)}; got "
+            f"{list(positions.shape)}"
+        )
 
 
 def check_context(

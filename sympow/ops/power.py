@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sympow.ops import eager, reference
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
-from sympow.ops.checks import check_context, check_inputs, check_options, check_state
+from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.packing import empty, of_no_tokens, packed
+from sympow.ops.rotary import Rotation, with_positions
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)
@@ -36,6 +37,7 @@ def power_attention(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
+    rotation: Rotation | None = None,
     impl: str = "auto",
 ) -> PowerOutput[PowerState | None]:
     """Computes causal attention with weights (scale q.k)**p, decayed by a gate.
@@ -68,6 +70,9 @@ def power_attention(
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
             one kind. Not with cu_seqlens, initial_state or return_state, with T = 0, nor with impl="reference".
+        rotation: how q and k were rotated. The gradient of its positions comes from this call, and not through q and k.
+            On long rows in half precision this is more precise: the kernels begin its sum anew at every chunk. Not with
+            cu_seqlens or context_group.
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
             float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 
@@ -104,6 +109,12 @@ def power_attention(
     check_state(initial_state, sequences, k, v, p)
     if 0 in q.shape[:2]:
         return of_no_tokens(q, k, v, log_g, initial_state, sequences, p, return_state)
+    if rotation is not None:
+        check_rotation(rotation, q, k, cu_seqlens is not None or context_group is not None)
+        if run is _triton:
+            options["rotation"] = rotation
+        else:
+            q, k = with_positions(q, k, rotation)
     if context_group is not None:
         return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
     if cu_seqlens is None:

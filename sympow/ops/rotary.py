@@ -9,12 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, pi, tau
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import has_kernels
+
+
+class Rotation(NamedTuple):
+    """Says how queries and keys were rotated, for `power_attention`, which then forms the gradient of the positions.
+
+    Attributes:
+        positions: float64 [B, T], or [B, T, n] with n dividing G, as in `rotate`. Queries and keys are rotated by
+            `positions.detach()`.
+        frequencies: float64 [K/2], radians per unit of position.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+
 
 RULES = ("standard", "conformal")
 SUM_BLOCK = 128
@@ -236,10 +251,40 @@ class _Rotate(torch.autograd.Function):
         cos, sin = _turns(positions, frequencies, torch.promote_types(grads[0].dtype, torch.float32))
         dposition = None
         if turned:
-            # Turning by a small angle moves the turned pair (a, b) by that times (-b, a).
-            dangle = torch.zeros_like(cos[:, :, :, 0])
-            for y, grad in zip(turned, grads, strict=True):
-                (a, b), (da, db) = (_pairs(x.to(cos.dtype), positions.shape[2]) for x in (y, grad))
-                dangle = dangle + (a * db - b * da).sum(3)
-            dposition = (dangle.to(torch.float64) * frequencies).sum(-1).sum_to_size(positions.shape)
+            dposition = _position_gradient(turned, grads, frequencies, positions.shape)
         return dposition, None, *(_turned(grad, cos, -sin) for grad in grads)
+
+
+def _position_gradient(
+    turned: Sequence[Tensor], grads: Sequence[Tensor], frequencies: Tensor, shape: Sequence[int]
+) -> Tensor:
+    """Of positions of `shape`, [B, T, G].
+
+    Turning by a small angle moves the turned pair (a, b) by that times (-b, a).
+    """
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    dangle = torch.zeros((), dtype=dtype, device=grads[0].device)
+    for y, grad in zip(turned, grads, strict=True):
+        (a, b), (da, db) = (_pairs(x.to(dtype), shape[2]) for x in (y, grad))
+        dangle = dangle + (a * db - b * da).sum(3)
+    return (dangle.to(torch.float64) * frequencies).sum(-1).sum_to_size(shape)
+
+
+def with_positions(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Returns q and k, rotated without a gradient of the positions, such that their gradients reach the positions."""
+    q, k = _WithPositions.apply(_grouped(rotation.positions), rotation.frequencies, q, k)
+    return q, k
+
+
+class _WithPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        positions, frequencies, q, k = inputs
+        ctx.save_for_backward(positions, frequencies, q, k)
+        return q.view_as(q), k.view_as(k)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        positions, frequencies, *turned = ctx.saved_tensors
+        return _position_gradient(turned, grads, frequencies, positions.shape), None, *grads

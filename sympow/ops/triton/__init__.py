@@ -17,6 +17,7 @@ from triton import knobs
 from sympow.ops.decoding import StepOptions
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
+from sympow.ops.rotary import Rotation
 from sympow.ops.triton import config
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
@@ -45,6 +46,7 @@ def attention(
     return_state: bool,
     cu_seqlens: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[Tensor, PowerState | None]:
     """The contract of `power_attention`, for inputs that it has checked and `unsupported` does not refuse.
 
@@ -67,6 +69,8 @@ def attention(
             raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
     if not chunk:
         q, k = _pad(q), _pad(k)
+    if rotation is not None:
+        rotation = rotation._replace(frequencies=_pad(rotation.frequencies, q.shape[3] // 2))
     width, widest = q.shape[3], _MAX_VALUE_DIM if level_dim is None or not chunk else _MAX_LEVEL_VALUE_DIM
     s = z = None
     if state is not None:
@@ -87,7 +91,7 @@ def attention(
             outs.append(_channels(out, 0, last - first))
             continue
         s_part = None if s is None else _pad(_channels(s, first, last)).contiguous()
-        out, s_end, z_end = attend(q, k, v_part, log_g, s_part, z if p == 2 else None, cu_seqlens, options)
+        out, s_end, z_end = attend(q, k, v_part, log_g, s_part, z if p == 2 else None, cu_seqlens, rotation, options)
         outs.append(_channels(out, 0, last - first))
         ends.append((s_end, z_end))
     out = torch.cat(outs, -1) if len(outs) > 1 else outs[0]

@@ -227,6 +227,7 @@ class Decoding:
     ranks: int  # parts of the output that are added up at a time
     warps: int
     registers: int | None  # at most, of a thread
+    stages: int  # tiles of the state, the tail or the parts that are held at once, or on their way
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,12 @@ class DecodingLimits:
     tail: int  # elements at most, of a tile of the tail
     warps: int
     registers: int | None  # at most, of a thread with up to 8 query heads
+    stages: int
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": DecodingLimits(4096, 4, 2048, 2, 168), "many": DecodingLimits(4096, 32, 2048, 2, 168)}
-_DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None)
+DECODING = {"few": DecodingLimits(4096, 4, 2048, 2, 168, 3), "many": DecodingLimits(4096, 32, 2048, 2, 168, 3)}
+_DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None, 1)
 
 
 def decoding(
@@ -259,7 +261,7 @@ def decoding(
     tiles = ceil_div(total, splits)
     splits = ceil_div(total, tiles)
     tokens = max(1, limits.tail // max(key_dim, columns))
-    ranks = max(1, min(next_power_of_2(splits + 1), 2 * limits.elements // (padded_heads * columns)))
+    ranks = max(1, min(next_power_of_2(splits + 1), limits.elements // (padded_heads * columns)))
     folded = 4
     registers = limits.registers if padded_heads <= 8 else None
-    return Decoding(rows, lanes, tiles, splits, tokens, folded, ranks, limits.warps, registers)
+    return Decoding(rows, lanes, tiles, splits, tokens, folded, ranks, limits.warps, registers, limits.stages)

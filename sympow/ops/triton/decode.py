@@ -119,6 +119,7 @@ def decode(
     TOKENS: tl.constexpr,  # of a tile of the tail
     SPLITS: tl.constexpr,
     LANES: tl.constexpr,  # rows of a tile that its threads add up apart
+    STAGES: tl.constexpr,  # copies of a tile, one of which is worked on and the others are on their way
     FOLDED: tl.constexpr,  # tokens of the tail that are folded at a time
     RANKS: tl.constexpr,  # parts that are added up at a time
     NORMALIZE: tl.constexpr,
@@ -156,29 +157,32 @@ def decode(
         last = tl.minimum(first + tiles, tl.cdiv(D, ROWS))
         acc = tl.zeros([HEADS, LANES, COLUMNS], tl.float32)
         total = tl.zeros([HEADS, ROWS], tl.float32)
-        for i in range(first, last):
-            # A load of three dimensions: its layout, 16 bytes of a row a thread, is that of the products, and a thread
-            # adds up its own rows. With two dimensions Triton chooses another layout for the products.
-            row = i * ROWS + tl.arange(0, ROWS)
-            tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
-            present = (row < D)[None, :, None] & (col < V)[None, None, :]
-            rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
-            weights = tl.load(z + row, mask=row < D, other=0.0)
-            root = tl.load(roots + row, mask=row < D, other=0.0)
-            phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
-            if full:
+        if full:
+            for i in range(first, last):
+                row = i * ROWS + tl.arange(0, ROWS)
+                tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
+                present = (row < D)[None, :, None] & (col < V)[None, None, :]
+                rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
+                weights = tl.load(z + row, mask=row < D, other=0.0)
+                root = tl.load(roots + row, mask=row < D, other=0.0)
                 rows, weights = _fold(
                     rows, weights, tail_k, tail_v, tail_g, held, row, index, root, D,
                     K, V, P, COLUMNS, SPOTS, FOLDED,
                 )  # fmt: skip
-                rounded = rows.to(s.dtype.element_ty)
-                tl.store(tile, rounded, mask=present)
-                rows = rounded.to(tl.float32)
+                tl.store(tile, rows.to(s.dtype.element_ty), mask=present)
                 tl.store(z + row, weights, mask=row < D)
+            tl.debug_barrier()  # threads read rows that others of this program wrote
+        for i in tl.range(first, last, num_stages=STAGES):
+            row = i * ROWS + tl.arange(0, ROWS)
+            tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
+            present = (row < D)[None, :, None] & (col < V)[None, None, :]
+            rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
+            root = tl.load(roots + row, mask=row < D, other=0.0)
+            phi = _monomials(q, q_sh, head, R, row, index, D, P) * root[None, :]
             products = phi[:, :, None] * rows
             acc += tl.sum(tl.reshape(products, [HEADS, ROWS // LANES, LANES, COLUMNS]), 1)
             if NORMALIZE:
-                total += phi * weights[None, :]
+                total += phi * tl.load(z + row, mask=row < D, other=0.0)[None, :]
         gates = tl.load(tail_g + spot, mask=spot < length, other=0.0)
         left = power(scale, P) * tl.exp(gate + tl.sum(gates, 0))[:, None]
         tl.store(parts + (here + head)[:, None] * COLUMNS + col[None, :], tl.sum(acc, 1) * left)
@@ -195,7 +199,7 @@ def decode(
         sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
         weights = tl.zeros([TOKENS], tl.float32)
         after = gate  # the log decay since the end of the block: added up from the end, or large gates hide small
-        for i in range(blocks):
+        for i in tl.range(0, blocks, num_stages=STAGES):
             j = (blocks - 1 - i) * TOKENS + token
             past = (j < length)[:, None]
             tile = tail_k + j[:, None] * K + width[None, :]
@@ -218,7 +222,7 @@ def decode(
         flat = tl.arange(0, HEADS * COLUMNS)
         acc = tl.zeros([HEADS * COLUMNS], tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        for i in range(0, SPLITS + 1, RANKS):
+        for i in tl.range(0, SPLITS + 1, RANKS, num_stages=STAGES):
             rank = i + tl.arange(0, RANKS)
             there = (n * (SPLITS + 1) + rank)[:, None] * HEADS
             # .cg: from where the other programs' writes are, past the cache of this multiprocessor.
@@ -286,7 +290,7 @@ def power_decode(
     numbers |= {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": capacity, "NORMALIZE": normalize}
     numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": config.next_power_of_2(capacity)}
     numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "LANES": plan.lanes}
-    numbers |= {"FOLDED": plan.folded, "RANKS": plan.ranks, "num_warps": plan.warps, "maxnreg": plan.registers}
+    numbers |= {"STAGES": plan.stages, "FOLDED": plan.folded, "RANKS": plan.ranks, "num_warps": plan.warps, "maxnreg": plan.registers}
     grid = (pairs * (plan.splits + rows),)
     together = time if time <= capacity else 1
     with torch.cuda.device_of(q):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
-from sympow.ops.triton import launch, launch_gradients
+from sympow.ops.rotary import Rotation
+from sympow.ops.triton import launch, launch_gradients, turn
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.plan import Shapes
 from sympow.ops.triton.registration import is_followed, operator
@@ -67,9 +68,9 @@ def forward(
 
 def backward(
     dout: Tensor, ds_final: Tensor | None, dz_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None, cu_seqlens: Tensor | None, result: Forward,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None, cu_seqlens: Tensor | None,
+    frequencies: Tensor | None, result: Forward, options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`power_backward`, by its launches; None where there was nothing."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
     dout = dout.to(v.dtype).contiguous()
@@ -79,15 +80,16 @@ def backward(
     has_init, has_final = s_init is not None, ds_final is not None
     reads_z = p == 2 and (normalize or has_final)
     s, z = result.s_kept, result.z_kept
-    room = after = ds = dz = starts = through = dlog_g = None
+    turns = frequencies is not None and plan.turns and not has_final
+    room = after = ds = dz = starts = through = turned = dlog_g = dpositions = None
     if chunk and s is None:
         if s_init is not None:
             s_init, z_init = _from_public(plan.rows, s_init, z_init)
         # Their gradients take their place: that of the state after a chunk, where the state before the next one was,
-        # if the two are multiplied.
+        # if the two are multiplied. Where states are turned as well, both are kept.
         shift = int(plan.restarts)
         s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
-        room = s[shift:], z[shift:]
+        room = None if turns else (s[shift:], z[shift:])
     dq, dsums_q = launch_gradients.query_gradient(call, dout, factors, s, z, has_init, normalize)
     if chunk:
         s_end, z_end = (None, None) if ds_final is None else _from_public(plan.rows, ds_final, dz_final)
@@ -97,12 +99,17 @@ def backward(
             after = launch.ForwardStates(s[1:], z[1:], through)
         gradient = (dout, factors.factor, factors.delta)
         ds, dz = launch.states(call, s_end, z_end, starts, reads_z, gradient, room, after)
+        if turns and s is not None and z is not None and frequencies is not None:
+            turned = turn.products_with_states(call, s, z, ds, dz, frequencies, reads_z)
     dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, has_final, reads_z)
+    if frequencies is not None:
+        dpositions = turn.position_gradient(q, k, dq, dk, frequencies, plan.chunk, turned)
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
         dlog_g = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
-    return dq, dk, dv, dlog_g, *((None, None) if starts is None else _to_public(plan.rows, *starts))
+    initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
+    return dq, dk, dv, dlog_g, *initial, dpositions
 
 
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:
@@ -122,10 +129,13 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None
     return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else None
 
 
-def _like_backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, out, norm, *_):
+def _like_backward(
+    dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, out, norm, *_
+):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
-    return *grads, *others
+    positions = norm.new_empty(0 if frequencies is None else k.shape[:3], dtype=torch.float64)
+    return *grads, *others, positions
 
 
 @operator(_like_backward)
@@ -140,6 +150,7 @@ def power_backward(
     s_init: Tensor | None,
     z_init: Tensor | None,
     cu_seqlens: Tensor | None,
+    frequencies: Tensor | None,
     out: Tensor,
     norm: Tensor,
     s_final: Tensor,
@@ -151,32 +162,45 @@ def power_backward(
     normalize: bool,
     chunk: int,
     tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_g, and ds, dz of the initial state (empty where there was nothing)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_g, ds, dz of the initial state, and the gradient of positions [B, T, G], float64.
+
+    Empty where there was nothing."""
     kept = s_kept.numel() > 0
     result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None)
     options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
-    grads = backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, result, options)
-    dq, dk, dv, *others = grads
+    dq, dk, dv, *others, dpositions = backward(
+        dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, options
+    )
     dlog_g, ds, dz = (norm.new_empty(0) if x is None else x for x in others)
-    return dq, dk, dv, dlog_g, ds, dz
+    if dpositions is None:
+        dpositions = norm.new_empty(0, dtype=torch.float64)
+    return dq, dk, dv, dlog_g, ds, dz, dpositions
 
 
 def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.options = Options(*inputs[7:])
+    *tensors, positions, frequencies = inputs[:9]
+    ctx.save_for_backward(*tensors, frequencies, *output)
+    ctx.options, ctx.positions = Options(*inputs[9:]), None if positions is None else positions.shape
     ctx.set_materialize_grads(False)  # kept states have none: zeros as large as they are would be made
 
 
 def _backward(ctx, dout, _, ds_final, dz_final, *__):
-    q, k, v, log_g, s_init, z_init, cu_seqlens, *output = ctx.saved_tensors
+    q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *output = ctx.saved_tensors
     dout, ds_final, dz_final = _gradients(ctx.options, dout, ds_final, dz_final, *output[:1], *output[2:4])
-    dq, dk, dv, dlog_g, ds_init, dz_init = power_backward(
-        dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, *output,
+    dq, dk, dv, dlog_g, ds_init, dz_init, dpositions = power_backward(
+        dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *output,
         ctx.options.p, ctx.options.scale, ctx.options.normalize, ctx.options.chunk, ctx.options.tf32,
     )  # fmt: skip
     present = [g if x is not None else None for g, x in ((dlog_g, log_g), (ds_init, s_init), (dz_init, z_init))]
-    return dq, dk, dv, *present, *[None] * 10
+    return dq, dk, dv, *present, None, _of_groups(dpositions, ctx.positions), *[None] * 10
+
+
+def _of_groups(dpositions: Tensor | None, shape: torch.Size | None) -> Tensor | None:
+    """The gradient [B, T, G] of positions [B, T, n], n dividing G; None without positions."""
+    if dpositions is None or shape is None:
+        return None
+    return dpositions.unflatten(2, (shape[2], -1)).sum(3)
 
 
 def _gradients(
@@ -196,8 +220,9 @@ def _gradients(
 
 
 def _like_forward(
-    q, k, v, log_g, s_init, z_init, cu_seqlens, p, scale, normalize, eps, chunk, final, tf32, wide, gradient
-):
+    q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, p, scale, normalize, eps, chunk, final, tf32,
+    wide, gradient,
+):  # fmt: skip
     b, t, h, key_dim = q.shape
     out = q.new_empty(b, t, h, v.shape[3], dtype=torch.float32 if wide else v.dtype)
     norm = q.new_empty(h if normalize else 0, b * t, dtype=torch.float32)
@@ -221,6 +246,8 @@ def power_forward(
     s_init: Tensor | None,
     z_init: Tensor | None,
     cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
     p: int,
     scale: float,
     normalize: bool,
@@ -235,7 +262,8 @@ def power_forward(
     the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
 
     chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
-    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called.
+    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called. It gives the
+    gradient of `positions` [B, T, n], by which q and k were rotated with `frequencies`; nothing else depends on them.
     """
     options = Options(p, scale, normalize, eps, chunk, final, tf32, wide, gradient)
     result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
@@ -248,34 +276,41 @@ class _Power(torch.autograd.Function):
     """`power_forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, options):
+    def forward(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, options):
         result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
-        ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, *result[:-1], *result.gate)
-        ctx.options = options
+        ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *result[:-1], *result.gate)
+        ctx.options, ctx.positions = options, None if positions is None else positions.shape
         ctx.set_materialize_grads(False)
         return result.out, result.s, result.z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_final, dz_final):
-        q, k, v, log_g, s_init, z_init, cu_seqlens, *rest = ctx.saved_tensors
+        q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *rest = ctx.saved_tensors
         result = Forward(*rest[:6], Gate(*rest[6:]))
         gradients = _gradients(ctx.options, dout, ds_final, dz_final, result.out, result.s, result.z)
-        *grads, ds, dz = backward(*gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, result, ctx.options)
-        return *grads, ds, None if z_init is None else dz, None, None
+        *grads, ds, dz, dpositions = backward(
+            *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
+        )
+        dpositions = _of_groups(dpositions, ctx.positions)
+        return *grads, ds, None if z_init is None else dz, None, dpositions, None, None
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None,
-    cu_seqlens: Tensor | None, options: Options,
+    cu_seqlens: Tensor | None, rotation: Rotation | None, options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """out, and s and z of the last state (None or empty unless `final`), of `power_forward`: as an operator where
     something besides autograd follows the call, such as torch.compile; else directly."""
     tensors = (q, k, v, log_g, s_init, z_init, cu_seqlens)
+    positions = frequencies = None
+    if rotation is not None and rotation.positions.requires_grad:
+        positions, frequencies = rotation
+        positions = positions if positions.ndim == 3 else positions[..., None]
     if torch.compiler.is_compiling() or is_followed(q):
-        out, _, s, z, *_ = power_forward(*tensors, *options)
+        out, _, s, z, *_ = power_forward(*tensors, positions, frequencies, *options)
         return out, s, z
     if torch.is_grad_enabled():
-        return _Power.apply(*tensors, options)
+        return _Power.apply(*tensors, positions, frequencies, options)
     result = forward(*tensors, options)
     return result.out, result.s, result.z

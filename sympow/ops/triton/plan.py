@@ -142,6 +142,8 @@ class Plan(Shapes):
         # Whether the gradient of the gate begins anew at every chunk. States for p > 2 may be too large to be held
         # together with their gradients, and their chunks are long.
         self.restarts = gated and chunk > 0 and p <= 2
+        # Whether the gradient of positions does, by `turn.py`.
+        self.turns = 0 < chunk < self.layout.length and p <= 2 and not self.layout.packed
         self._launchers: dict[tuple, Launcher] = {}
 
     def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:

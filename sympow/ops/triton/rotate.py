@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
+from sympow.ops.triton.primitives import pairs
 from sympow.ops.triton.registration import operator
 
 TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
@@ -44,12 +45,6 @@ def _cos_sin(angle):
     odd = (quarter & 1) != 0
     cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
     return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
-
-
-@triton.jit
-def _pairs(x):
-    """The first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
-    return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))
 
 
 @triton.jit
@@ -81,7 +76,7 @@ def _turn(
         value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         if weight is not None and not BACKWARD:
             value = value * (1.0 / tl.sqrt(tl.sum(value * value, 1) / K + eps))[:, None] * w[None, :]
-        a, b = _pairs(value)
+        a, b = pairs(value)
         y = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), mask.shape)
         if weight is not None and BACKWARD:
             before = tl.load(raw + h * K + of_raw, mask=mask, other=0.0).to(tl.float32)
@@ -92,7 +87,7 @@ def _turn(
             y = (y - normed * (tl.sum(y * normed, 1) / K)[:, None]) * scale
         tl.store(target, y.to(target.dtype.element_ty), mask=mask)
         if turned is not None:  # a small angle more moves the turned pair (c, d) by that times (-d, c)
-            c, d = _pairs(tl.load(turned + h * K + of_turned, mask=mask, other=0.0))
+            c, d = pairs(tl.load(turned + h * K + of_turned, mask=mask, other=0.0))
             moved += c * b - d * a
     if weight is not None and BACKWARD:
         tl.store(dweight + col, total, mask=col < K)

@@ -137,12 +137,26 @@ class Rows(Basis):
         self.gradient_weights = orderings.float()
         self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
 
+        self._pairs: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
         self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
         if self.upper and parts == 2:
             others = public_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
             self.mirror = self.representative[others].view(self.upper, self.half)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def pairs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each row its channels, and the rows with the other channel of a pair (2m, 2m + 1) in their place: int32
+        [p, rows] both."""
+        if device not in self._pairs:
+            channels = spow_indices(self.key_dim, self.p)[self.index]
+            others = []
+            for j in range(self.p):
+                tuples = channels.clone()
+                tuples[:, j] ^= 1
+                others.append(self.representative[public_rows(tuples, self.key_dim)])
+            self._pairs[device] = channels.t().contiguous().int().to(device), torch.stack(others).int().to(device)
+        return self._pairs[device]
 
     @staticmethod
     def _tuples(prefixes: Tensor, last: Tensor) -> Tensor:

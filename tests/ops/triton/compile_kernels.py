@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from sympow.ops import DecodingState, PowerState
+from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 
@@ -51,7 +51,7 @@ def recording() -> Iterator[list[tuple]]:
 
 
 def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) -> list[tuple]:
-    """Of a gated forward, of one that keeps its states, and of the backward."""
+    """Of a gated forward, of one that keeps its states, and of the backward, with the gradient of positions."""
     config.on_hopper = lambda device: hopper
     plan.forget_plans()
     with recording() as recorded:
@@ -60,7 +60,9 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
         options = {"p": p, "scale": 1.0, "normalize": p % 2 == 0, "eps": 1e-6, "return_state": False}
         with torch.no_grad():
             attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
-        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, **options)
+        positions = torch.empty(1, 2048, 2, dtype=torch.float64, requires_grad=True)
+        rotation = Rotation(positions, torch.empty(key_dim // 2, dtype=torch.float64))
+        out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, rotation=rotation, **options)
         out.backward(torch.empty_like(out))
     return recorded
 

@@ -22,7 +22,7 @@ def test_kernels_compile(target):
     results = json.loads(run.stdout.splitlines()[-1])
     passes = {"state_pass", "output_pass", "query_pass", "key_pass", "weigh"}
     passes |= {"gate_sums", "gate_totals", "gate_gradient", "sum_decays", "carry_states"}
-    passes |= {"through_states", "gate_gradient_by_chunk"}
+    passes |= {"through_states", "gate_gradient_by_chunk", "turn_terms", "turned_states"}
     assert passes | {"decode", "turn_heads"} <= {row["kernel"].rpartition(".")[2] for row in results}
     if target == "cuda":
         files = {"powers", "states", "output", "query_gradient", "key_gradient", "quadratic"}

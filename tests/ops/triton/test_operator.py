@@ -182,7 +182,7 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
 
     def forward(*x, gradient=True):
         options = operators.Options(2, 0.2, True, 1e-6, 32, final=False, tf32=False, wide=False, gradient=gradient)
-        return operators.power_forward(*x, *options)
+        return operators.power_forward(*x, None, None, *options)
 
     def call(*x):
         return power_attention(*x, cu_seqlens=cu_seqlens, chunk_size=32, impl="triton").out
