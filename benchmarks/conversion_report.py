@@ -178,7 +178,9 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n\n"
         "```\n"
         "sympow export teacher --out hf/teacher\n"
-        "python -m benchmarks.harness hf/teacher --limit 5 --json benchmarks/results/conversion/harness.json\n"
+        "sympow export hybrid --out hf/hybrid\n"
+        "python -m benchmarks.harness hf/teacher hf/hybrid --limit 5 \\\n"
+        "    --json benchmarks/results/conversion/smollm2-harness.json\n"
         "```",
         "harness",
         _harness,
