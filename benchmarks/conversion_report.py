@@ -174,11 +174,14 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ),
     (
         "In lm-evaluation-harness",
-        "Scores of exported models by lm-evaluation-harness, on tasks in `benchmarks/harness_tasks`: the pages\n"
-        "in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n\n"
+        "Scores of exported models by lm-evaluation-harness, on tasks in `benchmarks/harness_tasks`: the\n"
+        "pages in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n"
+        "`hybrid` is the plain swap, before any distillation.\n\n"
         "```\n"
         "sympow export teacher --out hf/teacher\n"
-        "python -m benchmarks.harness hf/teacher --limit 5 --json benchmarks/results/conversion/harness.json\n"
+        "sympow export hybrid --out hf/hybrid\n"
+        "python -m benchmarks.harness hf/teacher hf/hybrid --limit 5 \\\n"
+        "    --json benchmarks/results/conversion/smollm2-harness.json\n"
         "```",
         "harness",
         _harness,

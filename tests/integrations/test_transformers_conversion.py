@@ -1,10 +1,13 @@
 """`sympow convert` and `sympow distill`: from a folder of transformers to a run that is killed, resumed and used."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,7 +61,7 @@ def test_a_killed_distillation_ends_as_one_that_was_not(folder, capsys):
     assert main(words(folder, "whole")) == 0
     assert "finished at step 12 of 12" in capsys.readouterr().out
     process = subprocess.Popen([sys.executable, "-m", "sympow", *words(folder, "killed")], env=os.environ)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while latest_step(folder / "killed") < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -81,6 +84,21 @@ def test_the_result_loads_everywhere(folder, capsys):
     tokens = torch.arange(20)[None]
     native, exported = load_model(run).model, AutoModelForCausalLM.from_pretrained(folder / "exported")
     torch.testing.assert_close(exported(tokens, use_cache=False).logits, native(tokens), rtol=0, atol=1e-5)
+
+
+def test_commands_of_the_readme_run(folder, monkeypatch, capsys):
+    """Those behind the two that fetch packages and a model, with a small model in its place."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S) if "sympow convert" in block)
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert len(commands) <= 5
+    (folder / "readme").mkdir()
+    monkeypatch.chdir(folder / "readme")
+    given = {"SmolLM2-135M-Instruct.Q4_1.gguf": f"{folder}/hf", "data.path=TEXTS": f"data.path={folder}/text"}
+    more = {"distill": [*FIELDS[1:], "--quiet"], "generate": ["--max-new-tokens", "5", "--temperature", "0"]}
+    for command in [[given.get(word, word) for word in words[1:]] for words in commands if words[0] == "sympow"]:
+        assert main(command + more.get(command[0], [])) == 0
+    assert "The kernel" in capsys.readouterr().out
 
 
 def test_the_pattern_softmax_is_the_teacher_itself(folder):
