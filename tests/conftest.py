@@ -35,3 +35,23 @@ def every_count_is_told(monkeypatch):
     """A line for each advance of what `Progress` counts, and no other."""
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     monkeypatch.setattr(progress, "LOOK_EVERY", 3600.0)
+
+
+@pytest.fixture
+def fails(capsys):
+    """fails(arguments) runs a command that must fail, and returns its one line."""
+    from sympow.cli import main
+
+    def run(*arguments) -> str:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        lines = err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("sympow: error: "), err
+        return lines[0].removeprefix("sympow: error: ")
+
+    return run
