@@ -3,6 +3,7 @@ numbers, and a way to run kernels."""
 
 import importlib.util
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by subprocesses
 if not any(os.path.exists(x) for x in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd")):
@@ -15,6 +16,7 @@ from hypothesis import settings
 from sympow import progress
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore: tests send it
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     from tests.interpreter import speed_up
 

@@ -432,10 +432,8 @@ def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path)
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["evaluate", "x"], ["generate", "x", "--prompt", "x"], ["sizes"],
                                    ["demo"]], ids=lambda words: words[0])  # fmt: skip
-def test_ctrl_c_is_silent(monkeypatch, request, capsys, words):
+def test_ctrl_c_is_silent(monkeypatch, capsys, words):
     """Where a command does not handle it, as training does between its steps."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     monkeypatch.setattr(commands, words[0], lambda options: signal.raise_signal(signal.SIGINT))
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")
