@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/sympow demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@ numbers, and a way to run kernels."""
 
 import importlib.util
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by subprocesses
 if not any(os.path.exists(x) for x in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd")):
@@ -15,6 +16,7 @@ from hypothesis import settings
 from sympow import progress
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore: tests send it
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     from tests.interpreter import speed_up
 
@@ -35,3 +37,23 @@ def every_count_is_told(monkeypatch):
     """A line for each advance of what `Progress` counts, and no other."""
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     monkeypatch.setattr(progress, "LOOK_EVERY", 3600.0)
+
+
+@pytest.fixture
+def fails(capsys):
+    """fails(arguments) runs a command that must fail, and returns its one line."""
+    from sympow.cli import main
+
+    def run(*arguments) -> str:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        lines = err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("sympow: error: "), err
+        return lines[0].removeprefix("sympow: error: ")
+
+    return run

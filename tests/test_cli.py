@@ -17,67 +17,15 @@ from sympow.cli import commands, main
 from sympow.models.speculation import Pace
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
-
-RECIPE = """
-from sympow.data import DataConfig
-from sympow.models import MixerConfig, ModelConfig
-from sympow.training import RunConfig, TrainingConfig
-
-def power():
-    return _config("tiny-power", "power")
-
-def softmax():
-    return _config("tiny-softmax", "softmax")
-
-def nothing():
-    return 3
-
-def needy(argument):
-    return argument
-
-def _config(name, mixer):
-    return RunConfig(
-        name,
-        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),)),
-        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
-        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, log_every=1, checkpoint_every=2,
-                       evaluate_every=4, evaluation_batches=1),
-    )
-"""
+from tests.tiny_runs import finished_runs
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a corpus, a recipe file, and two finished runs."""
-    folder = tmp_path_factory.mktemp("cli")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "corpus").mkdir()
-        for i in range(4):
-            (folder / "corpus" / f"{i}.txt").write_text(f"{i} ± the quick brown fox jumps over it. " * 20)
-        (folder / "tiny.py").write_text(RECIPE.format(corpus=str(folder / "corpus")))
-        for name in ("power", "softmax"):
-            assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
+    documents = [f"{i} ± the quick brown fox jumps over it. " * 20 for i in range(4)]
+    with finished_runs(tmp_path_factory.mktemp("cli"), documents) as folder:
         yield folder
-
-
-@pytest.fixture
-def fails(capsys):
-    """fails(arguments) runs a command that must fail, and returns its one line."""
-
-    def run(*arguments) -> str:
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        assert (code, out) == (2, "")
-        lines = err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("sympow: error: "), err
-        return lines[0].removeprefix("sympow: error: ")
-
-    return run
 
 
 def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
@@ -484,10 +432,8 @@ def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path)
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["evaluate", "x"], ["generate", "x", "--prompt", "x"], ["sizes"],
                                    ["demo"]], ids=lambda words: words[0])  # fmt: skip
-def test_ctrl_c_is_silent(monkeypatch, request, capsys, words):
+def test_ctrl_c_is_silent(monkeypatch, capsys, words):
     """Where a command does not handle it, as training does between its steps."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     monkeypatch.setattr(commands, words[0], lambda options: signal.raise_signal(signal.SIGINT))
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")

@@ -32,19 +32,6 @@ def recipe(tmp_path):
     return str(tmp_path / "mine.py")
 
 
-@pytest.fixture
-def fails(capsys):
-    """Runs a command that must fail and gives its one line."""
-
-    def run(*words):
-        assert main([*words]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("sympow: error: ")
-        return lines[0].removeprefix("sympow: error: ")
-
-    return run
-
-
 def test_one_run(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["mqar", recipe, "seed=3", "architecture.mlp_ratio=0", "--out", str(out), "--device", "cpu"]) == 0

@@ -14,6 +14,7 @@ import torch
 
 from sympow.cli import main, reading
 from sympow.models.context_file import read_header
+from tests.tiny_runs import finished_runs
 
 RECIPE = """
 from sympow.data import DataConfig
@@ -46,15 +47,8 @@ def text(words: int, seed: int = 0) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a text, and a run with each tokenizer."""
-    folder = tmp_path_factory.mktemp("read")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "corpus").mkdir()
-        for i in range(4):
-            (folder / "corpus" / f"{i}.txt").write_text(text(100, i), encoding="utf-8")
-        (folder / "tiny.py").write_text(RECIPE.format(corpus=str(folder / "corpus")))
-        for name in ("hybrid", "power"):
-            assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
+    documents = [text(100, i) for i in range(4)]
+    with finished_runs(tmp_path_factory.mktemp("read"), documents, ("hybrid", "power"), RECIPE) as folder:
         (folder / "manual.txt").write_text(text(700, 9), encoding="utf-8")
         yield folder
 

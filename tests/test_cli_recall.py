@@ -8,41 +8,14 @@ import pytest
 import zarr
 
 from sympow.cli import main, recalling
-
-RECIPE = """
-from sympow.data import DataConfig
-from sympow.models import MixerConfig, ModelConfig
-from sympow.training import RunConfig, TrainingConfig
-
-def power():
-    return _config("tiny-power", "power")
-
-def softmax():
-    return _config("tiny-softmax", "softmax")
-
-def _config(name, mixer):
-    return RunConfig(
-        name,
-        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),)),
-        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
-        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, log_every=1, checkpoint_every=4,
-                       evaluate_every=4, evaluation_batches=1),
-    )
-"""
+from tests.tiny_runs import RECIPE, finished_runs
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a corpus and two finished runs on it."""
-    folder = tmp_path_factory.mktemp("recall")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "corpus").mkdir()
-        for i in range(6):
-            (folder / "corpus" / f"{i}.txt").write_text(f"<{i}> ± the quick & brown fox jumps over it. " * 12)
-        (folder / "tiny.py").write_text(RECIPE.format(corpus=str(folder / "corpus")))
-        for name in ("power", "softmax"):
-            assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
+    documents = [f"<{i}> ± the quick & brown fox jumps over it. " * 12 for i in range(6)]
+    with finished_runs(tmp_path_factory.mktemp("recall"), documents) as folder:
         yield folder
 
 

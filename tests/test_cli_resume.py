@@ -88,7 +88,7 @@ def wait_for_step(run: Path, step: int, process) -> None:
         rows = read_metrics(run)
         if rows and rows[-1]["step"] >= step:
             return
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 def bits(value):

@@ -21,7 +21,7 @@ VERBS = (
     "Continues Converts Convolves Copies Corrects Counts Cuts Decodes Delivers Describes Divides Does "
     "Draws Encodes Ends Fetches Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches Learns "
     "Lets Lists Loads Makes Maps Measures Mixes Moves Multiplies Names Norms Opens Orders Packs Parses "
-    "Permutes Places Plans Prints Projects Proposes Puts Queues Raises Reads Records Refuses Registers "
+    "Permutes Places Plans Prepares Prints Projects Proposes Puts Queues Raises Reads Records Refuses Registers "
     "Removes Returns Rotates Rounds Runs Saves Says Scans Scores Selects Sends Serves Sets Shows Sorts "
     "Splits Starts Steps Stops Stores Sums Swaps Takes Tells Trains Translates Tries Turns Validates "
     "Waits Wraps Writes Yields "

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import context_restore, speculation
-from sympow.cli import main
 from sympow.models.speculation import Pace
+from tests.tiny_runs import finished_runs
 
 RECIPE = """
 from sympow.data import DataConfig
@@ -28,15 +28,9 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "corpus").mkdir()
-        for i in range(60):
-            (folder / "corpus" / f"{i}.txt").write_text(f"{i} the power of the state of the key " * 3)
-        (folder / "tiny.py").write_text(RECIPE.format(corpus=str(folder / "corpus")))
-        assert main(["train", f"{folder}/tiny.py:tiny", "--out", str(folder / "run"), "--quiet"]) == 0
-        yield str(folder / "run")
+    documents = [f"{i} the power of the state of the key " * 3 for i in range(60)]
+    with finished_runs(tmp_path_factory.mktemp("drafts"), documents, ("tiny",), RECIPE) as folder:
+        yield str(folder / "tiny")
 
 
 def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import zarr
 from sympow.data import build_doc_corpus, doc_corpus, load_tokenizer
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.tokens import BPETokenizer
+from tests.data.killed import killed_builds
 from tests.data.trees import write_deb
 
 ROW = 64
@@ -110,40 +109,10 @@ def test_pages_that_were_there_before_are_left_out(corpus):
     assert (lines["tool-13-doc"]["pages"], lines["tool-13-doc"]["duplicates"]) == (1, 4)
 
 
-KILLED = """
-import os, sys
-from sympow.data import build_doc_corpus
-
-EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
-
-def build(out, source, events):
-    left = events
-    def count(event, arguments):
-        nonlocal left
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if writes or event in EVENTS:
-            left -= 1
-            if left < 0:
-                os._exit(9)
-    sys.addaudithook(count)
-    build_doc_corpus(out, source, vocab_size=300, row_tokens=64)
-    os._exit(0)
-
-out, source = sys.argv[1:]
-for events in (0, 1, 3, 20, 60, 70, 130, 10**9, 10**9):
-    child = os.fork()
-    if not child:
-        build(out, source, events)
-    print(events, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.path.exists(out), flush=True)
-"""
-
-
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path, source, corpus):
     out = tmp_path / "docs"
-    words = [sys.executable, "-c", KILLED, str(out), str(source)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    codes = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert codes.count(["9", "False"]) >= 5 and codes[-2:] == [["0", "True"]] * 2, done.stdout + done.stderr
+    ended = killed_builds("build_doc_corpus", out, source, (0, 1, 3, 20, 60, 70, 130, 10**9, 10**9))
+    assert ended.count((9, False)) >= 5 and ended[-2:] == [(0, True)] * 2, ended
     assert contents(out) == contents(corpus)
     assert list(tmp_path.iterdir()) == [out]
 

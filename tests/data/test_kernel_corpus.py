@@ -2,7 +2,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_toke
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.debian_package import fetch_package
 from sympow.data.kernel_corpus import plan_documents
+from tests.data.killed import killed_builds
 from tests.data.trees import source_tree, write_archive, write_folder, write_package
 
 FILES = source_tree()
@@ -120,42 +120,11 @@ def test_the_same_bytes_again_from_every_kind_of_source(tmp_path, archive, corpu
         assert summary == json.loads((corpus / "corpus.json").read_text())
 
 
-KILLED = """
-import os, sys
-from sympow.data import build_kernel_corpus
-
-EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
-
-def build(out, source, events):
-    left = events
-    def count(event, arguments):
-        nonlocal left
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if writes or event in EVENTS:
-            left -= 1
-            if left < 0:
-                os._exit(9)
-    sys.addaudithook(count)
-    build_kernel_corpus(out, source, vocab_size=300, row_tokens=64)
-    os._exit(0)
-
-out, source = sys.argv[1:]
-for events in (0, 1, 3, 5, 8, 12, 20, 50, 130, 131, 250, 10**9, 10**9):
-    child = os.fork()
-    if not child:
-        build(out, source, events)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(events, code, os.path.exists(out), flush=True)
-"""
-
-
 def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path, archive, corpus):
     """Each start is killed before it writes, renames or removes its n-th file, n growing until one comes through."""
     out = tmp_path / "kernel"
-    words = [sys.executable, "-c", KILLED, str(out), str(archive)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    codes = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert codes.count(["9", "False"]) >= 8 and codes[-2:] == [["0", "True"]] * 2, done.stdout + done.stderr
+    ended = killed_builds("build_kernel_corpus", out, archive, (0, 1, 3, 5, 8, 12, 20, 50, 130, 131, 250, 10**9, 10**9))
+    assert ended.count((9, False)) >= 8 and ended[-2:] == [(0, True)] * 2, ended
     assert contents(out) == contents(corpus)
     assert list(tmp_path.iterdir()) == [out]
 

@@ -184,7 +184,8 @@ ARCHITECTURES = {run.architecture.label: run.architecture for run in widths().ru
 def test_compiled_steps_are_the_same_and_compiled_once(small, compilations, architecture):
     """Whole, without a graph break; shared by seeds and rates, and not disturbed by validation between steps."""
     head_dim = architecture.head_dim and 8
-    config = replace(small, architecture=replace(architecture, head_dim=head_dim), width=8, examples=64)
+    architecture = replace(architecture, head_dim=head_dim, layers=len(architecture.mixers))
+    config = replace(small, architecture=architecture, width=8, examples=64)
     for changed in (config, replace(config, seed=1, learning_rate=1e-3)):
         plain, compiled = trainer(changed), trainer(changed, compiled=True)
         for made in (compiled, plain):

@@ -204,7 +204,7 @@ def exit_codes(processes) -> list[int]:
 def wait(reached: Callable[[], bool], processes) -> None:
     """Until something is reached, or a process has ended."""
     while all(process.is_alive() for process in processes) and not reached():
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 def end(run) -> tuple:

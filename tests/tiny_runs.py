@@ -1,0 +1,55 @@
+"""Two tiny runs, of power and of softmax attention, trained by the command line on text of bytes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sympow.cli import main
+
+RECIPE = """
+from sympow.data import DataConfig
+from sympow.models import MixerConfig, ModelConfig
+from sympow.training import RunConfig, TrainingConfig
+
+def power():
+    return _config("tiny-power", "power")
+
+def softmax():
+    return _config("tiny-softmax", "softmax")
+
+def nothing():
+    return 3
+
+def needy(argument):
+    return argument
+
+def _config(name, mixer):
+    return RunConfig(
+        name,
+        ModelConfig(vocab_size=256, d_model=16, n_layers=1, n_heads=2, mixers=(MixerConfig(mixer),)),
+        DataConfig(kind="text", path={corpus!r}, tokenizer="bytes"),
+        TrainingConfig(context=32, batch_size=2, steps=4, warmup_steps=1, log_every=1, checkpoint_every=2,
+                       evaluate_every=4, evaluation_batches=1),
+    )
+"""
+
+
+@contextmanager
+def finished_runs(
+    folder: Path, documents: Sequence[str], names: Sequence[str] = ("power", "softmax"), recipe: str = RECIPE
+) -> Iterator[Path]:
+    """The folder, with the documents in corpus/, the recipe in tiny.py, and the runs of its functions by their names.
+
+    Until it is left, what is cached goes to the folder too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        (folder / "corpus").mkdir()
+        for i, document in enumerate(documents):
+            (folder / "corpus" / f"{i}.txt").write_text(document, encoding="utf-8")
+        (folder / "tiny.py").write_text(recipe.format(corpus=str(folder / "corpus")))
+        for name in names:
+            assert main(["train", f"{folder}/tiny.py:{name}", "--out", f"{folder}/{name}", "--quiet"]) == 0
+        yield folder
