@@ -160,7 +160,8 @@ def decode(
         if full:
             for i in range(first, last):
                 row = i * ROWS + tl.arange(0, ROWS)
-                tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
+                tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V
+                tile += col[None, None, :]
                 present = (row < D)[None, :, None] & (col < V)[None, None, :]
                 rows = tl.load(tile, mask=present, other=0.0).to(tl.float32)
                 weights = tl.load(z + row, mask=row < D, other=0.0)
@@ -290,7 +291,8 @@ def power_decode(
     numbers |= {"K": key_dim, "V": value_dim, "P": p, "R": rows, "CAPACITY": capacity, "NORMALIZE": normalize}
     numbers |= {"WIDTH": width, "COLUMNS": columns, "HEADS": packed, "SPOTS": config.next_power_of_2(capacity)}
     numbers |= {"ROWS": plan.rows, "TOKENS": plan.tokens, "SPLITS": plan.splits, "LANES": plan.lanes}
-    numbers |= {"STAGES": plan.stages, "FOLDED": plan.folded, "RANKS": plan.ranks, "num_warps": plan.warps, "maxnreg": plan.registers}
+    numbers |= {"STAGES": plan.stages, "FOLDED": plan.folded, "RANKS": plan.ranks}
+    numbers |= {"num_warps": plan.warps, "maxnreg": plan.registers}
     grid = (pairs * (plan.splits + rows),)
     together = time if time <= capacity else 1
     with torch.cuda.device_of(q):
