@@ -71,8 +71,8 @@ def power_attention(
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
             one kind. Not with cu_seqlens, initial_state or return_state, with T = 0, nor with impl="reference".
         rotation: how q and k were rotated. The gradient of its positions comes from this call, and not through q and k.
-            On long rows in half precision this is more precise: the kernels begin its sum anew at every chunk. Not with
-            cu_seqlens or context_group.
+            On long rows this is against rounding: the kernels begin its sum anew at every chunk. Not with cu_seqlens or
+            context_group.
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
             float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 

@@ -241,7 +241,7 @@ class DecodingLimits:
 
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
-DECODING = {"few": DecodingLimits(4096, 4, 2048, 2, 168, 3), "many": DecodingLimits(4096, 32, 2048, 2, 168, 3)}
+DECODING = {"few": DecodingLimits(4096, 3, 2048, 2, 168, 3), "many": DecodingLimits(4096, 32, 2048, 2, 168, 3)}
 _DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None, 1)
 
 

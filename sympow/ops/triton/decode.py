@@ -174,6 +174,8 @@ def decode(
                 tl.store(z + row, weights, mask=row < D)
             tl.debug_barrier()  # threads read rows that others of this program wrote
         for i in tl.range(first, last, num_stages=STAGES):
+            # A load of three dimensions: its layout, 16 bytes of a row a thread, is that of the products, and a thread
+            # adds up its own rows. With two dimensions Triton chooses another layout for the products.
             row = i * ROWS + tl.arange(0, ROWS)
             tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
             present = (row < D)[None, :, None] & (col < V)[None, None, :]
