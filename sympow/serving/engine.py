@@ -27,7 +27,8 @@ from sympow.serving.sampling import Drawn, begun, draw, to_device
 from sympow.serving.sequence import Sequence
 
 _TOGETHER = 16  # prompts at most, each of which has its own state
-_MORE = 32  # tokens that a prompt may have more than the shortest one that is read with it
+_LEAST = 16  # tokens of a piece of a prompt, below which steps read it
+_STEPS_END = 63  # tokens at the end of a prompt that steps read on a GPU, which takes no longer than a call more
 _EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
 
 
@@ -97,12 +98,13 @@ class Engine:
         self._device = model.embedding.weight.device
         self._queue, self._chunk = queue, chunk
         self._slots = Slots(model, slots)
+        self._steps_end = _STEPS_END if runs_ahead(self._device) and self._slots.as_one_batch else 0
         self._waiting: deque[Sequence] = deque()
         self._reading: list[Sequence] = []  # in the order of their arrival
         self._decoding: list[Sequence] = []  # by row of the slots
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)  # the tokens drawn last, by row
         self._flights: deque[_Flight] = deque()  # in the order of their draws
-        self._chunk_read: Callable[[], None] = begun(torch.device("cpu"))
+        self._piece_read: Callable[[], None] = begun(torch.device("cpu"))
         self._turns = 0
         self._changed = threading.Condition()
         self._closing_at: float | None = None
@@ -128,8 +130,9 @@ class Engine:
         self._slots.prepare()
         if self._device.type == "cuda":
             with torch.no_grad():  # kernels are compiled before the first request comes
-                chunk = torch.zeros(1, self._chunk, dtype=torch.int64, device=self._device)
-                self._model.step(chunk, self._model.init_state(1))
+                for size in {self._piece(tokens) for tokens in range(_LEAST, self._chunk + 1)}:
+                    piece = torch.zeros(1, size, dtype=torch.int64, device=self._device)
+                    self._model.step(piece, self._model.init_state(1))
         self._thread.start()
 
     def submit(self, requests: Collection[Request]) -> None:
@@ -222,32 +225,45 @@ class Engine:
         return min(self._reading, key=lambda each: each.left)
 
     def _read(self, sequence: Sequence) -> None:
-        """Reads one chunk of a prompt, or short prompts together. Before the first chunk the cache is searched."""
+        """Reads one piece of a prompt, or of several together. Before the first piece the cache is searched."""
+        group = [sequence]
         if sequence.state is None:
             found = self.prefixes.find(sequence.keys)
             self._notice_parting(sequence)
-            group = [sequence] if found else self._group(sequence)
-            sequence.state = self._model.init_state(len(group)) if found is None else found.state.clone()
-            if found is not None:
+            if found is None:
+                group = self._group(sequence)
+                sequence.state = self._model.init_state(len(group))
+            else:
+                sequence.state = found.state.clone()
                 sequence.read = sequence.cached = len(found.tokens)
-                if not sequence.left:
-                    self._begin([sequence], found.logits)
+                if self._ends_in_steps(sequence):
+                    self._begin(group, found.logits)
                     return
-        else:
-            group = [sequence]
-        stop = min(sequence.length, sequence.read + self._chunk)
-        if sequence.read < sequence.parting:
-            stop = min(stop, sequence.parting)
+        goal = sequence.parting if sequence.read < sequence.parting else sequence.length
+        stop = sequence.read + self._piece(goal - sequence.read)
         tokens = torch.stack([each.request.tokens[sequence.read : stop] for each in group])
-        self._chunk_read()  # so that at most one chunk is begun before a short prompt that comes now
+        self._piece_read()  # so that at most one piece is begun before a short prompt that comes now
         logits, sequence.state = self._model.step(tokens.to(self._device, non_blocking=True), sequence.state)
-        self._chunk_read = begun(self._device)
+        self._piece_read = begun(self._device)
         for each in group:
             each.read = stop
         if stop == sequence.parting and self.prefixes.keeps(stop):
             self.prefixes.keep(sequence.keys, stop, sequence.state.clone(), logits.clone())
-        if not sequence.left:
+        if self._ends_in_steps(sequence):
             self._begin(group, logits)
+
+    def _piece(self, tokens: int) -> int:
+        """Returns how many of so many tokens are read in one call.
+
+        On a GPU that is a chunk, or a power of 2: other lengths would need kernels that are not yet compiled.
+        """
+        if tokens >= self._chunk or not self._steps_end:
+            return min(tokens, self._chunk)
+        return 1 << (tokens.bit_length() - 1) if tokens >= _LEAST else 1
+
+    def _ends_in_steps(self, sequence: Sequence) -> bool:
+        """Returns whether the rest of a prompt, if there is one, is read by the steps of those who decode."""
+        return sequence.left <= self._steps_end and sequence.read >= sequence.parting
 
     def _notice_parting(self, sequence: Sequence) -> None:
         """Looks up, once, where a prompt begins to differ from earlier ones."""
@@ -257,24 +273,24 @@ class Engine:
             sequence.parting = parting if parting < sequence.length else 0
 
     def _group(self, first: Sequence) -> list[Sequence]:
-        """Returns a short prompt with others that are about as long and new, too, on a GPU.
+        """Returns a new prompt with others that begin with a piece of the same length and end in steps, on a GPU.
 
-        To read them together takes little longer than to read one. What the others have more is read by the steps of
-        those who decode. Prompts that begin alike are read one after another, as the later ones find the state of the
-        earlier one.
+        To read them together takes little longer than to read one. Prompts that begin alike are read one after another,
+        as the later ones find the state of the earlier one.
         """
+        piece = self._piece(first.length)
+        lengths = range(piece, piece + self._steps_end + 1)
         group, alike = [first], set(first.keys.blocks[1:2])
-        if first.length > self._chunk or first.parting or not (runs_ahead(self._device) and self._slots.as_one_batch):
+        if not self._steps_end or first.parting or first.length not in lengths:
             return group
-        longer = (each for each in self._reading if first.length <= each.length <= first.length + _MORE)
-        for each in sorted(longer, key=lambda each: each.length):
+        for each in self._reading:
             beginning = set(each.keys.blocks[1:2]) if self.prefixes.keeps(each.length) else set()
             if len(group) == _TOGETHER:
                 break
-            if each is first or each.state is not None or beginning & alike or self.prefixes.find(each.keys):
+            if each is first or each.state is not None or each.length not in lengths or beginning & alike:
                 continue
             self._notice_parting(each)
-            if not each.parting:
+            if not each.parting and not self.prefixes.find(each.keys):
                 group.append(each)
                 alike |= beginning
         return group

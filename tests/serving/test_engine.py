@@ -8,6 +8,7 @@ import torch
 
 from sympow.data import ByteTokenizer
 from sympow.models import LanguageModel, ModelConfig, generate
+from sympow.models.slots import Slots
 from sympow.serving import Engine, EngineClosedError, PrefixCache, QueueFullError, Sampling
 from tests.serving.conftest import Client, ask, tokens
 
@@ -45,7 +46,7 @@ def test_a_seed_gives_the_tokens_of_generate(engine, model):
 
 def test_short_prompts_that_wait_together_are_read_together(engine, model, ahead, monkeypatch):
     """On a GPU. The longer ones end their prompts in steps, which draw nothing from their random numbers."""
-    lengths, step, shapes = (12, 9, 14, 11), LanguageModel.step, []
+    lengths, step, shapes = (18, 16, 31, 25), LanguageModel.step, []
 
     def noted(self, x, state):
         shapes.append(tuple(x.shape))
@@ -55,10 +56,23 @@ def test_short_prompts_that_wait_together_are_read_together(engine, model, ahead
     clients = [Client(tokens(n, n), sampling=Sampling(0.9, seed=n), logprobs=1) for n in lengths]
     results = ask(engine, *clients)
     read = {shape for shape in shapes if shape[1] > 1}
-    assert read == ({(4, 9)} if ahead else {(1, n) for n in lengths})
+    assert read == ({(4, 16)} if ahead else {(1, n) for n in (2, 9, 15, 16)})
     for n, (drawn, text, last) in zip(lengths, results, strict=True):
         assert drawn == alone(model, tokens(n, n), temperature=0.9, seed=n) and text == TOKENIZER.decode(drawn)
         assert (last.usage.prompt_tokens, last.usage.new_tokens, last.usage.cached_tokens) == (n, 12, 0)
+
+
+def test_requests_at_a_time_share_their_steps(engine, monkeypatch):
+    """Four requests take about as many steps as one of them."""
+    step, counts = Slots.step, []
+
+    def counted(self, x):
+        counts.append(len(x))
+        return step(self, x)
+
+    monkeypatch.setattr(Slots, "step", counted)
+    ask(engine, *(Client(tokens(16 + i, i), 40) for i in range(4)))
+    assert 39 <= len(counts) <= 50 and counts.count(4) >= 30
 
 
 def test_without_streaming_there_is_one_piece(engine, model):
