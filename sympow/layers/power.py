@@ -19,7 +19,6 @@ from sympow.layers.state import After, MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
-    Rotation,
     power_attention,
     power_attention_step,
     prefers_tail,
@@ -150,13 +149,8 @@ class PowerAttention(AttentionMixer):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        split: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        if self.rotation == "data" and not any(x is not None for x in split.values()):
-            q, k, v, log_g, positions = self._inputs(x, 0, turned_by_op=True)
-            if positions is not None:
-                split["rotation"] = Rotation(*self._turns(x, positions))
-        else:
-            q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
+        q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
+        split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         return power_attention(q, k, v, log_g, **self._options() | split).out
 
     def mix_state(
@@ -192,12 +186,11 @@ class PowerAttention(AttentionMixer):
         self.context_group = group
 
     def _inputs(
-        self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None, turned_by_op: bool = False
+        self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns rotated q and k, v, log_g, and data-dependent positions after every token of x [B, T, G].
 
-        It takes the position before x, or the ranks that hold it. turned_by_op: the gradient of positions does not come
-        through q and k, see `Rotation`.
+        It takes the position before x, or the ranks that hold it.
         """
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
@@ -207,8 +200,7 @@ class PowerAttention(AttentionMixer):
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
-            own = positions.detach() if turned_by_op else positions
-            return *self.rotated_heads(x, own), log_g, positions
+            return *self.rotated_heads(x, positions), log_g, positions
         if isinstance(position, Tensor) and position.is_floating_point():
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
         return *self.rotated_heads(x, position), log_g, None
