@@ -235,7 +235,6 @@ TABLES = {
     "chunks_h200.json": chunks_table,
     "chunks_no_gate_h200.json": chunks_table,
     "mqar_hybrids_h200.csv": seeds_table,
-    "mqar_convolutions_h200.csv": convolutions_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_widths_h200.csv": widths_table,

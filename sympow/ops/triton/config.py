@@ -242,14 +242,16 @@ class DecodingLimits:
 
 # With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
 DECODING = {"few": DecodingLimits(4096, 3, 2048, 2, 168, 3), "many": DecodingLimits(4096, 32, 2048, 2, 168, 3)}
+_OF_FLOAT32 = 224  # registers of a thread with float32 inputs, which spill hundreds of bytes with 168
 _DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None, 1)
 
 
 def decoding(
-    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, width: int, device: torch.device
-) -> Decoding:
-    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, padded head dims, and bytes of
-    an element of the state."""
+    pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, width: int, wide: bool,
+    device: torch.device,
+) -> Decoding:  # fmt: skip
+    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, padded head dims, bytes of an
+    element of the state, and whether queries, keys and values are float32."""
     limits = DECODING["few" if pairs < processors(device) else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
@@ -264,4 +266,6 @@ def decoding(
     ranks = max(1, min(next_power_of_2(splits + 1), limits.elements // (padded_heads * columns)))
     folded = 4
     registers = limits.registers if padded_heads <= 8 else None
+    if registers is not None and wide:
+        registers = max(registers, _OF_FLOAT32)
     return Decoding(rows, lanes, tiles, splits, tokens, folded, ranks, limits.warps, registers, limits.stages)

@@ -279,7 +279,8 @@ def power_decode(
     rows, dim, pairs, capacity = heads // groups, s.shape[2], batch * groups, tail_k.shape[2]
     columns, packed = config.next_power_of_2(value_dim), config.next_power_of_2(rows)
     width = config.next_power_of_2(key_dim)
-    plan = config.decoding(pairs, dim, rows, packed, width, columns, s.element_size(), q.device)
+    wide = q.dtype == torch.float32
+    plan = config.decoding(pairs, dim, rows, packed, width, columns, s.element_size(), wide, q.device)
     out = torch.empty(batch, time, heads, value_dim, device=q.device, dtype=v.dtype)
     parts = torch.empty(pairs, plan.splits + 1, packed, columns, device=q.device, dtype=torch.float32)
     totals = torch.empty(pairs if normalize else 0, plan.splits + 1, packed, device=q.device, dtype=torch.float32)

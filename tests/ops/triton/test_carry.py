@@ -94,10 +94,11 @@ def test_gradients_of_states(name):
         for shape in ((case.B, case.T, case.H, case.V), x["s"].shape, x["z"].shape)
     )
 
-    out, norm, *_ = operators.power_forward(
-        *tensors, x["s"], x["z"] if case.p == 2 else None, None, case.p, 0.25, case.divides, EPS, CHUNK, False, False,
-        False, False,
+    initial = (x["s"], x["z"] if case.p == 2 else None)
+    options = operators.Options(
+        case.p, 0.25, case.divides, EPS, CHUNK, final=False, tf32=False, wide=False, gradient=False
     )  # fmt: skip
+    out, norm, *_ = operators.power_forward(*tensors, *initial, None, None, None, *options)
     call = call_of(case, *tensors)
     factors = launch_gradients.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)

@@ -45,7 +45,7 @@ def extra_bytes(key_dim: int, monkeypatch, *, gated: bool = True) -> int:
     options = operators.Options(2, key_dim**-0.5, True, 1e-6, chunk, False, False, False, True)
     with Allocated() as allocated:
         result = operators.forward(q, k, v, log_g, None, None, None, options)
-        grads = operators.backward(dout, None, None, q, k, v, log_g, None, None, None, result, options)
+        grads = operators.backward(dout, None, None, q, k, v, log_g, None, None, None, None, result, options)
     return allocated.peak - sum(x.nbytes for x in (result.out, *grads) if x is not None)
 
 
