@@ -18,9 +18,10 @@ from sympow import progress
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore: tests send it
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from tests.interpreter import speed_up
+    from tests import interpreter
 
-    speed_up()
+    interpreter.speed_up()
+    interpreter.compute_in_bfloat16()
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
 

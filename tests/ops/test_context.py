@@ -36,7 +36,7 @@ KERNELS = {
     "p 1": Case(B=1, T=20, H=1, G=1, K=16, V=16, p=1, return_state=False),
     "chunks": Case(B=1, T=140, H=1, G=1, K=16, V=16, return_state=False),
 }
-if DEVICE == "cuda":  # these take long in Triton's interpreter, which also knows no bfloat16
+if DEVICE == "cuda":  # these take long in Triton's interpreter
     KERNELS |= {
         "K 64": Case(B=2, T=1100, H=4, G=2, K=64, V=64, return_state=False),
         "no gate, V 160": Case(B=1, T=700, H=1, G=1, K=32, V=160, gate=False, return_state=False),

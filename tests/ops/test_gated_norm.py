@@ -12,7 +12,7 @@ from sympow.ops.gated_norm import gated_norm
 from tests.ops.contract import DEVICE
 
 PARTS = [(True, True), (True, False), (False, True)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 37, 3, 16), (1, 1, 1, 1), (1, 70, 5, 24), (3, 40, 6, 64)]
 
 

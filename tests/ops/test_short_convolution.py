@@ -12,7 +12,7 @@ import torch
 from sympow.ops.short_convolution import document_starts, short_convolution
 from tests.ops.contract import DEVICE
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 37, 5, 4), (1, 1, 3, 4), (1, 3, 130, 7), (3, 600, 4, 1), (1, 513, 129, 3)]
 BORDERS = [0, 2, 2, 3, 20, 37]
 

@@ -1,5 +1,5 @@
 """The Triton kernels against the reference in float64: on a GPU every kernel and dtype, without one what Triton's
-interpreter can run (float32, small)."""
+interpreter can run (small)."""
 
 import random
 from dataclasses import replace
@@ -19,6 +19,13 @@ launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", rea
 GPU = DEVICE == "cuda"
 # p 6 has no states in the kernels; p 4 has, and takes minutes in the interpreter.
 NAMES = [n for n, c in CASES.items() if c.B and (c.T > 1 or c.state) and (c.p < 4 or (GPU and c.p == 4))]
+HALF = {
+    "p 1": Case(B=1, T=35, H=2, G=1, K=5, V=4, p=1, state=True),
+    "p 2": Case(B=1, T=35, H=4, G=2, K=4, V=3, state=True),
+    "p 2, packed": CASES["packed"],
+    "p 2, quadratic": Case(B=1, T=16, H=4, G=2, K=4, V=3, return_state=False),
+    "p 3": Case(B=1, T=18, H=2, G=1, K=5, V=4, p=3, state=True),
+}
 QUADRATIC = {name: replace(CASES[name], state=False, return_state=False) for name in ("groups", "p 3", "p 4", "p 6")}
 
 # Shapes with which tiles are full and chunks many: T on no boundary, documents empty, of one token, and longer than a
@@ -74,6 +81,13 @@ def test_contract(name):
     assert_within_budget(run(CASES[name], inputs, "triton", 16), CASES[name], inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name, dtype):
+    inputs = make_inputs(HALF[name], dtype=dtype)
+    assert_within_budget(run(HALF[name], inputs, "triton", 16), HALF[name], inputs)
+
+
 @pytest.mark.parametrize("name", QUADRATIC)
 def test_quadratic_form(name):
     inputs = make_inputs(QUADRATIC[name], dtype=torch.float32)
@@ -107,7 +121,7 @@ def test_fuzz(seed):
     else:
         options["B"] = draw.randint(1, 3)
     case = Case(T=T, H=heads[0], G=heads[1], K=key_dim, V=value_dim, p=p, **options)
-    inputs = make_inputs(case, seed=seed, dtype=draw.choice([torch.bfloat16, torch.bfloat16, torch.float32]))
+    inputs = make_inputs(case, seed=seed, dtype=draw.choice([torch.bfloat16, torch.float16, torch.float32]))
     chunk_size = draw.choice([128, 256, 4096])
     peer = min(chunk_size, 256) if p > 2 else None
     assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs, peer)
