@@ -19,42 +19,42 @@ SELECTED = 64  # top_k; of 1,024 tokens about 64 (1 + ln(1 + 1024 / 64)) = 245 a
 
 
 def attention() -> RunConfig:
-    """Returns softmax attention, in the block that power attention has."""
+    """Softmax attention, in the block that power attention has."""
     return _config("attention", MixerConfig("softmax", BLOCK))
 
 
 def power() -> RunConfig:
-    """Returns power attention, p = 2, gated, in its block."""
+    """Power attention, p = 2, gated, in its block."""
     return _config("power", MixerConfig("power"))
 
 
 def hyena() -> RunConfig:
-    """Returns Hyena with a filter of the whole context."""
+    """Hyena with a filter of the whole context."""
     return _config("hyena", MixerConfig("hyena", {"max_length": CONTEXT}))
 
 
 def base_conv() -> RunConfig:
-    """Returns BaseConv: long implicit filters and explicit ones of 3 taps in turns."""
+    """BaseConv: long implicit filters and explicit ones of 3 taps in turns."""
     return _config("base_conv", *_LONG_AND_SHORT)
 
 
 def base_conv_full() -> RunConfig:
-    """Returns BaseConv with softmax attention in two layers."""
+    """BaseConv with softmax attention in two layers."""
     return _hybrid("base_conv_full", MixerConfig("softmax"))
 
 
 def base_conv_random() -> RunConfig:
-    """Returns BaseConv with attention for tokens drawn at random in two layers."""
+    """BaseConv with attention for tokens drawn at random in two layers."""
     return _selection("base_conv_random", selection="random", top_k=SELECTED)
 
 
 def base_conv_programmatic() -> RunConfig:
-    """Returns BaseConv with attention for tokens that occurred before in two layers."""
+    """BaseConv with attention for tokens that occurred before in two layers."""
     return _selection("base_conv_programmatic", selection="programmatic")
 
 
 def base_conv_learned() -> RunConfig:
-    """Returns BaseConv with attention for tokens that a learned score selects in two layers."""
+    """BaseConv with attention for tokens that a learned score selects in two layers."""
     return _selection("base_conv_learned", selection="learned", top_k=SELECTED)
 
 

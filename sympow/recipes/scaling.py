@@ -37,98 +37,98 @@ CONFORMAL: dict[str, Any] = {
 
 
 def power() -> RunConfig:
-    """Returns the layer's default: p = 2, gated, in the block."""
+    """Power attention as it is by default: p = 2, gated, in the block."""
     return _power("power")
 
 
 def power_data() -> RunConfig:
-    """Returns p = 2 rotated by data-dependent positions (conformal)."""
+    """Power attention, p = 2 rotated by data-dependent positions (conformal)."""
     return _power("power_data", rotation="data")
 
 
 def power_turned() -> RunConfig:
-    """Returns p = 2 with a rotation of all channels instead of a quarter."""
+    """Power attention, p = 2 with a rotation of all channels instead of a quarter."""
     return _power("power_turned", rotary_fraction=1.0)
 
 
 def power_ungated() -> RunConfig:
-    """Returns p = 2 without a gate."""
+    """Power attention, p = 2 without a gate."""
     return _power("power_ungated", gate=False)
 
 
 def linear_gated() -> RunConfig:
-    """Returns p = 1 with a gate: gated linear attention."""
+    """Power attention, p = 1 with a gate: gated linear attention."""
     return _power("linear_gated", p=1)
 
 
 def power3() -> RunConfig:
-    """Returns p = 3 of keys of 32: a state of 5,984 rows, 2.9 times that of p = 2."""
+    """Power attention, p = 3 of keys of 32: a state of 5,984 rows, 2.9 times that of p = 2."""
     return _power("power3", p=3, head_dim=32, value_dim=64)
 
 
 def power_p4_k24() -> RunConfig:
-    """Returns p = 4 of keys of 24: a state of 17,550 rows, 8.4 times that of p = 2."""
+    """Power attention, p = 4 of keys of 24: a state of 17,550 rows, 8.4 times that of p = 2."""
     return _power("power_p4_k24", p=4, head_dim=24, value_dim=64)
 
 
 def power_p4_k32() -> RunConfig:
-    """Returns p = 4 of keys of 32 with two key/value heads: a state of 8.4 times as many elements as that of p = 2."""
+    """Power attention, p = 4 of keys of 32 with two key/value heads: a state of 8.4 times as many elements as that of p = 2."""
     return _power("power_p4_k32", p=4, head_dim=32, value_dim=64, n_kv_heads=2)
 
 
 def power4() -> RunConfig:
-    """Returns p = 4 of keys of 64: a state of 766,480 rows, so that it is computed in its quadratic form."""
+    """Power attention, p = 4 of keys of 64: a state of 766,480 rows, so that it is computed in its quadratic form."""
     return _power("power4", p=4)
 
 
 def softmax() -> RunConfig:
-    """Returns softmax attention with rotary positions."""
+    """Softmax attention with rotary positions."""
     return _config("softmax", MixerConfig("softmax", BLOCK))
 
 
 def softmax_gate() -> RunConfig:
-    """Returns softmax attention with the gate of power attention."""
+    """Softmax attention with the gate of power attention."""
     return _config("softmax_gate", MixerConfig("softmax", BLOCK | {"gate": True}))
 
 
 def window() -> RunConfig:
-    """Returns a window of 1,024 tokens: a state of 131,072 elements a head, where that of p = 2 has 135,200."""
+    """A window of 1,024 tokens: a state of 131,072 elements a head, where that of p = 2 has 135,200."""
     return _window("window", 1024)
 
 
 def linear() -> RunConfig:
-    """Returns linear attention without a gate."""
+    """Linear attention without a gate."""
     return _config("linear", MixerConfig("linear", BLOCK))
 
 
 def window32() -> RunConfig:
-    """Returns a window of 32 tokens: a state of 4,096 elements a head, where that of linear attention has 4,160."""
+    """A window of 32 tokens: a state of 4,096 elements a head, where that of linear attention has 4,160."""
     return _window("window32", 32)
 
 
 def rwkv7() -> RunConfig:
-    """Returns the time mixing of RWKV-7, which has a block of its own."""
+    """The time mixing of RWKV-7, which has a block of its own."""
     return _config("rwkv7", *_rwkv7())
 
 
 def gated_delta_net() -> RunConfig:
-    """Returns Gated DeltaNet of flash-linear-attention, which has a block of its own."""
+    """Gated DeltaNet of flash-linear-attention, which has a block of its own."""
     return _config("gated_delta_net", MixerConfig("gated_delta_net"))
 
 
 def hybrid_softmax() -> RunConfig:
-    """Returns five layers of power attention, and softmax attention in the fourth of the six."""
+    """Five layers of power attention, and softmax attention in the fourth of the six."""
     power, softmax = MixerConfig("power"), MixerConfig("softmax", BLOCK)
     return _config("hybrid_softmax", power, power, power, softmax, power, power)
 
 
 def hybrid_window() -> RunConfig:
-    """Returns power attention and windows of 512 tokens in turns: a state of constant size."""
+    """Power attention and windows of 512 tokens in turns: a state of constant size."""
     return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 512}), MixerConfig("power"))
 
 
 def hybrid_softmax_window() -> RunConfig:
-    """Returns softmax attention in the fourth of six layers, windows of 512 tokens in three, power attention in two."""
+    """Softmax attention in the fourth of six layers, windows of 512 tokens in three, power attention in two."""
     power, softmax = MixerConfig("power"), MixerConfig("softmax", BLOCK)
     window = MixerConfig("window", BLOCK | {"window": 512})
     return _config("hybrid_softmax_window", window, power, window, softmax, window, power)
@@ -138,47 +138,47 @@ def hybrid_softmax_window() -> RunConfig:
 
 
 def softmax_plain() -> RunConfig:
-    """Returns softmax attention without the block."""
+    """Softmax attention without the block."""
     return _config("softmax_plain", MixerConfig("softmax"))
 
 
 def power_plain() -> RunConfig:
-    """Returns the default of power attention without the block."""
+    """The default of power attention without the block."""
     return _power("power_plain", **PLAIN)
 
 
 def published_p2() -> RunConfig:
-    """Returns p = 2 without a gate: symmetric power transformers [SPT]."""
+    """Power attention, p = 2 without a gate: symmetric power transformers [SPT]."""
     return _power("published_p2", **PUBLISHED, **UNGATED)
 
 
 def published_p4() -> RunConfig:
-    """Returns p = 4 without a gate [SPT]."""
+    """Power attention, p = 4 without a gate [SPT]."""
     return _power("published_p4", p=4, **PUBLISHED, **UNGATED)
 
 
 def published_p6() -> RunConfig:
-    """Returns p = 6 without a gate [SPT]."""
+    """Power attention, p = 6 without a gate [SPT]."""
     return _power("published_p6", p=6, **PUBLISHED, **UNGATED)
 
 
 def published_p2_gated() -> RunConfig:
-    """Returns p = 2 with the gate of [CST] and fixed rotation."""
+    """Power attention, p = 2 with the gate of [CST] and fixed rotation."""
     return _power("published_p2_gated", **PUBLISHED, **GATED)
 
 
 def published_p4_gated() -> RunConfig:
-    """Returns p = 4 with the gate of [CST] and fixed rotation."""
+    """Power attention, p = 4 with the gate of [CST] and fixed rotation."""
     return _power("published_p4_gated", p=4, **PUBLISHED, **GATED)
 
 
 def conformal_p2() -> RunConfig:
-    """Returns p = 2 with gate and rotation as in [CST]: conformal symmetric power transformers."""
+    """Power attention, p = 2 with gate and rotation as in [CST]: conformal symmetric power transformers."""
     return _power("conformal_p2", **PUBLISHED, **CONFORMAL)
 
 
 def conformal_p4() -> RunConfig:
-    """Returns p = 4 with gate and rotation as in [CST]."""
+    """Power attention, p = 4 with gate and rotation as in [CST]."""
     return _power("conformal_p4", p=4, **PUBLISHED, **CONFORMAL)
 
 
@@ -250,22 +250,22 @@ def power_no_output_gate() -> RunConfig:
 
 
 def body_power() -> RunConfig:
-    """Returns power attention in the body of RWKV-7."""
+    """Power attention in the body of RWKV-7."""
     return _in_rwkv7_body("body_power", MixerConfig("power", PLAIN))
 
 
 def body_softmax() -> RunConfig:
-    """Returns softmax attention in the body of RWKV-7."""
+    """Softmax attention in the body of RWKV-7."""
     return _in_rwkv7_body("body_softmax", MixerConfig("softmax"))
 
 
 def body_linear() -> RunConfig:
-    """Returns gated linear attention in the body of RWKV-7."""
+    """Gated linear attention in the body of RWKV-7."""
     return _in_rwkv7_body("body_linear", MixerConfig("power", PLAIN | {"p": 1, "head_norm": True}))
 
 
 def body_rwkv7() -> RunConfig:
-    """Returns the time mixing of RWKV-7 in its own body."""
+    """The time mixing of RWKV-7 in its own body."""
     return _in_rwkv7_body("body_rwkv7", *_rwkv7())
 
 
@@ -274,22 +274,22 @@ def body_rwkv7() -> RunConfig:
 
 
 def ratio_1_12() -> RunConfig:
-    """Returns 2 layers of softmax attention, 512 wide."""
+    """2 layers of softmax attention, 512 wide."""
     return _shape("ratio_1_12", 512, 2, MixerConfig("softmax", BLOCK))
 
 
 def ratio_2_1() -> RunConfig:
-    """Returns 7 layers of power attention, 768 wide."""
+    """7 layers of power attention, 768 wide."""
     return _shape("ratio_2_1", 768, 7, MixerConfig("power"))
 
 
 def ratio_4_1() -> RunConfig:
-    """Returns 9 layers of windows of 2,048 tokens, 768 wide."""
+    """9 layers of windows of 2,048 tokens, 768 wide."""
     return _shape("ratio_4_1", 768, 9, MixerConfig("window", BLOCK | {"window": 2048}))
 
 
 def ratio_99_1() -> RunConfig:
-    """Returns 11 layers of windows of 80 tokens, 768 wide."""
+    """11 layers of windows of 80 tokens, 768 wide."""
     return _shape("ratio_99_1", 768, 11, MixerConfig("window", BLOCK | {"window": 80}))
 
 
