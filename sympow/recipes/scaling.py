@@ -72,7 +72,7 @@ def power_p4_k24() -> RunConfig:
 
 
 def power_p4_k32() -> RunConfig:
-    """Power attention, p = 4 of keys of 32 with two key/value heads: a state of 8.4 times as many elements as that of p = 2."""
+    """Power attention, p = 4 of keys of 32, two key/value heads: a state of 8.4 times the elements of p = 2."""
     return _power("power_p4_k32", p=4, head_dim=32, value_dim=64, n_kv_heads=2)
 
 
@@ -186,63 +186,63 @@ def conformal_p4() -> RunConfig:
 
 
 def power_eps() -> RunConfig:
-    """Returns `power` with eps = 1e-6 instead of 1."""
+    """`power` with eps = 1e-6 instead of 1."""
     return _power("power_eps", eps=1e-6)
 
 
 def power_score() -> RunConfig:
-    """Returns `power` with scores that start at 0 instead of 1."""
+    """`power` with scores that start at 0 instead of 1."""
     return _power("power_score", initial_score=0.0)
 
 
 def power_gate_bias_0() -> RunConfig:
-    """Returns `power` with initial gate biases of 0 [CST] instead of 1 to 8: a half-life of one token."""
+    """`power` with initial gate biases of 0 [CST] instead of 1 to 8: a half-life of one token."""
     return _power("power_gate_bias_0", gate_bias=(0.0, 0.0))
 
 
 def power_gate_bias_7() -> RunConfig:
-    """Returns `power` with initial gate biases of 6.906768 instead of 1 to 8: gates of 0.999, as [SCRA]'s code has."""
+    """`power` with initial gate biases of 6.906768 instead of 1 to 8: gates of 0.999, as [SCRA]'s code has."""
     return _power("power_gate_bias_7", gate_bias=(6.906768, 6.906768))
 
 
 def power_frequencies() -> RunConfig:
-    """Returns `power` with the frequencies of [CST] (M13) instead of the standard ones."""
+    """`power` with the frequencies of [CST] (M13) instead of the standard ones."""
     return _power("power_frequencies", frequencies="conformal", max_length=LONGEST)
 
 
 def power_positions() -> RunConfig:
-    """Returns `power_data` with positions that learn at the full rate [CST] instead of a tenth of it."""
+    """`power_data` with positions that learn at the full rate [CST] instead of a tenth of it."""
     return _power("power_positions", rotation="data", position_rate=1.0)
 
 
 def power_warmup() -> RunConfig:
-    """Returns `power` with a warm-up over 1% of the steps instead of 10%; the sources warm up over less than 1%."""
+    """`power` with a warm-up over 1% of the steps instead of 10%; the sources warm up over less than 1%."""
     config = _power("power_warmup")
     return replace(config, training=replace(config.training, warmup_steps=STEPS // 100))
 
 
 def power_no_bias() -> RunConfig:
-    """Returns `power` without biases in the projections, as [SCRA]'s code; its scores so start at 0."""
+    """`power` without biases in the projections, as [SCRA]'s code; its scores so start at 0."""
     return _power("power_no_bias", bias=False)
 
 
 def power_unnormalized() -> RunConfig:
-    """Returns `power` without the division by the sum of the weights; the norm of heads is what is left."""
+    """`power` without the division by the sum of the weights; the norm of heads is what is left."""
     return _power("power_unnormalized", normalize=False)
 
 
 def power_no_convolution() -> RunConfig:
-    """Returns `power` without the short convolution."""
+    """`power` without the short convolution."""
     return _power("power_no_convolution", short_convolution=0)
 
 
 def power_no_head_norm() -> RunConfig:
-    """Returns `power` without the norm of heads' outputs."""
+    """`power` without the norm of heads' outputs."""
     return _power("power_no_head_norm", head_norm=False)
 
 
 def power_no_output_gate() -> RunConfig:
-    """Returns `power` without the gate on heads' outputs."""
+    """`power` without the gate on heads' outputs."""
     return _power("power_no_output_gate", output_gate=False)
 
 
