@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from sympow.layers.initial import draw_uniform
 from sympow.layers.state import After, MixerState
-from sympow.ops.availability import has_kernels
 from sympow.ops.context import previous_tokens
-from sympow.ops.short_convolution import short_convolution
+from sympow.ops.short_convolution import short_convolution, short_convolution_step
 
 _FEW = 16  # tokens
 
@@ -70,23 +69,18 @@ class DepthwiseConvolution(nn.Module):
         return torch.zeros(shape, device=device or like.device, dtype=dtype or like.dtype)
 
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs."""
-        time, kept = x.shape[1], past.shape[1]
-        seen = torch.cat([past.to(x.dtype), x], dim=1)
-        if time <= _FEW and not torch.is_autocast_enabled(x.device.type):
-            # Sums of k rows: calling a convolution takes longer than computing it.
-            y = ((seen.unfold(1, self.width, 1) * self.weight).sum(-1) + self._offset()).to(x.dtype)
-        else:
-            y = short_convolution(seen, self.weight, self._offset())[:, kept:]
-        # A view would hold all inputs. On a GPU a copy of few inputs would be one kernel more in every step.
-        copied = time > kept or not has_kernels(x.device, x.dtype)
-        return y, seen[:, time:].to(past.dtype, copy=copied)
+        """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs.
+
+        Where gradients are off, these may be written into `past`.
+        """
+        if x.shape[1] <= _FEW and not torch.is_grad_enabled():
+            return short_convolution_step(x, past, self.weight, self._offset()), past
+        y = short_convolution(x, self.weight, self._offset(), past=past)
+        return y, _last(x, past, x.shape[1])
 
     def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
         """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""
-        y, _ = self.step(x, past)
-        seen = torch.cat([past, x.to(past.dtype)], dim=1)
-        return y, lambda n: seen[:, n : n + past.shape[1]].clone()
+        return self.step(x, past.clone())[0], lambda n: _last(x, past, n)
 
     def _offset(self) -> Tensor:
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
@@ -96,6 +90,13 @@ class DepthwiseConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, width={self.width}"
+
+
+def _last(x: Tensor, past: Tensor, count: int) -> Tensor:
+    """Copies the last k - 1 inputs [B, k - 1, C] of `past` [B, k - 1, C] and the first `count` tokens of x."""
+    kept = past.shape[1]
+    first = x[:, max(count - kept, 0) : count].to(past.dtype)
+    return torch.cat([past[:, min(count, kept) :], first], dim=1)
 
 
 @dataclass

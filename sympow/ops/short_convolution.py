@@ -1,6 +1,7 @@
 """Causal depthwise convolution of a few taps: every channel by itself, documents apart.
 
-On a GPU it is one kernel each way (`sympow.ops.triton.short_convolution`); elsewhere it is plain torch.
+On a GPU it is one kernel each way, and one for a step (`sympow.ops.triton.short_convolution`). Elsewhere it is plain
+torch.
 """
 
 from __future__ import annotations
@@ -47,6 +48,36 @@ def short_convolution(
     else:
         y = _in_torch(x, weight, bias, first)
     return y if past is None else y[:, past.shape[1] :]
+
+
+@torch.no_grad()
+def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns what `short_convolution` does for a few tokens after `past`, and replaces `past` by the last inputs.
+
+    There is no gradient. On a GPU it is one kernel.
+
+    Args:
+        x: [B, T, C].
+        past: [B, k - 1, C], the tokens before x, oldest first. Afterwards it holds the last k - 1 tokens of both.
+        weight: [C, k]; the last tap belongs to the token itself.
+        bias: [C].
+
+    Returns:
+        [B, T, C], in the dtype of x, or of autocast.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.shape[1] == 0:
+        return x
+    if has_kernels(x.device, x.dtype):
+        from sympow.ops.triton.short_convolution import short_convolution_step as kernel
+
+        return kernel(x, past, weight, bias)
+    seen = torch.cat([past.to(x.dtype), x], dim=1)
+    # Sums of k rows: calling a convolution takes longer than computing it.
+    y = ((seen.unfold(1, weight.shape[1], 1) * weight).sum(-1) + bias).to(x.dtype)
+    past.copy_(seen[:, x.shape[1] :])
+    return y
 
 
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sympow.ops.short_convolution import document_starts, short_convolution
+from sympow.ops.short_convolution import document_starts, short_convolution, short_convolution_step
 from tests.ops.contract import DEVICE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -53,6 +53,28 @@ def test_goes_on_from_the_tokens_before(cut):
     padded = torch.cat([torch.zeros(2, 3, 5, dtype=torch.float64), x], 1)
     y = short_convolution(x[:, cut:], weight, bias, past=padded[:, cut : cut + 3])
     torch.testing.assert_close(y, short_convolution(x, weight, bias)[:, cut:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize(("channels", "width"), [(5, 4), (130, 7), (4, 1)])
+def test_steps_go_on_in_place(channels, width, dtype):
+    """Steps of one token, of more than are kept, and of none; by plain torch in float64, else by the kernel."""
+    x, weight, bias = make(2, 12, channels, width)
+    expected = written_out(x, weight, bias)
+    step = short_convolution_step
+    if dtype != torch.float64:
+        pytest.importorskip("triton", reason="needs triton")
+        from sympow.ops.triton.short_convolution import short_convolution_step as step
+    device = "cpu" if dtype == torch.float64 else DEVICE
+    weight, bias = (z.to(device, torch.promote_types(dtype, torch.float32)) for z in (weight, bias))
+    parts = x.to(device, dtype).split([1, 1, 7, 0, 2, 1], 1)
+    pool = torch.zeros(2, width + 3, channels, device=device, dtype=dtype)
+    past = pool[:, 2 : width + 1]  # a view: nothing beside it changes
+    found = torch.cat([step(part, past, weight, bias) for part in parts], 1)
+    allowed = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
+    assert (found.double().cpu() - expected).norm() <= allowed * expected.norm()
+    assert torch.equal(past, torch.cat(parts, 1)[:, 12 - (width - 1) :])
+    assert not pool[:, :2].any() and not pool[:, width + 1 :].any()
 
 
 @pytest.mark.parametrize("bounds", [[0, 30], [0, 20, 10, 37], [1, 37], [37]])

@@ -50,6 +50,52 @@ def convolve(
 
 
 @triton.jit(do_not_specialize=["T"])
+def convolve_step(
+    x,  # [B, T, C]
+    past,  # [B, WIDTH - 1, C], the inputs before x, with strides past_sb and past_st; then the last inputs of both
+    weight,  # [C, WIDTH]
+    bias,  # [C]
+    y,  # [B, T, C]
+    past_sb,
+    past_st,
+    T,
+    C,
+    WIDTH: tl.constexpr,
+    HELD: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Convolves all tokens of CHANNELS channels of a row; HELD is the power of two that holds WIDTH - 1."""
+    i_b = tl.cast(tl.program_id(0), tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channel < C
+    x += i_b * T * C
+    y += i_b * T * C
+    past += i_b * past_sb
+    for t in range(T):
+        total = tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+        for s in tl.static_range(WIDTH):
+            token = t - s
+            tap = tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32)
+            new = tl.load(x + token * C + channel, mask=real & (token >= 0), other=0.0).to(tl.float32)
+            place = (token + WIDTH - 1) * past_st + channel
+            total += (new + tl.load(past + place, mask=real & (token < 0), other=0.0).to(tl.float32)) * tap
+        tl.store(y + t * C + channel, total.to(y.dtype.element_ty), mask=real)
+    i = tl.arange(0, HELD)
+    token = i + T - (WIDTH - 1)
+    new = tl.load(
+        x + token[:, None] * C + channel[None, :],
+        mask=((i < WIDTH - 1) & (token >= 0))[:, None] & real[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    old = tl.load(
+        past + (i + T)[:, None] * past_st + channel[None, :],
+        mask=((i < WIDTH - 1) & (token < 0))[:, None] & real[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    tl.debug_barrier()  # all threads have read what is written over
+    place = past + i[:, None] * past_st + channel[None, :]
+    tl.store(place, (new + old).to(past.dtype.element_ty), mask=(i < WIDTH - 1)[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
 def convolve_backward(
     dy,  # [B, T, C]
     x,  # [B, T, C]
@@ -154,4 +200,28 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | N
             numbers = {"T": time, "C": channels, "WIDTH": width}
             constants = {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "num_warps": WARPS}
             launch(convolve, grid, numbers | constants, x=x, weight=weight, bias=bias, first=first, y=y)
+    return y
+
+
+def _like_step(x, past, weight, bias):
+    return x.new_empty(x.shape)
+
+
+@operator(_like_step, changes=("past",))
+def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Convolves x [B, T, C] after `past` [B, k - 1, C], which it replaces by the last k - 1 inputs."""
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    (batch, time, channels), width = x.shape, weight.shape[1]
+    held = past if past.stride(2) == 1 else past.contiguous()
+    if x.numel():
+        with torch.cuda.device_of(x):
+            numbers = {"past_sb": held.stride(0), "past_st": held.stride(1), "T": time, "C": channels, "WIDTH": width}
+            constants = {"HELD": config.next_power_of_2(max(1, width - 1)), "CHANNELS": CHANNELS, "num_warps": WARPS}
+            launch(
+                convolve_step, (batch, config.ceil_div(channels, CHANNELS)), numbers | constants,
+                x=x, past=held, weight=weight, bias=bias, y=y,
+            )  # fmt: skip
+    if held is not past:
+        past.copy_(held)
     return y

@@ -28,6 +28,11 @@ from triton.runtime.jit import JITFunction
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
+from sympow.ops.triton.short_convolution import (
+    short_convolution,
+    short_convolution_backward,
+    short_convolution_step,
+)
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32"}
@@ -112,6 +117,17 @@ def rotation_launches(key_dim: int) -> list[tuple]:
     return recorded
 
 
+def convolution_launches() -> list[tuple]:
+    """Forward and backward of the short convolution, and a step of it."""
+    with recording() as recorded:
+        for dtype in (torch.bfloat16, torch.float32):
+            x, weight, bias = torch.empty(1, 2048, 768, dtype=dtype), torch.empty(768, 4), torch.empty(768)
+            short_convolution(x, weight, bias, None)
+            short_convolution_backward(x, x, weight, bias, None)
+            short_convolution_step(x[:, :1], x[:, 1:4], weight, bias)
+    return recorded
+
+
 def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(function.params):
@@ -153,6 +169,7 @@ def main() -> None:
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
         others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
         launches += [(key_dim, *launch) for launch in others]
+    launches += [(0, *launch) for launch in convolution_launches()]
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 24), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
