@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from sympow.cli import parse
+from sympow.recipes import load_recipe
+from tests.tiny_runs import finished_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -71,11 +73,12 @@ def names_of_pages() -> dict[str, object]:
     return {"__name__": "page", **given}
 
 
-# Not here: Python that needs transformers (the README's runs where it is installed), finished runs, or a server.
+# Not here: Python that asks a server, which tests/serving runs.
 RUNNING = [
     ("docs/index.md", ...), ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/command-line.md", ...),
     ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
 ]  # fmt: skip
+WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/context-files.md", 1)]
 
 
 @pytest.mark.parametrize(("page", "only"), RUNNING, ids=[page for page, _ in RUNNING])
@@ -86,6 +89,41 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, only, tmp_path, monkeypa
         exec(compile(block, page, "exec"), names)
     for made in ("run", "sweep"):
         assert made not in names or names[made]()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a recipe tiny.py and two trained runs, in runs/demo."""
+    folder = tmp_path_factory.mktemp("pages")
+    with finished_runs(folder, [f"def f{i}(): return {i}\n" * 200 for i in range(40)]):
+        for name in ("power", "softmax"):
+            (folder / "runs" / "demo").mkdir(parents=True, exist_ok=True)
+            (folder / name).rename(folder / "runs" / "demo" / f"demo-{name}")
+        yield folder
+
+
+@pytest.mark.parametrize("page", ["docs/ar-hits.md", "docs/api/training.md"])
+def test_python_of_a_page_about_runs_runs(page, runs, monkeypatch):
+    """`demo:power` is a tiny recipe here, of 4 steps instead of 400."""
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr("sympow.recipes.load_recipe", lambda name, load=load_recipe: load(f"{runs}/tiny.py:power"))
+    for block in python_of(page):
+        exec(compile(block.replace("steps=400", "steps=4"), page, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize(("page", "number"), WITH_TRANSFORMERS)
+def test_python_of_a_page_about_transformers_runs(page, number, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import AutoModelForCausalLM
+
+    from sympow.integrations.transformers import SympowConfig
+    from sympow.models import preset
+
+    monkeypatch.chdir(tmp_path)
+    names = names_of_pages()
+    config = SympowConfig(model=preset("nano", vocab_size=64))
+    names |= {"model": AutoModelForCausalLM.from_config(config).eval(), "prompt": names["tokens"]}
+    exec(compile(python_of(page)[number], page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,18 @@ def test_the_client_of_openai(server):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
         client.completions.create(model="tiny", prompt="a", temperature=3)
+
+
+def test_python_of_the_page_runs(server, capsys):
+    pytest.importorskip("openai")
+    _, port = server
+    page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    for words, here in (("8000", str(port)), ('"none"', repr(KEY)), ('"demo-power"', '"tiny"')):
+        assert words in block
+        block = block.replace(words, here)
+    exec(compile(block, page, "exec"), {})
+    assert capsys.readouterr().out
 
 
 def test_it_ends_in_order(server):
