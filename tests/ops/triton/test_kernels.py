@@ -24,7 +24,7 @@ HALF = {
     "p 2": Case(B=1, T=35, H=4, G=2, K=4, V=3, state=True),
     "p 2, packed": CASES["packed"],
     "p 2, quadratic": Case(B=1, T=16, H=4, G=2, K=4, V=3, return_state=False),
-    "p 3": Case(B=1, T=18, H=2, G=1, K=5, V=4, p=3, state=True),
+    "p 3": Case(B=1, T=18, H=1, G=1, K=5, V=4, p=3, state=True),
 }
 QUADRATIC = {name: replace(CASES[name], state=False, return_state=False) for name in ("groups", "p 3", "p 4", "p 6")}
 
@@ -75,14 +75,21 @@ LARGE_QUADRATIC = {
 }
 
 
+def smaller(case: Case) -> Case:
+    """One row and few heads of at most 70 tokens, which the interpreter runs one after another."""
+    groups = min(case.G, 2 if case.H > 2 else 1)
+    case = replace(case, H=groups * min(case.H // case.G, 2), G=groups, B=1, T=min(case.T, 70))
+    return replace(case, T=9, ends=(0, 8, 9, 9)) if case.p > 2 and case.ends else case
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_contract(name):
-    inputs = make_inputs(CASES[name], dtype=torch.float32)
-    assert_within_budget(run(CASES[name], inputs, "triton", 16), CASES[name], inputs)
+    case = CASES[name] if GPU or name == "one head" else smaller(CASES[name])
+    inputs = make_inputs(case, dtype=torch.float32)
+    assert_within_budget(run(case, inputs, "triton", 16), case, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize(("name", "dtype"), [*((n, torch.bfloat16) for n in HALF), ("p 2", torch.float16)], ids=str)
 def test_half_precision(name, dtype):
     inputs = make_inputs(HALF[name], dtype=dtype)
     assert_within_budget(run(HALF[name], inputs, "triton", 16), HALF[name], inputs)
@@ -255,7 +262,7 @@ def test_through_states(p, key_dim, ends):
 @pytest.mark.parametrize(("p", "key_dim"), [(1, 16), (2, 16), *([(2, 32), (2, 64), (2, 128)] if GPU else [])])
 def test_the_state_pass_multiplies_gradients_with_states(p, key_dim, packed, dtype):
     """While it forms them: as `through_states` of both; also where it writes them over the states."""
-    B, T, G = 1 if packed else 2, 1100 if GPU else 100, 2
+    B, T, G = 1 if packed else 2, 1100 if GPU else 100 if packed else 70, 2 if GPU else 1
     ends = (0, 1, T // 4, T // 4, T) if packed else None
     cu_seqlens = None if ends is None else torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE)
     gen = torch.Generator().manual_seed(0)
