@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "evaluation": {"progress", "ops", "layers", "models"},
     "training": {"progress", "fields", "ops", "layers", "models", "data"},
     "sweeps": {"fields", "training"},
-    "integrations": {"progress", "ops", "layers", "models", "training"},
+    "integrations": {"progress", "ops", "layers", "models", "data", "training"},
     "serving": {"data", "models"},
     "conversion": {"ops", "layers", "models", "training", "integrations"},
     "recall": {"progress", "fields", "ops", "layers", "models", "data", "evaluation", "training", "sweeps"},

@@ -32,6 +32,7 @@ from sympow.data import (
     plot_document_lengths,
 )
 from sympow.data.corpus_folder import SPLITS, VOCAB_SIZE
+from sympow.data.tokenizer_files import end_tokens
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
 from sympow.evaluation.passkey import plot_passkeys, write_passkeys
@@ -43,7 +44,7 @@ from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import Run, RunConfig, load, override
 from sympow.training.ranks import is_main
-from sympow.training.run_folder import read_config
+from sympow.training.run_folder import folder_of, read_config
 from sympow.training.runs import OPENING
 from sympow.training.step import resolve_device
 
@@ -138,6 +139,7 @@ def generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         context=context,
         drafts=NgramDrafts() if options.speculate else draft_model(options.draft, run),
+        ends=() if run.tokenizer is None else end_tokens(folder_of(options.run), run.tokenizer),
     )
 
 

@@ -35,4 +35,5 @@ def convert_model(
     model = swap_mixers(pretrained.model, kinds, p=p, window=window)
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
-    return write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer), model
+    written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)
+    return written, model

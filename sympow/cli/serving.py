@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.data import Tokenizer, load_tokenizer
+from sympow.data.tokenizer_files import end_tokens
 from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
 from sympow.training import load
+from sympow.training.run_folder import folder_of
 from sympow.training.step import resolve_device
 
 KEYS = "SYMPOW_API_KEYS"
@@ -77,20 +79,7 @@ def load_served(path: str, device: torch.device) -> Served:
     run = load(folder, device)
     if run.tokenizer is None:
         raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")
-    return Served(run.model, run.tokenizer, folder if folder.is_dir() else folder.parent.parent)
-
-
-def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Returns the tokens that end an answer: those of `generation_config.json`, or the tokenizer's eos_token."""
-    from sympow.serving.http.chat import token_text, tokenizer_config
-
-    file = folder / "generation_config.json"
-    named = _json(file).get("eos_token_id") if file.is_file() else None
-    if named is not None:
-        return set(named if isinstance(named, list) else [named])
-    text = token_text(tokenizer_config(folder).get("eos_token"))
-    tokens = [] if text is None else tokenizer.encode(text).tolist()
-    return set(tokens) if len(tokens) == 1 else set()
+    return Served(run.model, run.tokenizer, folder_of(folder))
 
 
 def api_keys(file: str | None) -> tuple[str, ...]:

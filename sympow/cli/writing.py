@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -27,8 +28,12 @@ def write_text(
     seed: int = 0,
     context: Context | None = None,
     drafts: Drafts | None = None,
+    ends: Collection[int] = (),
 ) -> None:
-    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr."""
+    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr.
+
+    The continuation stops before a token of `ends`.
+    """
     if run.tokenizer is None:
         raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
     if not prompt and (context is None or not context.tokens):
@@ -37,14 +42,16 @@ def write_text(
     decoder = StreamDecoder(run.tokenizer)
     started = time.perf_counter()
     options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"context": context, "drafts": drafts}
+    options |= {"context": context, "drafts": drafts, "vocab_size": run.tokenizer.vocab_size}
     drawn = stream(run.model, tokens, max_new_tokens, **options)
     print(prompt, end="", flush=True)
     for count, last in enumerate(drawn):
-        text = decoder.push([int(last.token)])
+        token = int(last.token)
         if count == 0:
             first = time.perf_counter()
-        print(text, end="", flush=True)
+        if token in ends:
+            break
+        print(decoder.push([token]), end="", flush=True)
     ended = time.perf_counter()
     print(decoder.finish())
     speed = f", {count / (ended - first):,.1f} tokens/s" if count else ""

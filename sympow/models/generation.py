@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class StreamOptions(TypedDict, total=False):
     top_p: float | None
     seed: int
     prefill_chunk: int
+    vocab_size: int | None
     context: Context | None
     drafts: Drafts | None
 
@@ -102,6 +103,7 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     prefill_chunk: int = 1024,
+    vocab_size: int | None = None,
     context: Context | None = None,
     drafts: Drafts | None = None,
 ) -> Iterator[Drawn]:
@@ -116,6 +118,8 @@ def stream(
         top_p: then from the fewest of them that hold this probability, in (0, 1].
         seed: of the draws: the same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
+        vocab_size: draw from the first so many tokens: those of the tokenizer, where the model has more. None: from
+            all tokens of the model.
         context: what the model has read before the prompt; a copy is continued, and it stays as it is.
         drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
             prompt has one row, and an object of drafts serves one stream at a time.
@@ -130,7 +134,8 @@ def stream(
     if drafts is not None and prompt.shape[0] != 1:
         raise ValueError(f"drafts are of a single row; got a prompt of {prompt.shape[0]}")
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-    for name, value in (counts if top_k is None else counts | {"top_k": top_k}).items():
+    counts |= {name: x for name, x in {"top_k": top_k, "vocab_size": vocab_size}.items() if x is not None}
+    for name, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -141,7 +146,7 @@ def stream(
         raise ValueError(f"seed must be an integer from 0 to 2**63 - 1; got {seed!r}")
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)
-    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    draw = partial(_sample_of, vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     if drafts is not None:
         drafts.begin(model)
     return _steps(model, prompt, context, prefill_chunk, max_new_tokens, draw, drafts)
@@ -167,6 +172,11 @@ def sample(
         probability[before >= top_p * probability.sum(-1, keepdim=True)] = 0
     drawn = torch.multinomial(probability, 1, generator=generator)
     return order.gather(-1, drawn).squeeze(-1)
+
+
+def _sample_of(vocab_size: int | None, logits: Tensor, **options: Any) -> Tensor:
+    """`sample` of the first `vocab_size` tokens."""
+    return sample(logits[:, :vocab_size], **options)
 
 
 @torch.no_grad()

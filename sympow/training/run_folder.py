@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
     Checkpoint,
@@ -21,7 +23,7 @@ from sympow.training.checkpoint import (
 from sympow.training.config import RunConfig, first_difference, without_execution
 from sympow.training.ranks import ALONE, Ranks
 
-_OWN = ("tokenizer.json", "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
+_OWN = ("tokenizer.json", *BESIDE, "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
 
 
 def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE) -> Path:
@@ -87,7 +89,13 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
 
 
 def write_run_folder(
-    run_dir: str | os.PathLike[str], config: RunConfig, model: LanguageModel, *, step: int = 0, tokenizer: str | None
+    run_dir: str | os.PathLike[str],
+    config: RunConfig,
+    model: LanguageModel,
+    *,
+    step: int = 0,
+    tokenizer: str | None,
+    beside: Mapping[str, str] | None = None,
 ) -> Path:
     """Makes the folder of a run that stands at `step`, with weights that come from elsewhere.
 
@@ -100,6 +108,7 @@ def write_run_folder(
         model: its weights are written as they are.
         step: optimizer steps done.
         tokenizer: the text of its tokenizer.json, None for a run without one.
+        beside: what stands beside it, see `sympow.data.tokenizer_files.read_beside`.
 
     Raises FileExistsError where the folder is not empty, CheckpointError where the disk refuses.
     """
@@ -107,6 +116,7 @@ def write_run_folder(
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         (path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    write_beside(beside or {}, path)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
@@ -121,6 +131,12 @@ def new_folder(path: str | os.PathLike[str]) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
     return folder
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Returns the folder of the run that a path names: its own folder, or a checkpoint in it."""
+    path = Path(path)
+    return path if path.is_dir() and not is_checkpoint(path) else path.parent.parent
 
 
 class LoadedModel(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
+from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.progress import Progress
 from sympow.training.checkpoint import latest_step
@@ -129,6 +130,9 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
         )
     if splits.tokenizer is not None and save:
         splits.tokenizer.save(folder / TOKENIZER)
+        named = config.data.tokenizer if config.distillation is None else config.distillation.start
+        if named not in ("bpe", "bytes", "none"):
+            write_beside(read_beside(Path(named) if Path(named).is_dir() else Path(named).parent), folder)
     batches, held_out = (
         Batches(corpus, settings.context, settings.rows_per_pass, settings.seed, config.data.pack)
         for corpus in (splits.train, splits.held_out)

@@ -1,5 +1,6 @@
 """`sympow convert` and `sympow distill`: from a folder of transformers to a run that is killed, resumed and used."""
 
+import json
 import os
 import re
 import shlex
@@ -11,14 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sympow.cli import main
-from sympow.data import BPETokenizer
+from sympow.data import BPETokenizer, load_tokenizer
+from sympow.data.tokenizer_files import end_tokens, tokenizer_config, write_beside
+from sympow.integrations.transformers.folders import from_transformers
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside
+from sympow.serving.http import ChatTemplate
 from sympow.training import load_model, read_metrics
 from sympow.training.checkpoint import latest_step
 
 TEXT = "To be or not to be, that is the question.\n" * 40
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+END = [ord("?") - 33]  # the bytes of a BPE are its first tokens, in the order of their characters
 FIELDS = [
     "data.kind=text", "data.pack=false", "training.context=32", "training.batch_size=4", "training.micro_batch_size=2",
     "training.steps=12", "training.warmup_steps=2", "training.checkpoint_every=1", "training.log_every=1",
@@ -38,6 +45,8 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "hf")
     BPETokenizer.train([TEXT], 280).save(folder / "hf")
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "?", "chat_template": TEMPLATE}))
+    (folder / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
     (folder / "text").mkdir()
     for number in range(4):
         (folder / "text" / f"{number}.txt").write_text(TEXT + str(number))
@@ -84,6 +93,49 @@ def test_the_result_loads_everywhere(folder, capsys):
     tokens = torch.arange(20)[None]
     native, exported = load_model(run).model, AutoModelForCausalLM.from_pretrained(folder / "exported")
     torch.testing.assert_close(exported(tokens, use_cache=False).logits, native(tokens), rtol=0, atol=1e-5)
+
+
+def test_special_tokens_and_the_chat_template_go_along(folder, capsys):
+    """From transformers through every folder and back: where a text ends, and how a chat is written."""
+    assert main(words(folder, "student")) == 0
+    assert main(["export", str(folder / "student"), "--out", str(folder / "back")]) == 0
+    from_transformers(folder / "back", folder / "again")
+    for name in ("swapped", "student", "back", "again"):
+        tokenizer = load_tokenizer(folder / name)
+        assert end_tokens(folder / name, tokenizer) == set(END) and tokenizer.token_bytes[END[0]] == b"?"
+        assert ChatTemplate.of(folder / name).render([{"role": "user", "content": "Be"}]) == "Be?"
+    exported = AutoModelForCausalLM.from_pretrained(folder / "back")
+    assert exported.generation_config.eos_token_id == END
+    tokenizer = AutoTokenizer.from_pretrained(folder / "back")
+    assert tokenizer.eos_token == "?"
+    chat = [{"role": "user", "content": "Be"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Be?"
+
+
+def test_a_text_ends_where_the_tokenizer_says(folder, capsys):
+    command = ["generate", str(folder / "swapped"), "--prompt", "To be", "--max-new-tokens", "60"]
+    assert main([*command, "--temperature", "0"]) == 0
+    written = capsys.readouterr().out.removeprefix("To be").rstrip("\n")
+    last = load_tokenizer(folder / "swapped").encode(written)[-1]
+    (folder / "swapped" / "generation_config.json").write_text(json.dumps({"eos_token_id": int(last)}))
+    assert main([*command, "--temperature", "0"]) == 0
+    shorter = capsys.readouterr().out.removeprefix("To be").rstrip("\n")
+    assert written.startswith(shorter) and len(shorter) < len(written)
+
+
+def test_special_tokens_of_a_gguf_file(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_token_list(["a", "<end>", "<pad>"])
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_beside(gguf_beside(tmp_path / "tiny.gguf"), tmp_path)
+    assert tokenizer_config(tmp_path) == {"eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 1, "pad_token_id": 2}
 
 
 def test_commands_of_the_readme_run(folder, monkeypatch, capsys):

@@ -90,6 +90,15 @@ def test_sample_draws_from_the_distribution():
         torch.testing.assert_close(drawn.bincount() / 20_000, expected, rtol=0, atol=0.015)
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 5.0}, {"top_k": 60}])
+def test_tokens_that_the_tokenizer_lacks_are_not_drawn(options):
+    built = model()
+    with torch.no_grad():
+        built.embedding.weight[5:] += 1  # with a tied head these are likely
+    assert generate(built, prompt() % 5, 20, **options).tokens.max() >= 5
+    assert generate(built, prompt() % 5, 20, vocab_size=5, **options).tokens.max() < 5
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -114,6 +123,7 @@ def test_sample_keeps_the_likeliest(options, kept):
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1; got 0"),
+        ({"vocab_size": 0}, "vocab_size must be an integer of at least 1; got 0"),
         ({"prefill_chunk": 0}, "prefill_chunk must be an integer of at least 1; got 0"),
         ({"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ({"top_k": 1.5}, "top_k must be an integer of at least 1; got 1.5"),

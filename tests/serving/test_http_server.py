@@ -15,8 +15,9 @@ import torch
 from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
 from benchmarks.serving import untrained_run
 from sympow.cli import main
-from sympow.cli.serving import api_keys, end_tokens, load_served
+from sympow.cli.serving import api_keys, load_served
 from sympow.data import ByteTokenizer
+from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
 
 KEY = "a-key"

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sympow.data import load_tokenizer
+from sympow.data.tokenizer_files import CONFIG, end_tokens, read_beside, tokenizer_config, write_beside
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.weights import Undrawn, native_name, weights
@@ -17,7 +19,7 @@ from sympow.training.config import RunConfig
 from sympow.training.run_folder import new_folder, write_run_folder
 
 RUN_FILE = "sympow_run.json"
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER = "tokenizer.json"
 
 
 def to_transformers(
@@ -28,8 +30,8 @@ def to_transformers(
     Args:
         run_folder: a run folder, whose newest checkpoint is taken, or a checkpoint in one.
         out: a new or an empty folder. It gets config.json, the weights as safetensors, tokenizer.json and
-            tokenizer_config.json if the run has a tokenizer, and sympow_run.json: the run's config and its
-            steps.
+            tokenizer_config.json if the run has a tokenizer, with its special tokens and its chat template if
+            the run's folder has these, and sympow_run.json: the run's config and its steps.
         max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
 
     Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty.
@@ -40,7 +42,10 @@ def to_transformers(
     if not source.is_file() and loaded.config.data.tokenizer != "none":
         raise FileNotFoundError(f"{source} is missing: the run's config names a tokenizer, saved there")
     folder.mkdir(parents=True, exist_ok=True)
-    from_native(loaded.model).save_pretrained(folder, max_shard_size=max_shard_size)
+    model = from_native(loaded.model)
+    if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
+        model.generation_config.eos_token_id = sorted(ends)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     run: dict[str, Any] = {"step": loaded.step, "config": loaded.config.to_dict()}
     if source.is_file():
         text = source.read_text(encoding="utf-8")
@@ -49,7 +54,8 @@ def to_transformers(
             _byte_level() if run["tokenizer"] == "bytes" else text, encoding="utf-8"
         )
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        (folder / _TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        settings = tokenizer_config(loaded.run_dir) | settings
+        write_beside(read_beside(loaded.run_dir) | {CONFIG: json.dumps(settings, indent=2) + "\n"}, folder)
     (folder / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -84,7 +90,8 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     tokenizer = None
     if "tokenizer" in run:
         tokenizer = _BYTES if run["tokenizer"] == "bytes" else (source / _TOKENIZER).read_text(encoding="utf-8")
-    return write_run_folder(target, config, model, step=run["step"], tokenizer=tokenizer)
+    beside = read_beside(source)
+    return write_run_folder(target, config, model, step=run["step"], tokenizer=tokenizer, beside=beside)
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:

@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file as the text of a tokenizer.json.
+"""The tokenizer in a GGUF file as the text of a tokenizer.json, and as the files beside that.
 
-That of transformers splits texts otherwise than the file says, and loses a space in decoding.
+The tokenizer of transformers splits texts otherwise than the file says, and loses a space in decoding.
 """
 
 from __future__ import annotations
@@ -9,11 +9,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sympow.data.tokenizer_files import CONFIG, GENERATION
+
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
+
+
+def gguf_beside(file: Path) -> dict[str, str]:
+    """Reads the special tokens and the chat template in a GGUF file, as `sympow.data.tokenizer_files.read_beside`."""
+    from gguf import GGUFReader
+
+    fields = {name: field.contents() for name, field in GGUFReader(file).fields.items() if name.startswith("tokenizer")}
+    numbers = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    numbers["pad"] = fields.get("tokenizer.ggml.padding_token_id")
+    numbers = {kind: int(number) for kind, number in numbers.items() if number is not None}
+    settings = {f"{kind}_token": fields["tokenizer.ggml.tokens"][number] for kind, number in numbers.items()}
+    if "tokenizer.chat_template" in fields:
+        settings["chat_template"] = fields["tokenizer.chat_template"]
+    generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
+    return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
 
 def gguf_tokenizer(file: Path) -> str:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 
-from sympow.integrations.transformers.gguf_tokenizer import gguf_tokenizer
+from sympow.data.tokenizer_files import BESIDE
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -24,11 +26,13 @@ class Pretrained(NamedTuple):
 
     model: in evaluation mode, float32.
     tokenizer: the text of its tokenizer.json; None where there is none.
+    beside: what stands beside it, see `sympow.data.tokenizer_files.read_beside`.
     context: the longest context that it was made for, in tokens.
     """
 
     model: LanguageModel
     tokenizer: str | None
+    beside: dict[str, str]
     context: int
 
 
@@ -51,7 +55,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
     if isinstance(source, PreTrainedModel):
         config = source.config
         _check_config(config, type(source).__name__)
-        model, tokenizer = source, None
+        model, tokenizer, beside = source, None, {}
     else:
         where = _place(source)
         config = _opened(source, AutoConfig, where)
@@ -61,11 +65,11 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
-        tokenizer = _tokenizer(source, where)
+        tokenizer, beside = _tokenizer(source, where), _beside(source)
     native = _native(config, model.state_dict(), str(source) if tokenizer is not None else type(model).__name__)
     if tokenizer is not None:
         check_vocabulary(tokenizer, native.config.vocab_size, str(source))
-    return Pretrained(native, tokenizer, config.max_position_embeddings)
+    return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
 
 
 def check_vocabulary(tokenizer: str, vocab_size: int, name: str) -> None:
@@ -123,6 +127,15 @@ def _tokenizer(source: str | os.PathLike[str], where: Mapping[str, Any]) -> str 
         return gguf_tokenizer(folder)
     made = _opened(source, AutoTokenizer, where)
     return made.backend_tokenizer.to_str() if made.is_fast else None
+
+
+def _beside(source: str | os.PathLike[str]) -> dict[str, str]:
+    """What stands beside the tokenizer, by the names of files."""
+    if Path(source).suffix == ".gguf":
+        return gguf_beside(Path(source))
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
+    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items() if file is not None}
 
 
 def _check_config(config: Any, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sympow.data.tokenizer_files import token_text, tokenizer_config
 from sympow.serving.http.errors import ApiError
 
 
@@ -54,18 +55,6 @@ class ChatTemplate:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ApiError(400, f"the chat template refuses these messages: {_line(error)}", param="messages") from None
-
-
-def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of `tokenizer_config.json`, or {} if there is no such file."""
-    file = folder / "tokenizer_config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def token_text(entry: Any) -> str | None:
-    """Returns the text of a special token, which is a string or an object with `content`."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

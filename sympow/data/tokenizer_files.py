@@ -1,0 +1,50 @@
+"""What stands beside a tokenizer.json: its special tokens, the tokens that end a text, and the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sympow.data.tokens import Tokenizer
+
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+BESIDE = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+"""Files by their names in folders of Hugging Face transformers."""
+
+
+def read_beside(folder: Path) -> dict[str, str]:
+    """Returns the texts of those of `BESIDE` that a folder has, by name."""
+    return {name: (folder / name).read_text(encoding="utf-8") for name in BESIDE if (folder / name).is_file()}
+
+
+def write_beside(files: Mapping[str, str], folder: Path) -> None:
+    """Writes texts by name, as `read_beside` returns them, into a folder."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of `tokenizer_config.json`, or {} if there is no such file."""
+    return _content(folder / CONFIG)
+
+
+def token_text(entry: Any) -> str | None:
+    """Returns the text of a special token, which is a string or an object with `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
+    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token."""
+    named = _content(folder / GENERATION).get("eos_token_id")
+    if named is not None:
+        return set(named if isinstance(named, list) else [named])
+    text = token_text(tokenizer_config(folder).get("eos_token"))
+    tokens = [] if text is None else tokenizer.encode(text).tolist()
+    return set(tokens) if len(tokens) == 1 else set()
+
+
+def _content(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
