@@ -227,7 +227,7 @@ def gate_gradient(
     `through_states`.
 
     Without these, two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums
-    after each token.
+    after each token. A row of one block needs the second alone.
     """
     plan = call.plan
     dlog_g = torch.empty(plan.layout.tokens, plan.G, device=plan.device, dtype=torch.float32)
@@ -237,9 +237,12 @@ def gate_gradient(
         tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
         launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
         return dlog_g
-    totals = torch.empty(plan.G, plan.layout.blocks(GATE_BLOCK), device=plan.device, dtype=torch.float64)
+    many = plan.layout.length > GATE_BLOCK
+    blocks = plan.layout.blocks(GATE_BLOCK) if many else 0
+    totals = torch.empty(plan.G, blocks, device=plan.device, dtype=torch.float64)
     tables = {"starts": call.cu_seqlens, "blocks": call.table(GATE_BLOCK)}
-    plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
+    if many:
+        plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
     launch = plan.launcher(_gate_gradient, last is not None, GATE_BLOCK)
     launch(**terms, totals=totals, last=last, dlog_g=dlog_g, **tables)
     return dlog_g

@@ -179,6 +179,8 @@ def test_scales(gated):
         (1, (0, 1, 1, 64, 65, 200, 200), 8),
         (2, (2500, 5000), launch_gradients.GATE_BLOCK),
         (1, (0, 1, 1, 2048, 2049, 5000, 5000), launch_gradients.GATE_BLOCK),
+        (2, (100, 200), launch_gradients.GATE_BLOCK),  # one block has all of a row
+        (1, (0, 1, 1, 64, 65, 200, 200), launch_gradients.GATE_BLOCK),
     ],
 )
 def test_gate_gradient(rows, ends, block, monkeypatch):
