@@ -36,20 +36,23 @@ class Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, scale: float,
-        chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None,
+        chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None, plan: Plan | None = None,
     ):  # fmt: skip
-        """chunk: 0 for the quadratic form. gate: of another call with the same log_g, which is not read then."""
+        """chunk: 0 for the quadratic form. gate: of another call with the same log_g, which is not read then. plan: of
+        a call with the same shapes and options."""
         self.cu_seqlens = cu_seqlens
-        skip = padded_key_dim(q.shape[3]) - q.shape[3]
+        skip = padded_key_dim(q.shape[3]) - q.shape[3] if plan is None else plan.skip
         given = q
         if skip:
             q, k = (pad(x, (skip, 0)) for x in (q, k))
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
         strides = (self.q.stride(), self.k.stride(), self.v.stride())
-        self.plan: Plan = plan_of(
-            given, k, v, cu_seqlens, p, chunk, gradient_rows,
-            strides=strides, gated=log_g is not None, scale=scale, tf32=tf32,
-        )  # fmt: skip
+        if plan is None or plan.of_strides != strides:
+            plan = plan_of(
+                given, k, v, cu_seqlens, p, chunk, gradient_rows,
+                strides=strides, gated=log_g is not None, scale=scale, tf32=tf32,
+            )  # fmt: skip
+        self.plan = plan
         self._tables: dict[int, Tensor] = {}
         self._chunk_starts: Tensor | None = None
         self.gate = self._gate(log_g) if gate is None else gate

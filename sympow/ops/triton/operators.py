@@ -11,8 +11,8 @@ from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import Rotation
 from sympow.ops.triton import launch, launch_gradients, turn
 from sympow.ops.triton.call import Call, Gate
-from sympow.ops.triton.plan import Shapes
-from sympow.ops.triton.registration import is_followed, operator
+from sympow.ops.triton.plan import Plan, Shapes
+from sympow.ops.triton.registration import differentiable, is_followed, operator
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -20,7 +20,7 @@ CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, t
 
 
 class Forward(NamedTuple):
-    """What `power_forward` returns, None in place of what is empty; and what it knows of the gate, if it is kept."""
+    """What `power_forward` returns, None in place of what is empty; and what else the backward takes, if it is kept."""
 
     out: Tensor
     norm: Tensor
@@ -29,6 +29,7 @@ class Forward(NamedTuple):
     s_kept: Tensor | None
     z_kept: Tensor | None
     gate: Gate | None
+    plan: Plan | None
 
 
 class Options(NamedTuple):
@@ -63,7 +64,8 @@ def forward(
         if ends is not None:
             s_end, z_end = _to_public(rows, *ends)
     out, norm = launch.output(call, s, z, s_init is not None, normalize, eps, wide)
-    return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate)
+    plan = call.plan if kept or not chunk else None
+    return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate, plan)
 
 
 def backward(
@@ -74,7 +76,7 @@ def backward(
     """`power_backward`, by its launches; None where there was nothing."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
     dout = dout.to(v.dtype).contiguous()
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True, gate=result.gate)
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
     plan = call.plan
     factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
     has_init, has_final = s_init is not None, ds_final is not None
@@ -167,7 +169,7 @@ def power_backward(
 
     Empty where there was nothing."""
     kept = s_kept.numel() > 0
-    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None)
+    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None, None)
     options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
     dq, dk, dv, *others, dpositions = backward(
         dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, options
@@ -272,28 +274,28 @@ def power_forward(
     return result.out, norm, s, z, s_kept, z_kept
 
 
-class _Power(torch.autograd.Function):
-    """`power_forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches."""
+def _keep_call(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, options):
+    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
+    *tensors, gate, ctx.plan = result
+    ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *tensors, *gate)
+    ctx.options, ctx.positions = options, None if positions is None else positions.shape
+    ctx.set_materialize_grads(False)
+    return result.out, result.s, result.z
 
-    @staticmethod
-    def forward(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, options):
-        result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
-        ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *result[:-1], *result.gate)
-        ctx.options, ctx.positions = options, None if positions is None else positions.shape
-        ctx.set_materialize_grads(False)
-        return result.out, result.s, result.z
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, ds_final, dz_final):
-        q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *rest = ctx.saved_tensors
-        result = Forward(*rest[:6], Gate(*rest[6:]))
-        gradients = _gradients(ctx.options, dout, ds_final, dz_final, result.out, result.s, result.z)
-        *grads, ds, dz, dpositions = backward(
-            *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
-        )
-        dpositions = _of_groups(dpositions, ctx.positions)
-        return *grads, ds, None if z_init is None else dz, None, dpositions, None, None
+def _backward_of_call(ctx, dout, ds_final, dz_final):
+    q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *rest = ctx.saved_tensors
+    result = Forward(*rest[:6], Gate(*rest[6:]), ctx.plan)
+    gradients = _gradients(ctx.options, dout, ds_final, dz_final, result.out, result.s, result.z)
+    *grads, ds, dz, dpositions = backward(
+        *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
+    )
+    dpositions = _of_groups(dpositions, ctx.positions)
+    return *grads, ds, None if z_init is None else dz, None, dpositions, None, None
+
+
+# `forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches.
+_power = differentiable("Power", _keep_call, _backward_of_call)
 
 
 def attend(
@@ -311,6 +313,6 @@ def attend(
         out, _, s, z, *_ = power_forward(*tensors, positions, frequencies, *options)
         return out, s, z
     if torch.is_grad_enabled():
-        return _Power.apply(*tensors, positions, frequencies, options)
+        return _power(*tensors, positions, frequencies, options)
     result = forward(*tensors, options)
     return result.out, result.s, result.z

@@ -52,7 +52,7 @@ def operator(
             if torch.compiler.is_compiling() or is_followed(inputs[0]):
                 return registered(*inputs)
             if gradient is not None and torch.is_grad_enabled() and _needs_gradient(inputs):
-                return gradient.apply(*inputs)
+                return gradient(*inputs)
             return function(*inputs)
 
         return call
@@ -71,7 +71,21 @@ def _needs_gradient(inputs: tuple) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
-def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -> type[torch.autograd.Function]:
+def differentiable(name: str, forward: Callable, backward: Callable) -> Callable:
+    """Returns a function with a gradient, for plain calls: those of which `is_followed` is false.
+
+    Args:
+        name: of its node in autograd's graph.
+        forward, backward: the methods of a `torch.autograd.Function`. The gradient cannot be differentiated.
+
+    Returns:
+        A function of what `forward` takes after its context.
+    """
+    function = _function(name, forward, backward)
+    return super(torch.autograd.Function, function).apply  # without what prepares calls inside of torch.func
+
+
+def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -> Callable:
     """Returns the function with its gradient, for calls without the dispatcher."""
 
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -79,7 +93,7 @@ def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -
         setup(ctx, inputs, output)
         return output
 
-    return _function(f"Direct_{name}", forward, backward)
+    return differentiable(f"Direct_{name}", forward, backward)
 
 
 def _register_gradient(name: str, registered: Any, setup: Setup, backward: Callable) -> None:
@@ -110,5 +124,11 @@ def _register_gradient(name: str, registered: Any, setup: Setup, backward: Calla
 
 def _function(name: str, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
     """Returns a function of autograd whose gradient cannot be differentiated."""
-    methods = {"forward": forward, "backward": torch.autograd.function.once_differentiable(backward)}
+    once = torch.autograd.function.once_differentiable(backward)
+
+    def gradient(ctx: Any, *grads: Any) -> Any:
+        # Where the gradient is not differentiated, gradients are off, and nothing has to be switched or marked.
+        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    methods = {"forward": forward, "backward": gradient}
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
