@@ -98,7 +98,9 @@ def attention(
     if ones and normalize:
         total = _Total.apply(out[..., value_dim:], v.dtype)
         out = out[..., :value_dim] / (total + eps)
-    out = _channels(out, 0, value_dim).to(dtype)
+    out = _channels(out, 0, value_dim)
+    if out.dtype is not dtype:
+        out = out.to(dtype)
     if not return_state:
         return out, None
     (s, z), *more = ends

@@ -60,13 +60,12 @@ class Call:
     def _gate(self, log_g: Tensor | None) -> Gate:
         plan = self.plan
         if log_g is None:
-            return Gate(torch.empty(0, device=plan.device, dtype=torch.float32), None, None)
-        sums = torch.empty(plan.G, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+            return Gate(plan.new(0, dtype=torch.float32), None, None)
+        sums = plan.new_rows(plan.G)
         begins = ends = None
         if plan.reaches:
             tiles = plan.layout.blocks(gate_kernels.REACH_TILE.value)
-            begins = torch.empty(plan.G, tiles, device=plan.device, dtype=torch.int32)
-            ends = torch.empty_like(begins)
+            begins, ends = (plan.new(plan.G, tiles, dtype=torch.int32) for _ in range(2))
         # Kept to the end of the call: a kernel that begins early may write before this one has read all, and must not
         # write to memory that a copy of log_g has left.
         self.log_g = log_g.float().contiguous()

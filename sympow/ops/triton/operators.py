@@ -75,7 +75,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`power_backward`, by its launches; None where there was nothing."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
-    dout = dout.to(v.dtype).contiguous()
+    dout = _cast(dout, v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
     plan = call.plan
     factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
@@ -109,9 +109,13 @@ def backward(
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
+        dlog_g = _cast(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:
@@ -274,24 +278,29 @@ def power_forward(
     return result.out, norm, s, z, s_kept, z_kept
 
 
-def _keep_call(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, options):
-    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
-    *tensors, gate, ctx.plan = result
-    ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *tensors, *gate)
+def _keep_call(
+    ctx, options, q, k, v, log_g, s_init=None, z_init=None, cu_seqlens=None, positions=None, frequencies=None
+):
+    out, norm, s, z, s_kept, z_kept, gate, ctx.plan = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
+    most = (q, k, v, log_g, out, norm, gate.sums)
+    others = (s_init, z_init, cu_seqlens, frequencies, s, z, s_kept, z_kept, gate.begins, gate.ends)
+    ctx.others = any(x is not None for x in others)  # autograd takes time for every argument, None as well
+    ctx.save_for_backward(*most, *(others if ctx.others else ()))
     ctx.options, ctx.positions = options, None if positions is None else positions.shape
     ctx.set_materialize_grads(False)
-    return result.out, result.s, result.z
+    return out, s, z
 
 
 def _backward_of_call(ctx, dout, ds_final, dz_final):
-    q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *rest = ctx.saved_tensors
-    result = Forward(*rest[:6], Gate(*rest[6:]), ctx.plan)
-    gradients = _gradients(ctx.options, dout, ds_final, dz_final, result.out, result.s, result.z)
+    q, k, v, log_g, out, norm, sums, *others = ctx.saved_tensors
+    s_init, z_init, cu_seqlens, frequencies, s, z, s_kept, z_kept, begins, ends = others if ctx.others else [None] * 10
+    result = Forward(out, norm, s, z, s_kept, z_kept, Gate(sums, begins, ends), ctx.plan)
+    gradients = _gradients(ctx.options, dout, ds_final, dz_final, out, s, z)
     *grads, ds, dz, dpositions = backward(
         *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
     )
     dpositions = _of_groups(dpositions, ctx.positions)
-    return *grads, ds, None if z_init is None else dz, None, dpositions, None, None
+    return None, *grads, ds, None if z_init is None else dz, None, dpositions, None
 
 
 # `forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches.
@@ -304,15 +313,18 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """out, and s and z of the last state (None or empty unless `final`), of `power_forward`: as an operator where
     something besides autograd follows the call, such as torch.compile; else directly."""
-    tensors = (q, k, v, log_g, s_init, z_init, cu_seqlens)
     positions = frequencies = None
     if rotation is not None and rotation.positions.requires_grad:
         positions, frequencies = rotation
         positions = positions if positions.ndim == 3 else positions[..., None]
+    others = (s_init, z_init, cu_seqlens, positions, frequencies)
     if torch.compiler.is_compiling() or is_followed(q):
-        out, _, s, z, *_ = power_forward(*tensors, positions, frequencies, *options)
+        out, _, s, z, *_ = power_forward(q, k, v, log_g, *others, *options)
         return out, s, z
-    if torch.is_grad_enabled():
-        return _power(*tensors, positions, frequencies, options)
-    result = forward(*tensors, options)
+    if any(x is not None for x in others):
+        if torch.is_grad_enabled():
+            return _power(options, q, k, v, log_g, *others)
+    elif options.gradient:
+        return _power(options, q, k, v, log_g)
+    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     return result.out, result.s, result.z

@@ -148,6 +148,17 @@ class Plan(Shapes):
         self.turns = 0 < chunk < self.layout.length and p <= 2 and not self.layout.packed
         self._launchers: dict[tuple, Launcher] = {}
 
+    def new(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a tensor, not filled, of the dtype of q unless another is named.
+
+        All results of kernels are made by this one function of PyTorch: a processor's caches then hold its code.
+        """
+        return torch.empty(*sizes, device=self.device, dtype=self.dtype if dtype is None else dtype)
+
+    def new_rows(self, heads: int) -> Tensor:
+        """Returns float32 [heads, B T], not filled."""
+        return self.new(heads, self.layout.tokens, dtype=torch.float32)
+
     def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:
         """What make(self, *options) returns, made once."""
         key = (make, options)
