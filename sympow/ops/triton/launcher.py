@@ -124,7 +124,7 @@ class Launcher:
 
 
 _launchers: dict[tuple, Launcher] = {}
-_MOST = 1024  # launchers: a server sees many lengths
+MOST_LAUNCHERS = 1024  # of a kind that are kept: a server sees many lengths
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
@@ -132,7 +132,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **t
     key = (id(kernel), grid, *arguments.values())
     launcher = _launchers.get(key)
     if launcher is None:
-        if len(_launchers) >= _MOST:
+        if len(_launchers) >= MOST_LAUNCHERS:
             _launchers.pop(next(iter(_launchers)))  # the oldest
         launcher = _launchers[key] = Launcher(kernel, grid, arguments)
     launcher(**tensors)

@@ -12,7 +12,7 @@ from sympow.ops.rotary import Rotation
 from sympow.ops.triton import launch, launch_gradients, turn
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.plan import Plan, Shapes
-from sympow.ops.triton.registration import differentiable, is_followed, operator
+from sympow.ops.triton.registration import cast, differentiable, is_followed, operator
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -75,7 +75,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`power_backward`, by its launches; None where there was nothing."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
-    dout = _cast(dout, v.dtype).contiguous()
+    dout = cast(dout, v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
     plan = call.plan
     factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
@@ -109,13 +109,9 @@ def backward(
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = _cast(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through), log_g.dtype)
+        dlog_g = cast(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:

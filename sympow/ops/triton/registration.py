@@ -67,6 +67,11 @@ def is_followed(x: Tensor) -> bool:
     return type(x) is not Tensor and type(x) is not torch.nn.Parameter
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x.to(dtype), without the call where x is of that dtype: PyTorch's search for nothing to do takes time."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def _needs_gradient(inputs: tuple) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
