@@ -87,7 +87,8 @@ def differentiable(name: str, forward: Callable, backward: Callable) -> Callable
         A function of what `forward` takes after its context.
     """
     function = _function(name, forward, backward)
-    return super(torch.autograd.Function, function).apply  # without what prepares calls inside of torch.func
+    # Without what prepares calls inside of torch.func. mypy does not know the class in C++ that has the method.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -> Callable:
