@@ -5,6 +5,10 @@ So `us` is the time until a call has returned, as called, without a CUDA graph. 
 sequence of calls, until the GPU has finished all of them. The peer is cuDNN's softmax attention on the same shapes; for
 the layer, the same layer with softmax attention. On the CPU a call returns when it has computed, and both times agree.
 
+A GPU's backward runs in a thread of its own, which Python and PyTorch's code first have to reach. `one_thread_us` is
+`us` with the backward in the thread of the caller (`torch.autograd.set_multithreading_enabled(False)`). `--profile`
+prints which functions take that time.
+
 Every call is checked before it is timed: power attention as `benchmarks.ops` does, a layer against itself in float32 by
 the implementation in plain torch.
 """
@@ -12,6 +16,8 @@ the implementation in plain torch.
 from __future__ import annotations
 
 import copy
+import cProfile
+import pstats
 import random
 import statistics
 import time
@@ -46,6 +52,7 @@ CASES = {
 LAYER_CASES = {"cpu": CASES["cpu"], "cuda": [_gpu(1024), _gpu(4096, 8)]}
 CALLS = 20  # timed together, one after the other: few enough that the queue of the GPU takes them all
 ROUNDS = 15
+FUNCTIONS = 15  # of a profile
 # Of a layer's output and of the gradient of its input: a few roundings of the dtype, one behind the other.
 ROUNDINGS = 8
 BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotary_fraction": 0.25}
@@ -125,16 +132,30 @@ def softmax_kernel(device: str) -> AbstractContextManager:
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else nullcontext()
 
 
-def measure(case: Case, device: str, what: str) -> dict:
-    """The row of a case, `what` one of MODES or LAYERS."""
+def print_profile(call: Callable[[], object]) -> None:
+    """Prints the functions of a call that take the most time of their own, the profiler's share included."""
+    profile = cProfile.Profile()
+    with profile:
+        for _ in range(CALLS * ROUNDS):
+            call()
+    pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(FUNCTIONS)
+
+
+def measure(case: Case, device: str, what: str, profile: bool = False) -> dict:
+    """The row of a case, `what` one of MODES or LAYERS; with `profile` it prints where the time of our call goes."""
     with softmax_kernel(device):
         calls = layer_calls if what in LAYERS else op_calls
         ours, peer, wrong = calls(case, device, what)
         (us, wall), (peer_us, peer_wall) = microseconds([ours, peer], device)
+        with torch.autograd.set_multithreading_enabled(False):
+            (one, _), (peer_one, _) = microseconds([ours, peer], device)
+            if profile:
+                print_profile(ours)
     return (
         {"what": what, "device": device, "dtype": case.dtype, "gated": case.gated, "p": case.p}
         | {"B": case.B, "T": case.T, "H": case.H, "G": case.G, "K": case.K, "V": case.V}
         | {"us": round(us, 1), "peer_us": round(peer_us, 1), "wall_us": round(wall, 1)}
+        | {"one_thread_us": round(one, 1), "peer_one_thread_us": round(peer_one, 1)}
         | {"peer_wall_us": round(peer_wall, 1), "ratio": round(peer_wall / wall, 3), "err": float(f"{wrong:.2e}")}
         | {"peer": "cuDNN softmax attention" if device == "cuda" else "torch scaled_dot_product_attention"}
         | measured(device)
@@ -142,14 +163,18 @@ def measure(case: Case, device: str, what: str) -> dict:
 
 
 def main() -> None:
-    args = options("benchmarks.host", __doc__).parse_args()
+    parser = options("benchmarks.host", __doc__)
+    parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[dict] = []
-    print(f"{'what':>17} {'B':>3} {'T':>6} {'us':>8} {'peer us':>8} {'wall us':>8} {'peer':>8} {'ratio':>6} {'err':>8}")
+    names = ("us", "peer_us", "one_thread_us", "peer_one_thread_us", "wall_us", "peer_wall_us")
+    titles = " ".join(f"{name.removesuffix('_us').replace('_', ' '):>15}" for name in names)
+    print(f"{'what':>17} {'B':>3} {'T':>6} {titles} {'ratio':>6} {'err':>8}")
     for what in (*MODES, *LAYERS):
         for case in (LAYER_CASES if what in LAYERS else CASES)[args.device]:
-            row = measure(case, args.device, what)
-            times = " ".join(f"{row[name]:>8.1f}" for name in ("us", "peer_us", "wall_us", "peer_wall_us"))
+            row = measure(case, args.device, what, args.profile)
+            times = " ".join(f"{row[name]:>15.1f}" for name in names)
             print(f"{what:>17} {row['B']:>3} {row['T']:>6} {times} {row['ratio']:>6.2f} {row['err']:>8.1e}", flush=True)
             rows.append(row)
             write(args.json, rows)  # a run that is stopped keeps what it has

@@ -26,10 +26,24 @@ def test_rows(monkeypatch, tmp_path):
     host.main()
     rows = json.loads(file.read_text())
     assert [row["what"] for row in rows] == ["forward", "forward+backward", "layer", "layer compiled"]
-    columns = "what T us peer_us wall_us peer_wall_us ratio err peer processor commit code torch"
-    assert set(columns.split()) <= rows[0].keys()
+    columns = "what T us peer_us one_thread_us peer_one_thread_us wall_us peer_wall_us ratio err peer processor"
+    assert {*columns.split(), "commit", "code", "torch"} <= rows[0].keys()
     assert [(row["us"], row["peer_us"]) for row in rows[:2]] == [(1, 1), (5, 4)]
     assert all(row["ratio"] == 1 and row["err"] < 1e-5 for row in rows)
+
+
+def test_a_profile_shows_the_backward(monkeypatch, capsys):
+    """Which on a GPU runs in another thread: the profiler only sees that of the caller."""
+    monkeypatch.setattr(host, "microseconds", lambda calls, device: [(1.0, 1.0)] * len(calls))
+    monkeypatch.setattr(host, "ROUNDS", 1)
+    seen = []
+    monkeypatch.setattr(host, "print_profile", lambda call: seen.append(torch.autograd.is_multithreading_enabled()))
+    host.measure(SMALL, "cpu", "forward+backward", profile=True)
+    assert seen == [False] and torch.autograd.is_multithreading_enabled()
+    monkeypatch.undo()
+    monkeypatch.setattr(host, "ROUNDS", 1)
+    host.print_profile(lambda: torch.ones(3, requires_grad=True).sum().backward())
+    assert "run_backward" in capsys.readouterr().out
 
 
 def test_a_call_is_timed_until_it_returns_and_until_its_work_is_done(monkeypatch):

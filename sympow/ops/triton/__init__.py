@@ -23,6 +23,7 @@ from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend
 from sympow.ops.triton.plan import Shapes
+from sympow.ops.triton.registration import cast
 from sympow.ops.triton.split_rows import PowerInContext
 from sympow.ops.types import PowerState
 
@@ -98,7 +99,7 @@ def attention(
     if ones and normalize:
         total = _Total.apply(out[..., value_dim:], v.dtype)
         out = out[..., :value_dim] / (total + eps)
-    out = _channels(out, 0, value_dim).to(dtype)
+    out = cast(_channels(out, 0, value_dim), dtype)
     if not return_state:
         return out, None
     (s, z), *more = ends

@@ -36,20 +36,23 @@ class Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, scale: float,
-        chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None,
+        chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None, plan: Plan | None = None,
     ):  # fmt: skip
-        """chunk: 0 for the quadratic form. gate: of another call with the same log_g, which is not read then."""
+        """chunk: 0 for the quadratic form. gate: of another call with the same log_g, which is not read then. plan: of
+        a call with the same shapes and options."""
         self.cu_seqlens = cu_seqlens
-        skip = padded_key_dim(q.shape[3]) - q.shape[3]
+        skip = padded_key_dim(q.shape[3]) - q.shape[3] if plan is None else plan.skip
         given = q
         if skip:
             q, k = (pad(x, (skip, 0)) for x in (q, k))
         self.q, self.k, self.v = _flat(q), _flat(k), _flat(v)
         strides = (self.q.stride(), self.k.stride(), self.v.stride())
-        self.plan: Plan = plan_of(
-            given, k, v, cu_seqlens, p, chunk, gradient_rows,
-            strides=strides, gated=log_g is not None, scale=scale, tf32=tf32,
-        )  # fmt: skip
+        if plan is None or plan.of_strides != strides:
+            plan = plan_of(
+                given, k, v, cu_seqlens, p, chunk, gradient_rows,
+                strides=strides, gated=log_g is not None, scale=scale, tf32=tf32,
+            )  # fmt: skip
+        self.plan = plan
         self._tables: dict[int, Tensor] = {}
         self._chunk_starts: Tensor | None = None
         self.gate = self._gate(log_g) if gate is None else gate
@@ -57,13 +60,12 @@ class Call:
     def _gate(self, log_g: Tensor | None) -> Gate:
         plan = self.plan
         if log_g is None:
-            return Gate(torch.empty(0, device=plan.device, dtype=torch.float32), None, None)
-        sums = torch.empty(plan.G, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+            return Gate(plan.new(0, dtype=torch.float32), None, None)
+        sums = plan.new_rows(plan.G)
         begins = ends = None
         if plan.reaches:
             tiles = plan.layout.blocks(gate_kernels.REACH_TILE.value)
-            begins = torch.empty(plan.G, tiles, device=plan.device, dtype=torch.int32)
-            ends = torch.empty_like(begins)
+            begins, ends = (plan.new(plan.G, tiles, dtype=torch.int32) for _ in range(2))
         # Kept to the end of the call: a kernel that begins early may write before this one has read all, and must not
         # write to memory that a copy of log_g has left.
         self.log_g = log_g.float().contiguous()

@@ -119,10 +119,10 @@ HOPPER_POWERS = {
 def level_dim(key_dim: int, p: int, dtype: torch.dtype, device: torch.device) -> int | None:
     """The K to which keys are padded with zeros for the chunked form of p = 3 and 4 on Hopper; None where that is not
     what runs."""
-    if not on_hopper(device) or dtype != torch.bfloat16:
+    fitting = [k for power, k in HOPPER_POWERS if power == p and k >= key_dim] if p > 2 else []
+    if not fitting or dtype != torch.bfloat16 or not on_hopper(device):
         return None
-    fitting = [k for power, k in HOPPER_POWERS if power == p and k >= key_dim]
-    return min(fitting) if fitting else None  # no min(default=...), which torch.compile of torch 2.11 does not trace
+    return min(fitting)  # no min(default=...), which torch.compile of torch 2.11 does not trace
 
 
 def slopes_group(key_dim: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import operator
+from sympow.ops.triton.registration import cast, operator
 
 ELEMENTS, WARPS = 4096, 4  # of a tile of heads
 PROGRAMS = 8  # of the backward for each multiprocessor: a part of the sum for the weights each
@@ -114,7 +114,8 @@ def gated_norm_backward(
     rows, tile, dims = _tiles(y)
     programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
     dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
-    dweight = None if weight is None else torch.zeros(max(1, programs), y.shape[3], device=y.device)
+    parts = torch.empty if rows else torch.zeros  # every program writes its own
+    dweight = None if weight is None else parts(max(1, programs), y.shape[3], device=y.device)
     if rows:
         with torch.cuda.device_of(y):
             launch(
@@ -123,7 +124,7 @@ def gated_norm_backward(
             )  # fmt: skip
     if dweight is None or weight is None:
         return dy, y.new_empty(0), dgate
-    return dy, dweight.sum(0).to(weight.dtype), dgate
+    return dy, cast(dweight.sum(0), weight.dtype), dgate
 
 
 def _keep(ctx, inputs, output):

@@ -27,8 +27,8 @@ def output(
     """out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`; given the states
     before each chunk. `init`: that before the first is not zero."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
-    out = torch.empty(*q.shape[:3], plan.V, device=plan.device, dtype=torch.float32 if wide else plan.dtype)
-    norm = torch.empty(plan.H if normalize else 0, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
+    norm = plan.new_rows(plan.H if normalize else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
     if plan.hopper or plan.leveled:

@@ -36,9 +36,8 @@ def row_factors(
     """What all passes of the backward read of the outputs and their gradients [B, T, H, V]. early: where there is a
     gate, the launch before this one is that of its sums."""
     plan = call.plan
-    factor = torch.empty(plan.H, plan.layout.tokens, device=plan.device, dtype=torch.float32)
-    delta = torch.empty_like(factor)
-    scales, near = (torch.empty_like(factor), torch.empty_like(factor)) if plan.quadratic else (factor, factor)
+    factor, delta = plan.new_rows(plan.H), plan.new_rows(plan.H)
+    scales, near = (plan.new_rows(plan.H), plan.new_rows(plan.H)) if plan.quadratic else (factor, factor)
     launch = plan.launcher(_row_factors, normalize, early)
     launch(
         out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
@@ -64,8 +63,7 @@ def query_gradient(
     """dq and the queries' part in the gradient of the gate's sums, [H, B T] (empty without a gate), given the states
     before each chunk. `init`: that before the first is not zero."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
-    dq = torch.empty(q.shape, device=plan.device, dtype=plan.dtype)
-    dsums = torch.empty(plan.H if plan.gated else 0, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    dq, dsums = plan.new(*q.shape), plan.new_rows(plan.H if plan.gated else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "dout": dout, "sums": call.gate.sums, "dq": dq, "dsums": dsums}
     if plan.quadratic:
         factor, delta = factors.factor, factors.delta
@@ -137,9 +135,8 @@ def key_gradient(
     """dk, dv and the keys' part in the gradient of the gate's sums, [G, B T] (empty without a gate), given the
     gradients of the states after each chunk. `final`: the one after the last is not zero; `z`: dz is read."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
-    dk = torch.empty(k.shape, device=plan.device, dtype=plan.dtype)
-    dv = torch.empty(v.shape, device=plan.device, dtype=plan.dtype)
-    dsums = torch.empty(plan.G if plan.gated else 0, plan.layout.tokens, device=plan.device, dtype=torch.float32)
+    dk, dv = plan.new(*k.shape), plan.new(*v.shape)
+    dsums = plan.new_rows(plan.G if plan.gated else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "dout": dout, "sums": call.gate.sums}
     tensors |= {"dk": dk, "dv": dv, "dsums": dsums}
     if plan.chunk and plan.leveled:
@@ -223,23 +220,26 @@ def _through_states(plan: Plan, reads_z: bool) -> Launcher:
 def gate_gradient(
     call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
 ) -> Tensor:
-    """[B T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], by the last state [N, G], and
+    """[B, T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], by the last state [N, G], and
     `through_states`.
 
     Without these, two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums
-    after each token.
+    after each token. A row of one block needs the second alone.
     """
     plan = call.plan
-    dlog_g = torch.empty(plan.layout.tokens, plan.G, device=plan.device, dtype=torch.float32)
+    dlog_g = plan.new(*call.k.shape[:3], dtype=torch.float32)
     terms = {"dq_sums": dsums_q, "dk_sums": dsums_k}
     if through is not None:
         launch = plan.launcher(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
         tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
         launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
         return dlog_g
-    totals = torch.empty(plan.G, plan.layout.blocks(GATE_BLOCK), device=plan.device, dtype=torch.float64)
+    many = plan.layout.length > GATE_BLOCK
+    blocks = plan.layout.blocks(GATE_BLOCK) if many else 0
+    totals = torch.empty(plan.G, blocks, device=plan.device, dtype=torch.float64)
     tables = {"starts": call.cu_seqlens, "blocks": call.table(GATE_BLOCK)}
-    plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
+    if many:
+        plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
     launch = plan.launcher(_gate_gradient, last is not None, GATE_BLOCK)
     launch(**terms, totals=totals, last=last, dlog_g=dlog_g, **tables)
     return dlog_g

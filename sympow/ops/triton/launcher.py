@@ -41,8 +41,11 @@ class _Compiled(NamedTuple):
     grid: tuple[int, ...]  # three
     device: int
     arguments: list  # of every parameter; None where a tensor will stand
-    # Of every tensor its place in the arguments, its dtype (None: it is None), whether it is handed over as descriptor.
-    places: dict[str, tuple[int, Any, bool]]
+    # Of the tensors in the order of the first launch: names, places in the arguments, dtypes (None: it is None).
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+    tiled: tuple[int, ...]  # places of those that are handed over as descriptors
 
 
 class Launcher:
@@ -68,10 +71,11 @@ class Launcher:
         active = driver.active
         if active.get_current_device() != compiled.device:
             return self._first(tensors)
-        run, handle, metadata, grid, device, arguments, places = compiled
+        run, handle, metadata, grid, device, arguments, names, places, dtypes, tiled = compiled
+        if tuple(tensors) != names:
+            return self._by_triton(tensors)
         arguments = arguments.copy()
-        for name, x in tensors.items():
-            place, dtype, tiled = places[name]
+        for place, dtype, x in zip(places, dtypes, tensors.values(), strict=True):
             if x is None:
                 if dtype is None:
                     continue
@@ -79,7 +83,7 @@ class Launcher:
             address = x.data_ptr()
             if address % _ALIGNMENT or x.dtype is not dtype:
                 return self._by_triton(tensors)
-            if tiled:
+            if place in tiled:
                 descriptor = TensorDescriptor.__new__(TensorDescriptor)
                 descriptor.__dict__.update(arguments[place].__dict__, base=x)
                 arguments[place] = descriptor
@@ -110,19 +114,17 @@ class Launcher:
                 descriptor = self._tiles[name].descriptor(x)
                 descriptor.base = None  # else x would live as long as this
                 arguments[names.index(name)] = descriptor
-        places = {
-            name: (names.index(name), None if x is None else x.dtype, name in self._tiles)
-            for name, x in tensors.items()
-        }
+        places = tuple(names.index(name) for name in tensors)
+        dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
+        tiled = tuple(names.index(name) for name in self._tiles)
         grid = (*self._grid, 1, 1)[:3]
         device = driver.active.get_current_device()
-        self._compiled = _Compiled(
-            kernel.run, kernel.function, kernel.packed_metadata, grid, device, arguments, places
-        )
+        code = (kernel.run, kernel.function, kernel.packed_metadata)
+        self._compiled = _Compiled(*code, grid, device, arguments, tuple(tensors), places, dtypes, tiled)
 
 
 _launchers: dict[tuple, Launcher] = {}
-_MOST = 1024  # launchers: a server sees many lengths
+MOST_LAUNCHERS = 1024  # of a kind that are kept: a server sees many lengths
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
@@ -130,7 +132,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **t
     key = (id(kernel), grid, *arguments.values())
     launcher = _launchers.get(key)
     if launcher is None:
-        if len(_launchers) >= _MOST:
+        if len(_launchers) >= MOST_LAUNCHERS:
             _launchers.pop(next(iter(_launchers)))  # the oldest
         launcher = _launchers[key] = Launcher(kernel, grid, arguments)
     launcher(**tensors)

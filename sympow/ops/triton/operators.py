@@ -11,8 +11,8 @@ from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import Rotation
 from sympow.ops.triton import launch, launch_gradients, turn
 from sympow.ops.triton.call import Call, Gate
-from sympow.ops.triton.plan import Shapes
-from sympow.ops.triton.registration import is_followed, operator
+from sympow.ops.triton.plan import Plan, Shapes
+from sympow.ops.triton.registration import cast, differentiable, is_followed, operator
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
@@ -20,7 +20,7 @@ CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, t
 
 
 class Forward(NamedTuple):
-    """What `power_forward` returns, None in place of what is empty; and what it knows of the gate, if it is kept."""
+    """What `power_forward` returns, None in place of what is empty; and what else the backward takes, if it is kept."""
 
     out: Tensor
     norm: Tensor
@@ -29,6 +29,7 @@ class Forward(NamedTuple):
     s_kept: Tensor | None
     z_kept: Tensor | None
     gate: Gate | None
+    plan: Plan | None
 
 
 class Options(NamedTuple):
@@ -63,7 +64,8 @@ def forward(
         if ends is not None:
             s_end, z_end = _to_public(rows, *ends)
     out, norm = launch.output(call, s, z, s_init is not None, normalize, eps, wide)
-    return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate)
+    plan = call.plan if kept or not chunk else None
+    return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate, plan)
 
 
 def backward(
@@ -73,8 +75,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`power_backward`, by its launches; None where there was nothing."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
-    dout = dout.to(v.dtype).contiguous()
-    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, gradient_rows=True, gate=result.gate)
+    dout = cast(dout, v.dtype).contiguous()
+    call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
     plan = call.plan
     factors = launch_gradients.row_factors(call, dout, result.out, result.norm, normalize, early=result.gate is None)
     has_init, has_final = s_init is not None, ds_final is not None
@@ -107,7 +109,7 @@ def backward(
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through).view(log_g.shape).to(log_g.dtype)
+        dlog_g = cast(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
 
@@ -167,7 +169,7 @@ def power_backward(
 
     Empty where there was nothing."""
     kept = s_kept.numel() > 0
-    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None)
+    result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None, None)
     options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
     dq, dk, dv, *others, dpositions = backward(
         dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, options
@@ -272,28 +274,33 @@ def power_forward(
     return result.out, norm, s, z, s_kept, z_kept
 
 
-class _Power(torch.autograd.Function):
-    """`power_forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches."""
+def _keep_call(
+    ctx, options, q, k, v, log_g, s_init=None, z_init=None, cu_seqlens=None, positions=None, frequencies=None
+):
+    out, norm, s, z, s_kept, z_kept, gate, ctx.plan = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
+    most = (q, k, v, log_g, out, norm, gate.sums)
+    others = (s_init, z_init, cu_seqlens, frequencies, s, z, s_kept, z_kept, gate.begins, gate.ends)
+    ctx.others = any(x is not None for x in others)  # autograd takes time for every argument, None as well
+    ctx.save_for_backward(*most, *(others if ctx.others else ()))
+    ctx.options, ctx.positions = options, None if positions is None else positions.shape
+    ctx.set_materialize_grads(False)
+    return out, s, z
 
-    @staticmethod
-    def forward(ctx, q, k, v, log_g, s_init, z_init, cu_seqlens, positions, frequencies, options):
-        result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
-        ctx.save_for_backward(q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *result[:-1], *result.gate)
-        ctx.options, ctx.positions = options, None if positions is None else positions.shape
-        ctx.set_materialize_grads(False)
-        return result.out, result.s, result.z
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, ds_final, dz_final):
-        q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, *rest = ctx.saved_tensors
-        result = Forward(*rest[:6], Gate(*rest[6:]))
-        gradients = _gradients(ctx.options, dout, ds_final, dz_final, result.out, result.s, result.z)
-        *grads, ds, dz, dpositions = backward(
-            *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
-        )
-        dpositions = _of_groups(dpositions, ctx.positions)
-        return *grads, ds, None if z_init is None else dz, None, dpositions, None, None
+def _backward_of_call(ctx, dout, ds_final, dz_final):
+    q, k, v, log_g, out, norm, sums, *others = ctx.saved_tensors
+    s_init, z_init, cu_seqlens, frequencies, s, z, s_kept, z_kept, begins, ends = others if ctx.others else [None] * 10
+    result = Forward(out, norm, s, z, s_kept, z_kept, Gate(sums, begins, ends), ctx.plan)
+    gradients = _gradients(ctx.options, dout, ds_final, dz_final, out, s, z)
+    *grads, ds, dz, dpositions = backward(
+        *gradients, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, result, ctx.options
+    )
+    dpositions = _of_groups(dpositions, ctx.positions)
+    return None, *grads, ds, None if z_init is None else dz, None, dpositions, None
+
+
+# `forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches.
+_power = differentiable("Power", _keep_call, _backward_of_call)
 
 
 def attend(
@@ -302,15 +309,18 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """out, and s and z of the last state (None or empty unless `final`), of `power_forward`: as an operator where
     something besides autograd follows the call, such as torch.compile; else directly."""
-    tensors = (q, k, v, log_g, s_init, z_init, cu_seqlens)
     positions = frequencies = None
     if rotation is not None and rotation.positions.requires_grad:
         positions, frequencies = rotation
         positions = positions if positions.ndim == 3 else positions[..., None]
+    others = (s_init, z_init, cu_seqlens, positions, frequencies)
     if torch.compiler.is_compiling() or is_followed(q):
-        out, _, s, z, *_ = power_forward(*tensors, positions, frequencies, *options)
+        out, _, s, z, *_ = power_forward(q, k, v, log_g, *others, *options)
         return out, s, z
-    if torch.is_grad_enabled():
-        return _Power.apply(*tensors, positions, frequencies, options)
-    result = forward(*tensors, options)
+    if any(x is not None for x in others):
+        if torch.is_grad_enabled():
+            return _power(options, q, k, v, log_g, *others)
+    elif options.gradient:
+        return _power(options, q, k, v, log_g)
+    result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     return result.out, result.s, result.z

@@ -42,7 +42,8 @@ class Tokens:
 class Shapes:
     """What the fake operators ask for as well: layout, launch configuration, and the rows of the states.
 
-    gradient_rows: the rows are those that the gradients take, not those that are best for the output alone.
+    gradient_rows: the rows are those that the gradients take, not those that are best for the output alone. The
+    quadratic form has none.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Shapes:
         self.parts = 2
         if self.hopper:
             own = config.HOPPER[self.K]
-            self.parts = own.gradient_parts if gradient_rows else own.parts
+            self.parts = own.gradient_parts if gradient_rows or not chunk else own.parts
         self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
         self.chunk = chunk
         if chunk:
@@ -127,6 +128,7 @@ class Plan(Shapes):
         super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
         names = ("q_st", "q_sh", "k_st", "k_sh", "v_st", "v_sh")
         by_token_and_head = (y for x in strides for y in x[1:3])
+        self.of_strides = strides
         self.strides: dict[str, Any] = dict(zip(names, by_token_and_head, strict=True))
         self.gated = gated
         # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
@@ -145,6 +147,17 @@ class Plan(Shapes):
         # Whether the gradient of positions does, by `turn.py`.
         self.turns = 0 < chunk < self.layout.length and p <= 2 and not self.layout.packed
         self._launchers: dict[tuple, Launcher] = {}
+
+    def new(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a tensor, not filled, of the dtype of q unless another is named.
+
+        All results of kernels are made by this one function of PyTorch: a processor's caches then hold its code.
+        """
+        return torch.empty(*sizes, device=self.device, dtype=self.dtype if dtype is None else dtype)
+
+    def new_rows(self, heads: int) -> Tensor:
+        """Returns float32 [heads, B T], not filled."""
+        return self.new(heads, self.layout.tokens, dtype=torch.float32)
 
     def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:
         """What make(self, *options) returns, made once."""
@@ -228,6 +241,7 @@ def plan_of(
     strides: tuple[tuple[int, ...], ...], gated: bool, scale: float, tf32: bool,
 ) -> Plan:  # fmt: skip
     """The plan of these arguments, see `Plan`."""
+    gradient_rows = gradient_rows or not chunk  # which are the same
     documents = None if cu_seqlens is None else cu_seqlens.shape[0]
     tensors = (q.shape, k.shape, v.shape, strides, q.dtype, q.device, documents)
     key = (*tensors, p, chunk, gradient_rows, gated, scale, tf32)

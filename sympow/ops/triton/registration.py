@@ -45,14 +45,14 @@ def operator(
         gradient = None
         if setup is not None and backward is not None:
             gradient = _gradient(name, function, setup, backward)
-            _register_gradient(name, registered, setup, backward)
+            _register_gradient(name, function, registered, setup, backward)
 
         @wraps(function)
         def call(*inputs: Any) -> Any:
             if torch.compiler.is_compiling() or is_followed(inputs[0]):
                 return registered(*inputs)
             if gradient is not None and torch.is_grad_enabled() and _needs_gradient(inputs):
-                return gradient.apply(*inputs)
+                return gradient(*inputs)
             return function(*inputs)
 
         return call
@@ -67,11 +67,31 @@ def is_followed(x: Tensor) -> bool:
     return type(x) is not Tensor and type(x) is not torch.nn.Parameter
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x.to(dtype), without the call where x is of that dtype: PyTorch's search for nothing to do takes time."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def _needs_gradient(inputs: tuple) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
-def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -> type[torch.autograd.Function]:
+def differentiable(name: str, forward: Callable, backward: Callable) -> Callable:
+    """Returns a function with a gradient, for plain calls: those of which `is_followed` is false.
+
+    Args:
+        name: of its node in autograd's graph.
+        forward, backward: the methods of a `torch.autograd.Function`. The gradient cannot be differentiated.
+
+    Returns:
+        A function of what `forward` takes after its context.
+    """
+    function = _function(name, forward, backward)
+    # Without what prepares calls inside of torch.func. mypy does not know the class in C++ that has the method.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -> Callable:
     """Returns the function with its gradient, for calls without the dispatcher."""
 
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -79,11 +99,11 @@ def _gradient(name: str, function: Callable, setup: Setup, backward: Callable) -
         setup(ctx, inputs, output)
         return output
 
-    return _function(f"Direct_{name}", forward, backward)
+    return differentiable(f"Direct_{name}", forward, backward)
 
 
-def _register_gradient(name: str, registered: Any, setup: Setup, backward: Callable) -> None:
-    """Gives a registered operator its gradient."""
+def _register_gradient(name: str, kernel: Callable, registered: Any, setup: Setup, backward: Callable) -> None:
+    """Gives a registered operator its gradient; `kernel` is what computes it."""
 
     def below(keyset: Any, inputs: tuple) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -103,12 +123,19 @@ def _register_gradient(name: str, registered: Any, setup: Setup, backward: Calla
     def autograd(keyset: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and _needs_gradient(inputs):
             return function.apply(*inputs, keyset)
-        return below(keyset, inputs)
+        # What torch.compile has compiled comes here with gradients off: a second search for the kernel is left out.
+        return below(keyset, inputs) if is_followed(inputs[0]) or inputs[0].is_meta else kernel(*inputs)
 
     _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
 
 
 def _function(name: str, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
     """Returns a function of autograd whose gradient cannot be differentiated."""
-    methods = {"forward": forward, "backward": torch.autograd.function.once_differentiable(backward)}
+    once = torch.autograd.function.once_differentiable(backward)
+
+    def gradient(ctx: Any, *grads: Any) -> Any:
+        # Where the gradient is not differentiated, gradients are off, and nothing has to be switched or marked.
+        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    methods = {"forward": forward, "backward": gradient}
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})

@@ -7,6 +7,7 @@ float64, and everything else is computed in float32.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd, pi, tau
 from typing import Any
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.ops.triton import config
-from sympow.ops.triton.launcher import launch
+from sympow.ops.triton.launcher import MOST_LAUNCHERS, Launcher
 from sympow.ops.triton.primitives import pairs
 from sympow.ops.triton.registration import operator
 
@@ -188,16 +189,15 @@ def _weight_parts(
     """The part of every program in the gradients of the weights, not filled; of no norm an empty tensor."""
     if raw is None:
         return dq.new_empty(1, 0, dtype=torch.float32)
-    blocks, programs, _ = _grid(dq, dk, dv, turned, positions)
+    blocks, programs, _ = _grid(dq.shape, dv.shape, positions.shape[2], turned is not None)
     return dq.new_empty(blocks * programs, 2, dq.shape[3], dtype=torch.float32)
 
 
-def _grid(q: Tensor, k: Tensor, v: Tensor, turned: Tensor | None, positions: Tensor) -> tuple[int, int, int]:
-    """Blocks of tokens of all rows, programs for each, and the tokens of a block."""
-    (batch, time, heads, key_dim), (kv_heads, value_dim) = q.shape, v.shape[2:]
-    groups = positions.shape[2]
+def _grid(q: torch.Size, v: torch.Size, groups: int, turned: bool) -> tuple[int, int, int]:
+    """Blocks of tokens of all rows, programs for each, and the tokens of a block; given the shapes of q and v."""
+    (batch, time, heads, key_dim), (kv_heads, value_dim) = q, v[2:]
     shared = gcd(heads // groups, kv_heads // groups)
-    most = shared if turned is not None else SHARING  # one program has all there is of a position's gradient
+    most = shared if turned else SHARING  # one program has all there is of a position's gradient
     splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
     width = max(config.next_power_of_2(key_dim), config.next_power_of_2(value_dim))
     tokens = max(1, TILE // width)
@@ -219,28 +219,42 @@ def _launch(
     backward: bool = False,
 ) -> None:
     """Runs the kernel. norm: what it read in the forward, weights of queries and keys, their gradients, eps."""
-    (batch, time, heads, key_dim), (kv_heads, value_dim) = q.shape, v.shape[2:]
     if not q.numel():
         return
-    blocks, programs, tokens = _grid(q, k, v, turned_q, positions)
     raw, weight_q, weight_k, dweights, eps = norm
-    positions = positions.expand(batch, -1, -1)
-    numbers: dict[str, Any] = {"flat_sb": flat.stride(0), "flat_st": flat.stride(1)}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        numbers |= zip((f"{name}_sb", f"{name}_st", f"{name}_sh"), x.stride()[:3], strict=True)
-    numbers |= zip(("c_sb", "c_st", "c_sg"), positions.stride(), strict=True)
-    numbers |= zip(("raw_sb", "raw_st"), (0, 0) if raw is None else raw.stride()[:2], strict=True)
-    numbers |= {"eps": eps, "T": time, "H": heads, "G": kv_heads}
-    constants = {"K": key_dim, "V": value_dim, "QUERIES": heads // programs, "KEYS": kv_heads // programs}
-    constants |= {"SPLITS": programs // positions.shape[2], "TOKENS": tokens, "BACKWARD": backward}
-    constants |= {"WIDTH": config.next_power_of_2(key_dim), "COLUMNS": config.next_power_of_2(value_dim)}
+    strides = [x.stride() for x in (flat, q, k, v, positions)]
+    of_raw = None if raw is None else raw.stride()
+    kept = _launcher(
+        q.shape, v.shape, positions.shape, *strides, of_raw, eps, turned_q is not None, backward, flat.dtype
+    )
     with torch.cuda.device_of(flat):
-        launch(
-            turn_heads, (blocks, programs), numbers | constants | {"num_warps": WARPS},
+        kept(
             flat=flat, q=q, k=k, v=v, positions=positions, frequencies=frequencies.contiguous(), turned_q=turned_q,
             turned_k=turned_k, dpositions=dpositions, raw=raw, weight_q=weight_q, weight_k=weight_k,
             dweights=None if raw is None else dweights,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_LAUNCHERS)
+def _launcher(
+    q: torch.Size, v: torch.Size, positions: torch.Size, flat_strides: tuple, q_strides: tuple, k_strides: tuple,
+    v_strides: tuple, c_strides: tuple, raw_strides: tuple | None, eps: float, turned: bool, backward: bool,
+    dtype: torch.dtype,
+) -> Launcher:  # fmt: skip
+    """Of tensors of these shapes and strides. The code depends on the dtype, so there is a launcher for each."""
+    (batch, time, heads, key_dim), (kv_heads, value_dim), groups = q, v[2:], positions[2]
+    blocks, programs, tokens = _grid(q, v, groups, turned)
+    numbers: dict[str, Any] = {"flat_sb": flat_strides[0], "flat_st": flat_strides[1]}
+    for name, strides in (("q", q_strides), ("k", k_strides), ("v", v_strides)):
+        numbers |= zip((f"{name}_sb", f"{name}_st", f"{name}_sh"), strides[:3], strict=True)
+    by_row = c_strides[0] if positions[0] == batch else 0  # one row of positions is that of all rows
+    numbers |= {"c_sb": by_row, "c_st": c_strides[1], "c_sg": c_strides[2]}
+    numbers |= zip(("raw_sb", "raw_st"), (0, 0) if raw_strides is None else raw_strides[:2], strict=True)
+    numbers |= {"eps": eps, "T": time, "H": heads, "G": kv_heads}
+    constants = {"K": key_dim, "V": value_dim, "QUERIES": heads // programs, "KEYS": kv_heads // programs}
+    constants |= {"SPLITS": programs // groups, "TOKENS": tokens, "BACKWARD": backward}
+    constants |= {"WIDTH": config.next_power_of_2(key_dim), "COLUMNS": config.next_power_of_2(value_dim)}
+    return Launcher(turn_heads, (blocks, programs), numbers | constants | {"num_warps": WARPS})
 
 
 def _like_gradients(dq, dk, dv, turned_q, turned_k, positions, frequencies, qkv, weight_q, weight_k, eps):

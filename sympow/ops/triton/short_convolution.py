@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import operator
+from sympow.ops.triton.registration import cast, operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # of a tile
 SPAN = 512  # tokens of a program of the backward, whose sums for the weights are then added up
@@ -173,7 +173,7 @@ def short_convolution_backward(
                 convolve_backward, (programs, config.ceil_div(channels, CHANNELS)), numbers | constants,
                 dy=dy, x=x, weight=weight, first=first, dx=dx, dweight=dweight, dbias=dbias,
             )  # fmt: skip
-    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype)
+    return dx, cast(dweight.sum(0), weight.dtype), cast(dbias.sum(0), bias.dtype)
 
 
 def _keep(ctx, inputs, output):

@@ -267,7 +267,7 @@ def context_key_gradient(
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))
     through = launch_gradients.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
-    return dk, dv, launch_gradients.gate_gradient(call, dsums, dsums_k, end, through).view(log_g.shape).to(log_g.dtype)
+    return dk, dv, launch_gradients.gate_gradient(call, dsums, dsums_k, end, through).to(log_g.dtype)
 
 
 @context_key_gradient.register_fake

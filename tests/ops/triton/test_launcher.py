@@ -1,7 +1,14 @@
 """When a kernel's compiled code is taken again: without a GPU, under a driver that writes down what it launches."""
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+from sympow.ops import power_attention
+from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("triton", reason="needs triton")
 launcher = pytest.importorskip("sympow.ops.triton.launcher", reason="needs triton")
@@ -127,3 +134,30 @@ def test_profilers_see_every_launch(driver, kernel):
     finally:
         hook.remove(seen.append)
     assert len(kernel.calls) == 2
+
+
+def test_queries_pass_five_files_to_every_kernel(monkeypatch):
+    paths, ops = [], Path(launcher.__file__).parents[1]
+
+    def note(self, tensors):
+        frame, files = sys._getframe(1), []
+        while frame is not None:
+            files.append(Path(frame.f_code.co_filename))
+            frame = frame.f_back
+        paths.append([file.name for file in dict.fromkeys(files) if file.is_relative_to(ops)])
+
+    monkeypatch.setattr(launcher.Launcher, "_first", note)
+    q = torch.zeros(1, 64, 1, 16, device=DEVICE, requires_grad=True)
+    log_g = torch.zeros(1, 64, 1, device=DEVICE)
+    for chunk_size in (32, 64):
+        power_attention(q, q, q, log_g, chunk_size=chunk_size, impl="triton").out.sum().backward()
+    assert ["launcher.py", "launch.py", "operators.py", "__init__.py", "power.py"] in paths
+    assert max(len(path) for path in paths) == 5
+
+
+def test_launches_name_their_arguments():
+    """All but those of kernels with few."""
+    for file in Path(launcher.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                assert len(node.args) <= 20, f"{file.name}:{node.lineno}"

@@ -254,8 +254,8 @@ def layer_results(layer, x):
 
 def take_kernels(monkeypatch) -> list:
     """Kernels are taken on the CPU as well; the list grows by one entry a launch."""
-    launched, launch = [], kernel.launch
-    monkeypatch.setattr(kernel, "launch", lambda *x, **options: launched.append(1) or launch(*x, **options))
+    launched, launch = [], kernel._launch
+    monkeypatch.setattr(kernel, "_launch", lambda *x, **options: launched.append(1) or launch(*x, **options))
     monkeypatch.setattr(rotary, "has_kernels", lambda device, dtype: True)
     return launched
 
