@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.hostile_requests import NO_HTTP, hostile_requests
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.measure import measured, options, write
 from benchmarks.server_process import NAME, Server, Streamed
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
@@ -266,11 +266,10 @@ async def measure(run: Path, chosen: Any, folder: Path) -> None:
     started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
     uncached = (*started, "--cache-memory", "0")
     cached = (*started, "--cache-memory", "1", "--cache-dir", str(folder / "cache"))
-    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
     rows: list[dict] = []
 
     def told(new: list[dict]) -> None:
-        rows.extend(row | about | {"commit": commit()} for row in new)
+        rows.extend(row | {"model": chosen.preset} | measured(chosen.device) for row in new)
         write(chosen.json, rows)
         for row in new:
             print(json.dumps(row), flush=True)
