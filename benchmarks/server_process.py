@@ -65,6 +65,14 @@ class Server:
         text = (await self.send("GET", "/metrics"))[1].decode()
         return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
+    async def work(self) -> Work:
+        """Returns what the engine has done since its start."""
+        text = (await self.send("GET", "/metrics"))[1].decode()
+        parts = re.findall(r'^sympow_engine_seconds_total{part="(\w+)"} (\S+)$', text, re.MULTILINE)
+        names = ("steps", "stepped_rows", "prompt_calls")
+        counts = [float(re.search(rf"^sympow_{name}_total (\S+)$", text, re.MULTILINE)[1]) for name in names]  # type: ignore[index]
+        return Work({part: float(spent) for part, spent in parts}, *map(int, counts))
+
     async def idle(self) -> bool:
         """Waits up to 30 seconds, and returns whether all requests have ended."""
         for _ in range(300):
@@ -114,6 +122,25 @@ class Server:
         finally:
             writer.close()
         return Streamed("".join(text), usage, first, time.perf_counter() - began)
+
+
+class Work(NamedTuple):
+    """Holds what an engine has done: the seconds of each part, steps, rows of all steps, calls that read prompts."""
+
+    seconds: dict[str, float]
+    steps: int
+    rows: int
+    prompt_calls: int
+
+    def since(self, before: Work) -> dict[str, Any]:
+        """Returns what was done since an earlier time, as fields of a row."""
+        steps = self.steps - before.steps
+        return {
+            "engine_seconds": {part: round(spent - before.seconds[part], 4) for part, spent in self.seconds.items()},
+            "steps": steps,
+            "rows_a_step": round((self.rows - before.rows) / max(1, steps), 2),
+            "prompt_calls": self.prompt_calls - before.prompt_calls,
+        }
 
 
 class Streamed(NamedTuple):

@@ -4,7 +4,8 @@ A server is started as a process of its own, on an untrained model of bytes (wha
 trained one answers), and clients ask it over HTTP. Times are taken at the client. Of the throughput, the first 16
 answers are compared with those to the same prompts alone. The file is written anew after every measure.
 
-- throughput: tokens a second by streams at a time, and of `generate` with that batch in this process.
+- throughput: tokens a second by streams at a time, and of `generate` with that batch in this process; what the engine
+  did in the fastest round, as in /metrics. A round of short answers that is not timed comes first.
 - first token: time to it, with an idle server and behind a prompt of 100,000 tokens that is being read.
 - prefix: time to the first token of a prompt that is new, and of the same again; and after a restart, from the disk.
 - memory: what the process holds at most while it answers a prompt of so many tokens, beyond what it held before.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.hostile_requests import NO_HTTP, hostile_requests
-from benchmarks.measure import commit, options, processor, write
+from benchmarks.measure import measured, options, write
 from benchmarks.server_process import NAME, Server, Streamed
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.models import LanguageModel, ModelConfig, generate, preset
@@ -38,6 +39,7 @@ from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, save_ch
 
 SHORT = 128  # tokens of a short prompt
 COMPARED = 16  # answers
+UNTIMED = 32  # tokens of an answer in the round before those that are timed
 MEASURES = ("throughput", "first-token", "memory", "hostile", "prefix", "vanishing")
 
 
@@ -80,21 +82,19 @@ async def throughput(
     alone = [(await server.stream(prompt, new)).text for prompt in prompts[: min(COMPARED, most)]]
     for count in streams:
         rates, generated, equal = [], [], True
+        await asyncio.gather(*(server.stream(prompt, min(new, UNTIMED)) for prompt in prompts[:count]))
         for _ in range(rounds):  # in turns, so that a machine that slows down does so for both
-            began = time.perf_counter()
+            before, began = await server.work(), time.perf_counter()
             answers = await asyncio.gather(*(server.stream(prompt, new) for prompt in prompts[:count]))
-            rates.append(count * new / (time.perf_counter() - began))
+            rate = count * new / (time.perf_counter() - began)
+            rates.append((rate, (await server.work()).since(before)))
             equal &= [each.text for each in answers[:COMPARED]] == alone[:count]
             generated.append(_generated(run, device, count, new))
-        yield {
-            "measure": "throughput",
-            "streams": count,
-            "new_tokens": new,
-            "tokens_per_second": max(rates),
-            "equal_to_alone": equal,
-            "tokens_per_second_generate": max(decoding for decoding, _ in generated),
-            "tokens_per_second_generate_whole": max(whole for _, whole in generated),
-        }
+        fastest, work = max(rates, key=lambda each: each[0])
+        row = {"measure": "throughput", "streams": count, "new_tokens": new, "tokens_per_second": fastest}
+        row |= {"tokens_per_second_of_rounds": [rate for rate, _ in rates], "equal_to_alone": equal}
+        row |= {"tokens_per_second_generate": max(decoding for decoding, _ in generated)}
+        yield row | {"tokens_per_second_generate_whole": max(whole for _, whole in generated)} | work
 
 
 def _generated(run: Path, device: str, batch: int, new: int) -> tuple[float, float]:
@@ -266,11 +266,10 @@ async def measure(run: Path, chosen: Any, folder: Path) -> None:
     started = ("--slots", str(most), "--max-prompt-tokens", "2000000", "--max-new-tokens", "100000")
     uncached = (*started, "--cache-memory", "0")
     cached = (*started, "--cache-memory", "1", "--cache-dir", str(folder / "cache"))
-    about = {"model": chosen.preset, "processor": processor(chosen.device), "torch": torch.__version__}
     rows: list[dict] = []
 
     def told(new: list[dict]) -> None:
-        rows.extend(row | about | {"commit": commit()} for row in new)
+        rows.extend(row | {"model": chosen.preset} | measured(chosen.device) for row in new)
         write(chosen.json, rows)
         for row in new:
             print(json.dumps(row), flush=True)

@@ -163,15 +163,32 @@ def sample(
     """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `stream`."""
     if temperature == 0:
         return logits.argmax(-1)
+    probability, order = ranked(logits, temperature, top_k, top_p)
+    drawn = torch.multinomial(probability, 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+def ranked(
+    logits: Tensor, temperature: float | Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns what tokens are drawn by: probabilities [B, vocab], which need not add up to 1, and their tokens.
+
+    The likeliest token comes first.
+
+    Args:
+        logits: [B, vocab].
+        temperature: above 0, for all rows, or [B, 1]; so the others.
+        top_k: ranks from which on the probability is 0; None for no limit.
+        top_p: share of the sum from which on the probability is 0; None for no limit.
+    """
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True)
     probability = logits.softmax(-1)
     if top_k is not None:
-        probability[:, top_k:] = 0
+        probability.masked_fill_(torch.arange(logits.shape[-1], device=logits.device) >= top_k, 0)
     if top_p is not None:
         before = probability.cumsum(-1) - probability  # the likeliest token always stays
-        probability[before >= top_p * probability.sum(-1, keepdim=True)] = 0
-    drawn = torch.multinomial(probability, 1, generator=generator)
-    return order.gather(-1, drawn).squeeze(-1)
+        probability.masked_fill_(before >= top_p * probability.sum(-1, keepdim=True), 0)
+    return probability, order
 
 
 def _sample_of(vocab_size: int | None, logits: Tensor, **options: Any) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sympow.models.generation import sample
+from sympow.models.generation import ranked
 from sympow.serving.requests import Sampling, TokenLogprob
 
 
@@ -66,7 +66,7 @@ class Drawn:
 
 
 def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | None]) -> Drawn:
-    """Draws a token from each row of logits [B, vocab], without waiting for a GPU where all rows are greedy.
+    """Draws a token from each row of logits [B, vocab], without waiting for a GPU.
 
     Args:
         logits: of the next tokens. A row that is not finite gives no token.
@@ -74,15 +74,10 @@ def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | No
         shown: how many of the likeliest tokens are asked for, by row; None for no log probabilities.
     """
     tokens = logits.argmax(-1)
-    for row, each in enumerate(draws):
-        if each is not None and each.options.temperature > 0:
-            tokens[row] = sample(
-                logits[row : row + 1].nan_to_num(),  # which a GPU would stop at, for all rows
-                temperature=each.options.temperature,
-                top_k=each.options.top_k,
-                top_p=each.options.top_p,
-                generator=each.generator,
-            )[0]
+    random = {row: each for row, each in enumerate(draws) if each is not None and each.options.temperature > 0}
+    if random:
+        places = to_device(torch.tensor(list(random)), logits.device)
+        tokens[places] = _random(logits[places], list(random.values()))
     asked = {row: top for row, top in enumerate(shown) if top is not None}
     own = best = None
     if asked:
@@ -92,6 +87,28 @@ def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | No
         values, indices = logprobs.topk(min(max(asked.values()), logprobs.shape[1]))
         best = indices, values
     return Drawn(torch.where(logits.isfinite().all(-1), tokens, -1), asked, own, best)
+
+
+def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:
+    """Draws a token from each row, as `sympow.models.generation.sample` does from a row alone.
+
+    `torch.multinomial` would wait for a GPU in every row. The largest quotient of probabilities and exponential noise
+    is what it computes, and so the tokens are the same.
+    """
+    vocabulary = logits.shape[1]
+    options = [each.options for each in draws]
+    columns = [
+        [each.temperature for each in options],
+        [each.top_k or vocabulary for each in options],
+        [float("inf") if each.top_p is None else each.top_p for each in options],
+    ]
+    temperature, top_k, top_p = to_device(torch.tensor(columns), logits.device)[..., None]
+    # Of a row that is not finite no token counts.
+    probability, order = ranked(logits.nan_to_num(), temperature, top_k, top_p)
+    noise = torch.empty_like(probability)
+    for row, each in zip(noise, draws, strict=True):
+        row.exponential_(generator=each.generator)
+    return order.gather(1, (probability / noise).argmax(1, keepdim=True))[:, 0]
 
 
 def begun(device: torch.device) -> Callable[[], None]:

@@ -18,7 +18,7 @@ TOKENIZER = ByteTokenizer()
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "ahead"])
 def ahead(request, monkeypatch):
     """As on a CPU, and as on a GPU, which begins a step before the answers have the tokens of the last one."""
-    monkeypatch.setattr("sympow.serving.engine.runs_ahead", lambda device: request.param)
+    monkeypatch.setattr("sympow.serving.decoding.runs_ahead", lambda device: request.param)
     return request.param
 
 
@@ -73,6 +73,28 @@ def test_requests_at_a_time_share_their_steps(engine, monkeypatch):
     monkeypatch.setattr(Slots, "step", counted)
     ask(engine, *(Client(tokens(16 + i, i), 40) for i in range(4)))
     assert 39 <= len(counts) <= 50 and counts.count(4) >= 30
+
+
+def test_many_requests_take_the_steps_of_one(ahead):
+    """64 prompts that come at once decode as one batch: the engine takes hardly more steps than for one prompt."""
+    model = LanguageModel(ModelConfig(256, 16, 1, 1), seed=0).eval()
+    engine = Engine(model, TOKENIZER, slots=64)
+    engine.start()
+    results = ask(engine, *(Client(tokens(17 + i % 16, i), 100) for i in range(64)))
+    engine.close()
+    assert {last.usage.new_tokens for _, _, last in results} == {100}
+    steps, rows, calls = engine.work.steps, engine.work.rows, engine.work.pieces
+    assert steps <= 120 + 64 * (not ahead)  # elsewhere than on a GPU prompts are read one by one, between steps
+    assert rows >= 64 * 99 and (calls <= 8 if ahead else calls == 64)
+
+
+def test_on_a_gpu_a_prompt_shorter_than_a_piece_is_read_by_steps(engine, model, ahead):
+    prompts = [tokens(length, length) for length in (1, 2, 15, 9)]
+    results = ask(engine, *(Client(prompt, sampling=Sampling(0.8, seed=3)) for prompt in prompts))
+    for prompt, (drawn, _, last) in zip(prompts, results, strict=True):
+        assert drawn == alone(model, prompt, temperature=0.8, seed=3)
+        assert (last.usage.prompt_tokens, last.usage.new_tokens) == (len(prompt), 12)
+    assert (engine.work.pieces == 0) == ahead
 
 
 def test_without_streaming_there_is_one_piece(engine, model):

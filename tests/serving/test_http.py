@@ -13,6 +13,7 @@ from sympow.models import generate
 from sympow.serving import Engine
 from sympow.serving.http import ChatTemplate, Limits, Service, make_app
 from sympow.serving.http.errors import ApiError
+from sympow.serving.work import PARTS
 from tests.serving.asgi import call, get, post
 
 TOKENIZER = ByteTokenizer()
@@ -132,6 +133,10 @@ def test_models_health_and_metrics(app):
     lines = get(app, "/metrics").body.decode().splitlines()
     assert 'sympow_requests_total{finish="length"} 1.0' in lines and "sympow_generated_tokens_total 4.0" in lines
     assert "sympow_decoding 0.0" in lines
+    assert "sympow_steps_total 3.0" in lines and "sympow_stepped_rows_total 3.0" in lines
+    seconds = [float(line.split()[1]) for line in lines if line.startswith("sympow_engine_seconds_total{")]
+    assert len(seconds) == len(PARTS) and sum(seconds) > 0
+
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from sympow.serving.engine import Engine
 from sympow.serving.requests import Output
+from sympow.serving.work import Work
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -28,6 +32,7 @@ class Metrics:
         self._first = times("sympow_first_token_seconds", "Time to the first token.")
         self._whole = times("sympow_request_seconds", "Time to the last token.")
         ProcessCollector(registry=registry)
+        registry.register(_WorkCollector(engine.work))
         loads = {
             "waiting": ("Requests that wait for a slot.", lambda: engine.load.waiting),
             "reading": ("Requests whose prompt is read.", lambda: engine.load.reading),
@@ -61,3 +66,21 @@ class Metrics:
     def text(self) -> bytes:
         """Returns all metrics as text."""
         return generate_latest(self._registry)
+
+
+class _WorkCollector(Collector):
+    """Reports what the engine's thread has done."""
+
+    def __init__(self, work: Work):
+        self._work = work
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the counters."""
+        work = self._work
+        seconds = CounterMetricFamily("sympow_engine_seconds", "Time of the engine, by what it does.", labels=["part"])
+        for part, spent in work.seconds.items():
+            seconds.add_metric([part], spent)
+        yield seconds
+        yield CounterMetricFamily("sympow_steps", "Steps that read a token in every row.", value=work.steps)
+        yield CounterMetricFamily("sympow_stepped_rows", "Rows of all steps.", value=work.rows)
+        yield CounterMetricFamily("sympow_prompt_calls", "Calls that read pieces of prompts.", value=work.pieces)
