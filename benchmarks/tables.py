@@ -248,6 +248,7 @@ TABLES = {
     "serving_cpu.json": serving_table,
     "serving_h200.json": serving_table,
     "serving_load_cpu.json": load_table,
+    "serving_memory_cpu.json": serving_table,
 }
 
 

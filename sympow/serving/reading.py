@@ -54,14 +54,22 @@ class Reader:
         self._reads = 0
 
     def prepare(self) -> None:
-        """Makes calls of all lengths on a GPU, so that their kernels are compiled before the first request comes."""
-        if self._device.type != "cuda":
-            return
-        lengths = {self._piece(tokens) for tokens in range(1, self._chunk + 1)} if self._steps_end else {self._chunk}
-        for length in sorted(lengths):
-            for batch in {1, _TOGETHER} if self._steps_end and length >= _LEAST else {1}:
-                piece = torch.zeros(batch, length, dtype=torch.int64, device=self._device)
-                self._model.step(piece, self._model.init_state(batch))
+        """Makes calls on a GPU, so that their kernels are compiled before the first request comes."""
+        if self._device.type == "cuda":
+            with torch.no_grad():
+                for batch, length in self.shapes():
+                    piece = torch.zeros(batch, length, dtype=torch.int64, device=self._device)
+                    self._model.step(piece, self._model.init_state(batch))
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Returns the prompts and tokens of calls that together need the kernels of all later calls.
+
+        Where no steps read prompts, calls have any length, and these are only the longest calls.
+        """
+        if not self._steps_end:
+            return [(1, self._chunk)]
+        lengths = sorted({self._piece(tokens) for tokens in range(1, self._chunk + 1)})
+        return [(1, length) for length in lengths] + [(_TOGETHER, length) for length in lengths if length >= _LEAST]
 
     def read(self) -> Ready | None:
         """Reads one piece of a prompt, or of several together; returns the sequences whose reading ends with it.
