@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measure import commit, processor, write
+from benchmarks.measure import measured, write
 from sympow.data import open_corpus
 from sympow.layers.serialized import STATE_DTYPES
 from sympow.models import Context, LanguageModel, load_context, save_context
@@ -105,8 +105,7 @@ def main() -> None:
         )
     print(f"after the last token alone, in place of all that was read: loss {rows[0]['loss_after_one_token']:.5f}")
     if options.json:
-        about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
-        write(options.json, [row | about for row in rows])
+        write(options.json, [row | measured("cpu") for row in rows])
 
 
 if __name__ == "__main__":

@@ -127,6 +127,17 @@ def damage_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{killed['processor']}; torch {killed['torch']}, commit {killed['commit']}."])
 
 
+def rounding_table(rows: list[dict]) -> str:
+    """Returns a row for each dtype of a file."""
+    lines = ["| dtype | bytes | loss | more than without a file |", "|---|---:|---:|---:|"]
+    for row in rows:
+        more = "0, bit-equal" if row["bit_equal"] else f"{row['more_loss_percent']:+.4f}%"
+        lines.append(f"| {row['dtype']} | {row['bytes']:,} | {row['loss']:.5f} | {more} |")
+    row = rows[0]
+    lines += [f"| no file, the last token alone | | {row['loss_after_one_token']:.5f} | |", ""]
+    return "\n".join([*lines, f"{row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
 def restore_table(rows: list[dict]) -> str:
     """Returns a row for each number of tokens read."""
     lines = ["| tokens read | reading, s | file, bytes | restoring, ms | same continuation |"]
@@ -230,6 +241,7 @@ TABLES = {
     "decoding_h200.json": decoding_gpu_table,
     "decoding_models_h200.json": decoding_table,
     "speculation_cpu.json": speculation_table,
+    "context_rounding_cpu.json": rounding_table,
     "context_restore_cpu.json": restore_table,
     "context_damage_cpu.json": damage_table,
     "chunks_h200.json": chunks_table,
