@@ -172,6 +172,19 @@ def test_generate(case, options, tokens):
         assert torch.equal(after[0], cached[0])
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_hands_on_a_mask_without_a_cache_alone(tokens, use_cache):
+    """To look at a mask on a GPU the host would wait, in every step."""
+    model = from_native(small_model("power"))
+    mask, given = left_padded(tokens)
+    masked = []
+    model.register_forward_pre_hook(
+        lambda _, args, named: masked.append(named.get("attention_mask") is not None), with_kwargs=True
+    )
+    model.generate(given, attention_mask=mask, max_new_tokens=3, pad_token_id=0, use_cache=use_cache)
+    assert masked == [True, not use_cache, not use_cache]
+
+
 def test_generate_goes_on_from_a_given_cache(tokens):
     model = hybrid()
     cache = SympowCache(model.config)

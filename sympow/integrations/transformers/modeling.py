@@ -374,6 +374,19 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = SympowCache(self.config)
 
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Prepares the arguments of the next forward of `generate`.
+
+        With a cache that forward reads one generated token in every row. The attention mask leaves none of
+        these out. To look at a mask on a GPU the host would wait, so the mask is not handed on.
+        """
+        if outputs.past_key_values is not None:
+            unread = ("attention_mask", "position_ids")
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in unread}
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     @torch.no_grad()
     def _draw(self) -> None:
         weight = self.lm_head.weight
