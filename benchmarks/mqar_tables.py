@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 
@@ -109,18 +110,19 @@ def equal_state_table(rows: Sequence[Row]) -> str:
                   for (d,), same in sorted(group(sizes[kib][label], "pairs").items())}  # fmt: skip
             pairs = max((d for d, found in at.items() if found >= SOLVED), default=0)
             held.setdefault(kib, {})[label] = (pairs, at[most])
-            cells.append(f"{pairs or 'fewer than ' + str(min(at))} ({at[most]:.1%})")
+            size = round(sizes[kib][label][0]["state_bytes"] / 1024)
+            cells.append(f"{pairs or 'fewer than ' + str(min(at))} ({at[most]:.1%}), {size} KiB")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     ahead = "; ".join(f"{kib} KiB: {max(found, key=found.__getitem__)}" for kib, found in sorted(held.items()))
     said = (f"The most pairs of {', '.join(str(d) for d in sorted({row['pairs'] for row in rows}))} that are recalled "
-            f"with {SOLVED:.0%}, and in brackets the accuracy at {most} pairs. Ahead, by pairs and then by that "
-            f"accuracy: {ahead}.")  # fmt: skip
+            f"with {SOLVED:.0%}, in brackets the accuracy at {most} pairs, and the size of the state. Ahead, by pairs and "
+            f"then by that accuracy: {ahead}.")  # fmt: skip
     return "\n".join([*lines, "", said, "", _about(rows)])
 
 
 def _kib(row: Row) -> int:
-    """The size that the state of a row's model fills: the next power of two in KiB."""
-    return 1 << (-(-row["state_bytes"] // 1024) - 1).bit_length()
+    """The power of two in KiB that is nearest to the size of the state of a row's model."""
+    return 1 << round(math.log2(row["state_bytes"] / 1024))
 
 
 def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[float]]:
@@ -134,7 +136,10 @@ def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[float]]:
 def _cell(seeds: Sequence[float], pairs: int) -> str:
     if not seeds:
         return "not measured"
-    return f"{mean(seeds):.1%} [{min(seeds):.1%}, {max(seeds):.1%}], {100 * (mean(seeds) - 1 / pairs):+.1f}"
+    excess = f"{100 * (mean(seeds) - 1 / pairs):+.1f}"
+    if len(seeds) == 1:
+        return f"{seeds[0]:.1%} (one seed), {excess}"
+    return f"{mean(seeds):.1%} [{min(seeds):.1%}, {max(seeds):.1%}], {excess}"
 
 
 def _about(rows: Sequence[Row]) -> str:

@@ -67,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     page = commands.add_parser("report", help="write the page and its figures")
     page.set_defaults(command=_report)
-    page.add_argument("--results", type=Path, default=COMMITTED, help="(default: the committed)")
+    page.add_argument("--results", type=Path, default=COMMITTED,
+                      help="folder with that of `exact` and a folder of each corpus (default: the committed)")  # fmt: skip
     page.add_argument("--page", type=Path, default=PAGE, help="file of the text; figures go to a folder beside it")
     return parser
 
@@ -128,10 +129,16 @@ def _until_interrupted(done: Iterator[Finished[Job]]) -> Iterator[Finished[Job]]
 
 
 def _report(options: argparse.Namespace) -> int:
-    tables = {name: read_table(options.results, name) for name in (*TABLES, "exact", "timed")}
-    for file in report.write(tables, options.page):
+    for file in report.write(*read_results(options.results), options.page):
         print(file)
     return 0
+
+
+def read_results(folder: Path) -> tuple[dict[str, report.Tables], report.Tables]:
+    """Reads the tables of the runs on every corpus, and those of the comparison with brute force."""
+    corpora = {file.parent.name: {name: read_table(file.parent, name) for name in TABLES}
+               for file in sorted(folder.glob("*/run.csv"))}  # fmt: skip
+    return corpora, {name: read_table(folder, name) for name in ("exact", "timed")}
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,23 +34,30 @@ LABELS = {
 }
 LEAST = 100  # tokens of a point of a curve
 MISSING = "Not measured yet."
+_NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
 
 
-def write(tables: Tables, page: Path) -> list[Path]:
-    """Writes what stands between the marks of the page anew, and draws the figures; returns their files."""
-    makers = {"losses": losses_table, "gaps": gaps_table, "exact": exact_table, "about": about, "examples": slices_of}
+def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[Path]:
+    """Writes what stands between the marks of the page anew, and draws the figures; returns their files.
+
+    corpora: the tables of the runs on each corpus, by the name that the marks and the figures give it. compared: those
+    of the comparison with brute force.
+    """
+    makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of}
 
     def written(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{wrapped(makers[match[1]](tables))}\n<!-- end -->"
+        name, _, corpus = match[1].partition(" ")
+        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else exact_table(compared)
+        return f"<!-- table: {match[1]} -->\n{wrapped(text)}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")
+    page.write_text(re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", written, text, flags=re.DOTALL), encoding="utf-8")
     files = []
-    for name, make in (("curves", curves), ("shares", shares_figure)):
-        if tables["run"]:
+    for corpus, tables in corpora.items():
+        for name, make in (("curves", curves), ("shares", shares_figure)):
             folder = page.with_suffix("")
             folder.mkdir(parents=True, exist_ok=True)
-            files.append(folder / f"{name}.png")
+            files.append(folder / f"{corpus}-{name}.png")
             make(tables).savefig(files[-1])
     return files
 

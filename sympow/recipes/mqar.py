@@ -83,7 +83,7 @@ def convolutions() -> Sweep:
 
 
 def equal_state() -> Sweep:
-    """The most pairs in 256 tokens that models of 64, 128 and 256 KiB of state recall: minutes of an H200.
+    """The most pairs in 256 tokens that models of about 64, 128 and 256 KiB of state recall: minutes of an H200.
 
     Trained on a mixture of 16 and 64 pairs, tested on six numbers of pairs. Width 128, two layers, two learning rates,
     one seed.
@@ -149,7 +149,10 @@ def _with_convolutions() -> list[Architecture]:
 
 
 def _of_state(kib: int, width: int = 128) -> list[Architecture]:
-    """Models of two layers that hold at most `kib` KiB in float32; the value width or the window fills them up."""
+    """Models of two layers that hold `kib` KiB in float32, and what the short convolutions of the mixers hold.
+
+    The value width or the window fills the size up.
+    """
     room = kib * 128 - 3 * width  # elements of a layer, without those of its short convolution
     models = [
         _behind("window", "window", window=room // (2 * width), rotation="none"),

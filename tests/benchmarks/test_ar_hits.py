@@ -50,7 +50,8 @@ def run(monkeypatch, corpus, out, *words):
 
 
 def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, tmp_path, capsys):
-    out = tmp_path / "results"
+    results = tmp_path / "results"
+    out = results / "kernel"
     recipes = "attention,base_conv_learned"
     assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "1") == 0
     assert run(monkeypatch, corpus, out, "--recipes", recipes, "--seeds", "2") == 0
@@ -66,19 +67,19 @@ def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, t
         assert {each["document"] for each in own} == set(range(5)) and len(own) == 5 * len(PARTS)
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
-    assert call(monkeypatch, "report", "--results", out, "--page", page) == 0
+    assert call(monkeypatch, "report", "--results", results, "--page", page) == 0
     text = page.read_text()
     assert "| softmax attention | " in text and re.search(r"\| BaseConv, learned selection \| [+-]\d\.\d+ \[", text)
     assert "4 runs of 0.0M tokens, 2 steps, rows of 128 tokens" in text
     for name in ("curves", "shares"):
-        assert (tmp_path / "page" / f"{name}.png").stat().st_size > 10_000
+        assert (tmp_path / "page" / f"kernel-{name}.png").stat().st_size > 10_000
 
 
 def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 5
+    assert page.read_text().count(report.MISSING) == 9
 
 
 def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
@@ -105,6 +106,5 @@ def test_the_committed_comparison_is_exact():
 def test_the_page_follows_from_the_committed_tables(tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
-    tables = {name: program.read_table(program.COMMITTED, name) for name in (*program.TABLES, "exact", "timed")}
-    report.write(tables, page)
+    report.write(*program.read_results(program.COMMITTED), page)
     assert page.read_text() == program.PAGE.read_text()

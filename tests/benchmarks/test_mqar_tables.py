@@ -61,6 +61,6 @@ def test_models_of_equal_state_are_told_by_their_most_pairs():
     windows = [*rows("window", 64, (0.92, 0.3)), *rows("window", 128, (0.5, 0.4))]
     table = equal_state_table([*rows("power", 64, (0.95, 0.9)), *windows])
     assert "| model | 64 KiB | 128 KiB |" in table
-    assert "| power | 16 (90.0%) | not measured |" in table
-    assert "| window | 8 (30.0%) | fewer than 8 (40.0%) |" in table
+    assert "| power | 16 (90.0%), 64 KiB | not measured |" in table
+    assert "| window | 8 (30.0%), 64 KiB | fewer than 8 (40.0%), 128 KiB |" in table
     assert "64 KiB: power; 128 KiB: window." in table
