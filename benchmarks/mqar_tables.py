@@ -115,8 +115,8 @@ def equal_state_table(rows: Sequence[Row]) -> str:
         lines.append(f"| {label} | {' | '.join(cells)} |")
     ahead = "; ".join(f"{kib} KiB: {max(found, key=found.__getitem__)}" for kib, found in sorted(held.items()))
     said = (f"The most pairs of {', '.join(str(d) for d in sorted({row['pairs'] for row in rows}))} that are recalled "
-            f"with {SOLVED:.0%}, in brackets the accuracy at {most} pairs, and the size of the state. Ahead, by pairs and "
-            f"then by that accuracy: {ahead}.")  # fmt: skip
+            f"with {SOLVED:.0%}, in brackets the accuracy at {most} pairs, and the size of the state. Ahead, by pairs "
+            f"and then by that accuracy: {ahead}.")  # fmt: skip
     return "\n".join([*lines, "", said, "", _about(rows)])
 
 

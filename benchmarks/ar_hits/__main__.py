@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     page = commands.add_parser("report", help="write the page and its figures")
     page.set_defaults(command=_report)
     page.add_argument("--results", type=Path, default=COMMITTED,
-                      help="folder with that of `exact` and a folder of each corpus (default: the committed)")  # fmt: skip
+                      help="folder with a folder for each corpus (default: the committed)")  # fmt: skip
     page.add_argument("--page", type=Path, default=PAGE, help="file of the text; figures go to a folder beside it")
     return parser
 

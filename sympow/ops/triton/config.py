@@ -38,6 +38,8 @@ class Config:
         return max(self.output.block, self.query.block, self.key.block, self.state.step)
 
 
+WEIGH_BLOCK = 128  # most tokens that the kernels which weigh tokens take at once
+
 INTERPRETER = Config(Launch(32, 16, 4, 1), Launch(32, 16, 4, 1), Launch(32, 16, 4, 1), Launch(2, 16, 4, 1))
 
 

@@ -18,8 +18,6 @@ from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.plan import Plan
 
-WEIGH_BLOCK = 128
-
 
 def output(
     call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
@@ -137,7 +135,7 @@ def states(
 
 
 def _weigh_block(plan: Plan) -> int:
-    return min(WEIGH_BLOCK, plan.chunk)
+    return min(config.WEIGH_BLOCK, plan.chunk)
 
 
 def _weighed_shape(plan: Plan, reverse: bool) -> tuple[int, int]:

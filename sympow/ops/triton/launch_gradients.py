@@ -12,7 +12,6 @@ from sympow.ops.triton.call import Call
 from sympow.ops.triton.hopper import key_gradient as hopper_key_gradient
 from sympow.ops.triton.hopper import power_key_gradient, power_query_gradient, quadratic
 from sympow.ops.triton.hopper import query_gradient as hopper_query_gradient
-from sympow.ops.triton.launch import WEIGH_BLOCK
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.plan import Plan
@@ -41,19 +40,19 @@ def row_factors(
     launch = plan.launcher(_row_factors, normalize, early)
     launch(
         out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
-        starts=call.cu_seqlens, blocks=call.table(WEIGH_BLOCK),
+        starts=call.cu_seqlens, blocks=call.table(config.WEIGH_BLOCK),
     )  # fmt: skip
     return RowFactors(factor, scales, near, delta)
 
 
 def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
-    constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": WEIGH_BLOCK, "GATED": plan.gated}
+    constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
     constants |= {"NORMALIZE": normalize, "STEP": plan.hopper_launches.key.step if plan.quadratic else 0}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, at its usual place in the stream
         constants.pop("launch_pdl", None)
-    return Launcher(gradients.row_factors, (plan.layout.blocks(WEIGH_BLOCK), plan.H), numbers | constants)
+    return Launcher(gradients.row_factors, (plan.layout.blocks(config.WEIGH_BLOCK), plan.H), numbers | constants)
 
 
 def query_gradient(

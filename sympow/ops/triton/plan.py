@@ -74,6 +74,8 @@ class Shapes:
                 launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
             multiple = launches.chunk_multiple
             self.chunk = config.ceil_div(chunk, multiple) * multiple
+            if self.chunk < config.WEIGH_BLOCK:  # a block of tokens is then the chunk, and a power of two
+                self.chunk = config.next_power_of_2(self.chunk)
         # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
         # stand others, which make their tables.
         self.overlap = self.hopper and not chunk and cu_seqlens is None

@@ -95,6 +95,13 @@ def test_half_precision(name, dtype):
     assert_within_budget(run(HALF[name], inputs, "triton", 16), HALF[name], inputs)
 
 
+def test_a_row_shorter_than_its_only_chunk():
+    """A state is asked for, so the row is a chunk, whose length the kernels round up."""
+    case = Case(B=1, T=79, H=2, G=1, K=16, V=16, gate=True, return_state=True)
+    inputs = make_inputs(case, dtype=torch.float32)
+    assert_within_budget(run(case, inputs, "triton", 256), case, inputs)
+
+
 @pytest.mark.parametrize("name", QUADRATIC)
 def test_quadratic_form(name):
     inputs = make_inputs(QUADRATIC[name], dtype=torch.float32)
