@@ -39,8 +39,7 @@ class Hyena(Mixer):
         multi_head: n_heads heads; a single filter a channel otherwise.
         order: width of the filter's network.
         bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
-        frequency: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
-        decays: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
+        frequency, decays: of the filter, see `ImplicitFilter`.
     """
 
     def __init__(

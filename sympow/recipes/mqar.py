@@ -101,10 +101,26 @@ def pairs() -> Sweep:
     return Sweep("mqar-pairs", _gpu_grid(_mixers(), tasks=tasks, widths=(64, 128), seeds=(0, 1, 2)))
 
 
+def windows() -> Sweep:
+    """Windows and blocked windows of 8 and 32 tokens beside attention (Zoology, Figure 6): minutes on a CPU.
+
+    N = 64 and 128 with D = N / 16, one seed.
+    """
+    kinds = {"window": "window", "blocked window": "blocked_window"}
+    models = [_behind("attention", "softmax", rotation="none")]
+    models += [_behind(f"{label} of {w}", name, window=w, rotation="none") for label, name in kinds.items()
+               for w in (8, 32)]  # fmt: skip
+    return Sweep("mqar-windows", tuple(_hybrid_run(model, length) for length in (64, 128) for model in models))
+
+
 def heads() -> Sweep:
-    """Accuracy against the number of heads (Zoology, Figure 7)."""
-    models = [replace(model, heads=h, head_dim=None) for model in _mixers()[:2] for h in (1, 2, 4, 8)]
-    return Sweep("mqar-heads", _gpu_grid(models, tasks=[RecallTask(length=256, pairs=16)], widths=(64,)))
+    """Hyena's convolution in 2 to 16 heads, and with a filter a channel (Zoology, Figure 7): an hour of a CPU.
+
+    N = 64 with D = 4, one seed.
+    """
+    models = [_alone("Hyena, a filter a channel", ("hyena", {}))]
+    models += [_alone("Hyena in heads", ("hyena", {"multi_head": True}), heads=h) for h in (16, 8, 4, 2)]
+    return Sweep("mqar-heads", tuple(_hybrid_run(model, 64) for model in models))
 
 
 def lengths() -> Sweep:
