@@ -5,7 +5,6 @@ have a convolution or a token shift of their own, power attention by default. Wi
 by themselves, which takes far longer (`published` does without, as the source did).
 """
 
-from dataclasses import replace
 from typing import Any
 
 from sympow.data.mqar import RecallTask
