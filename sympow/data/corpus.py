@@ -43,8 +43,8 @@ class TokenCorpus:
     Args:
         tokens: 1-D integers, all documents one after another.
         offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
-        vocab_size: see `Corpus`. The caller vouches for both; `from_documents` works them out.
-        fingerprint: see `Corpus`. The caller vouches for both; `from_documents` works them out.
+        vocab_size: the size of the vocabulary. It is not checked; `from_documents` checks it.
+        fingerprint: a hash of the documents. It is not checked; `from_documents` computes it.
     """
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, vocab_size: int, fingerprint: str):

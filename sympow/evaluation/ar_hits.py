@@ -181,14 +181,9 @@ def hit_losses(
     """Measures a model's losses on held-out rows by the distance and the count of the bigram of every token.
 
     Args:
-        model: as of `context_losses`; the rows are the same.
-        corpus: as of `context_losses`; the rows are the same.
-        context: as of `context_losses`; the rows are the same.
-        rows: as of `context_losses`; the rows are the same.
-        seed: as of `context_losses`; the rows are the same.
-        progress: as of `context_losses`; the rows are the same.
-        counts: of the bigrams of the training documents, by `count_bigrams`.
-        frequent: the most that a bigram may occur in training for an AR hit.
+        model, corpus, context, rows, seed, progress: as for `context_losses`, which reads the same rows.
+        counts: how often each bigram occurs in the training documents, from `count_bigrams`.
+        frequent: an AR hit's bigram occurs at most so often in training.
 
     Memory follows the documents that are read, 8 KB each or so, not their tokens.
 

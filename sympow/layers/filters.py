@@ -165,10 +165,8 @@ class ReluFilter(PositionFilter):
     """BaseConv's implicit filter W_2 relu(W_1 features + b_1) + b_2 (Arora et al., "Zoology", 2023, Listing 2).
 
     Args:
-        channels: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
-        max_length: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
-        order: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
-        bands: as of `ImplicitFilter`; Listing 2 has order 16 and 1 band.
+        channels, max_length: as for `ImplicitFilter`.
+        order, bands: as for `ImplicitFilter`. Listing 2 has order 16 and 1 band.
     """
 
     def __init__(self, channels: int, max_length: int, order: int, bands: int = 16):

@@ -52,8 +52,8 @@ class NgramDrafts(Drafts):
     """Finds an earlier occurrence of the last tokens, and proposes the tokens that followed it (prompt lookup).
 
     Args:
-        longest: how many last tokens are looked up, the longest first.
-        shortest: how many last tokens are looked up, the longest first.
+        longest: the most last tokens that are looked up. These come first.
+        shortest: the fewest last tokens that are looked up.
     """
 
     def __init__(self, longest: int = 5, shortest: int = 2):

@@ -23,8 +23,8 @@ class TrainingConfig:
         steps: optimizer steps of the whole run.
         learning_rate: the highest one, reached after `warmup_steps`.
         min_lr_ratio: the last learning rate over the highest one (cosine decay).
-        betas: of AdamW; only matrices decay.
-        weight_decay: of AdamW; only matrices decay.
+        betas: the two decay rates of AdamW's averages.
+        weight_decay: the weight decay of AdamW. Only matrices decay.
         clip: largest norm of the gradient.
         precision: "float32", or "bf16": autocast, with weights, state and optimizer in float32.
         seed: of the initial weights, the order of the data and the generators of torch.
