@@ -212,6 +212,7 @@ def parser() -> argparse.ArgumentParser:
     mqar.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     mqar.add_argument("--no-compile", action="store_true", help="on GPUs too, train without torch.compile")
     mqar.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew, for mixers that need it")
+    mqar.add_argument("--tracker", choices=("wandb",), help="send every validation there as well")
     mqar.add_argument("--quiet", action="store_true", help="no progress, only the results")
 
     figures = command("mqar-figures", "draw the figures of associative recall", MQAR_FIGURES)

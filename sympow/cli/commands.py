@@ -227,6 +227,7 @@ def mqar(options: argparse.Namespace) -> None:
         cuda_graphs=not options.no_cuda_graphs,
         slurm=dict(_slurm_parameter(text) for text in options.slurm),
         quiet=options.quiet,
+        tracker=options.tracker,
     )
     print(summary(rows))
     print(f"{len(sweep.runs)} {'run' if len(sweep.runs) == 1 else 'runs'}: {folder / RESULTS}")

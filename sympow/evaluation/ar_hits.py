@@ -181,7 +181,12 @@ def hit_losses(
     """Measures a model's losses on held-out rows by the distance and the count of the bigram of every token.
 
     Args:
-        model, corpus, context, rows, seed, progress: as for `context_losses`, which reads the same rows.
+        model: a module with `token_losses(tokens, targets)`.
+        corpus: the held-out documents.
+        context: tokens that are predicted in a row.
+        rows: how many rows are read. They are those that `context_losses` reads.
+        seed: chooses the rows, as for `context_losses`.
+        progress: what the progress on stderr is called; None: no progress.
         counts: how often each bigram occurs in the training documents, from `count_bigrams`.
         frequent: an AR hit's bigram occurs at most so often in training.
 

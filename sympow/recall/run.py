@@ -6,16 +6,20 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from sympow.fields import unknown
 from sympow.models import RecallModel
 from sympow.progress import Progress
 from sympow.recall.config import AnyTask, RecallConfig
 from sympow.recall.rows import TEST, load, measure
 from sympow.recall.steps import RecallTraining
+from sympow.training.config import TRACKERS
 from sympow.training.loop import run_steps
+from sympow.training.metrics import open_tracker
 from sympow.training.step import resolve_device
 
 
@@ -26,6 +30,7 @@ def run(
     compiled: bool = True,
     cuda_graphs: bool = True,
     quiet: bool = True,
+    tracker: str | None = None,
 ) -> list[dict[str, Any]]:
     """Trains, validates after every epoch or more often, and tests once, at the end; a row for every task tested on.
 
@@ -40,9 +45,13 @@ def run(
             and shape in a process. A mixer that cannot be compiled is trained as it is, with a warning.
         cuda_graphs: on CUDA, replay a training step as a graph, which takes launching it out of the time.
         quiet: no progress on stderr.
+        tracker: "wandb": send every validation and the results to Weights & Biases.
 
-    Raises RuntimeError where a mixer's step cannot be captured as a graph.
+    Raises RuntimeError where a mixer's step cannot be captured as a graph, ImportError where the tracker is not
+    installed, and ValueError for an unknown one.
     """
+    if tracker is not None and tracker not in TRACKERS:
+        raise ValueError(unknown("tracker", tracker, TRACKERS))
     where = resolve_device(device)
     on_cuda = where.type == "cuda"
     began = time.perf_counter()
@@ -56,9 +65,11 @@ def run(
         model = RecallModel(config.model, positions=positions, seed=config.seed).to(where)
         validations = config.epochs * config.validations
         progress = stack.enter_context(Progress("training", "validation", total=validations, quiet=quiet))
+        tracked = open_tracker(config.id, asdict(config)) if tracker else None
         training = RecallTraining(
-            config, model, where, compiled=compiled and on_cuda, graphs=cuda_graphs and on_cuda, progress=progress
-        )
+            config, model, where, compiled=compiled and on_cuda, graphs=cuda_graphs and on_cuda, progress=progress,
+            tracker=tracked,
+        )  # fmt: skip
         steps, ended = run_steps(training, 0, training.steps)
         rows = []
         for stream, task in enumerate(config.tests):
@@ -79,6 +90,10 @@ def run(
                 "torch": torch.__version__,
             }
             rows.append(_described(config, task, model) | result)
+            if tracked is not None:
+                tracked.log({f"test_accuracy {task}": tested.accuracy}, step=steps)
+        if tracked is not None:
+            tracked.finish()
     return rows
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class RecallTraining:
         compiled: run the forward and backward pass of a step through torch.compile.
         graphs: replay steps as CUDA graphs.
         progress: counts validations; None: none is shown.
+        tracker: an open run of Weights & Biases, which gets every validation; None: none.
 
     Attributes:
         steps: of the whole run.
@@ -54,8 +56,9 @@ class RecallTraining:
         compiled: bool,
         graphs: bool,
         progress: Progress | None = None,
+        tracker: Any = None,
     ):
-        self.progress = progress
+        self.progress, self.tracker = progress, tracker
         self.config, self.model, self.device, self.graphs = config, model, device, graphs
         self.loss: _Loss = _loss
         if compiled:
@@ -105,16 +108,19 @@ class RecallTraining:
             self.steps_summed = 0
             self.validated = measure(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
-            self._tell()
+            self._tell(done)
             if not math.isfinite(self.train_loss):
                 return "diverged"
             if self.config.stop_at is not None and self.validated.accuracy >= self.config.stop_at:
                 return "solved"
         return None
 
-    def _tell(self) -> None:
+    def _tell(self, step: int) -> None:
+        loss, accuracy = self.train_loss, self.validated.accuracy
+        if self.tracker is not None:
+            row = {"train_loss": loss, "validation_loss": self.validated.loss, "validation_accuracy": accuracy}
+            self.tracker.log(row, step=step)
         if self.progress is not None:
-            loss, accuracy = self.train_loss, self.validated.accuracy
             self.progress.advance(note=f"loss {loss:.4f}")
             self.progress.say(f"validation {len(self.history)}: loss {loss:.4f}, validation accuracy {accuracy:.4f}")
 

@@ -34,6 +34,7 @@ def run_sweep(
     slurm: Mapping[str, Any] | None = None,
     quiet: bool = False,
     about: Mapping[str, Any] | None = None,
+    tracker: str | None = None,
 ) -> list[dict[str, Any]]:
     """Runs what is missing of a sweep, and returns all its rows, which are also in `folder`/results.csv.
 
@@ -55,6 +56,7 @@ def run_sweep(
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
         quiet: no progress on stderr.
         about: further columns of the rows of runs that are done now, such as a commit.
+        tracker: as for `run`.
 
     Raises RuntimeError where runs failed, after all others were run; the folder holds their errors.
     """
@@ -73,7 +75,7 @@ def run_sweep(
     here = len(missing) < 2 or (jobs == 1 and executor == "process")
     sharing = None if here else 1 if executor == "slurm" else jobs
     alone = here and len(missing) == 1  # a single run tells more by itself
-    work = _Run(device, compiled, cuda_graphs, sharing, quiet or not alone, dict(about or {}))
+    work = _Run(device, compiled, cuda_graphs, sharing, quiet or not alone, dict(about or {}), tracker)
     total, silent = len(sweep.runs), quiet or len(missing) < 2
     try:
         with Progress("sweep", "run", total=total, done=total - len(missing), quiet=silent) as progress:
@@ -125,6 +127,7 @@ class _Run:
     workers: int | None
     quiet: bool
     about: Mapping[str, Any]
+    tracker: str | None
 
     def prepare(self, worker: int) -> Callable[[RecallConfig], list[dict[str, Any]]]:
         device = self.device
@@ -141,7 +144,8 @@ class _Run:
 
     def _rows(self, device: str, config: RecallConfig) -> list[dict[str, Any]]:
         """The rows of a run on a device, with the further columns."""
-        rows = run(config, device=device, compiled=self.compiled, cuda_graphs=self.cuda_graphs, quiet=self.quiet)
+        rows = run(config, device=device, compiled=self.compiled, cuda_graphs=self.cuda_graphs, quiet=self.quiet,
+                   tracker=self.tracker)  # fmt: skip
         return [row | dict(self.about) for row in rows]
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,28 @@ class MetricsWriter:
             self._tracker.finish()
 
 
-def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
+def open_tracker(name: str, config: Mapping[str, Any], **options: Any) -> Any:
+    """Opens a run of Weights & Biases in the project "sympow".
+
+    Args:
+        name: the name that is shown.
+        config: what the run is.
+        options: further ones of `wandb.init`.
+
+    Raises ImportError where wandb is not installed.
+    """
     try:
         import wandb
     except ImportError as error:
-        raise ImportError("execution.tracker = 'wandb' needs wandb: pip install 'sympow[track]'") from error
+        raise ImportError("the tracker 'wandb' needs wandb: pip install 'sympow[track]'") from error
+    return wandb.init(project="sympow", name=name, config=dict(config), **options)
+
+
+def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
     folder = run_dir.resolve()
-    # One name for one folder: a run that goes on, goes on there too.
+    # One id for one folder: a run that goes on, goes on there too.
     name = f"{config.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    return wandb.init(project="sympow", name=config.name, id=name, resume="allow", dir=folder, config=config.to_dict())
+    return open_tracker(config.name, config.to_dict(), id=name, resume="allow", dir=folder)
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 import json
 import math
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +41,21 @@ def test_a_run_learns_and_reports(small, device, graphs):
     assert row["run"] == small.id and row["label"] == "attention" and row["test"] == row["train"] == "mqar 8:1"
     assert row["parameters"] == RecallModel(small.model, seed=0).num_parameters()
     assert row["state_bytes"] == 4 * row["state_elements"] == 4 * RecallModel(small.model).state_size(8)
+
+
+def test_a_tracker_gets_every_validation_and_the_result(small, monkeypatch):
+    opened, calls = [], []
+    tracker = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finished"))
+    wandb = SimpleNamespace(init=lambda **options: opened.append(options) or tracker)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (row,) = run(replace(small, examples=320, validations=2), device="cpu", tracker="wandb")
+    (options,) = opened
+    assert options["name"] == row["run"] and options["config"]["width"] == row["width"]
+    assert [call[0] for call in calls[:-1]] == [5, 10, 15, 20, 20] and calls[-1] == "finished"
+    assert [call[1]["validation_accuracy"] for call in calls[:4]] == json.loads(row["validation_accuracies"])
+    assert calls[4][1] == {"test_accuracy mqar 8:1": row["test_accuracy"]}
+    with pytest.raises(ValueError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
+        run(small, tracker="wandbb")
 
 
 def test_a_run_is_a_function_of_its_config(small):
