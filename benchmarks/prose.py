@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 WIDTH = 100
@@ -10,7 +11,8 @@ WIDTH = 100
 def wrapped(text: str) -> str:
     """Returns `text` with its long lines broken at 100 characters.
 
-    Rows of tables and pictures stay as they are. A broken line of a list is continued under its text.
+    Rows of tables and pictures stay as they are. A broken line of a list, also of one in a list, is
+    continued under its text.
 
     Args:
         text: Markdown without blocks of code.
@@ -18,7 +20,8 @@ def wrapped(text: str) -> str:
     lines = []
     for line in text.split("\n"):
         whole = len(line) <= WIDTH or line.startswith(("|", "!["))
-        lines.append(line if whole else _broken(line, indent="  " if line.startswith("- ") else ""))
+        item = re.match(r" *- ", line)
+        lines.append(line if whole else _broken(line, indent=" " * len(item[0]) if item else ""))
     return "\n".join(lines)
 
 

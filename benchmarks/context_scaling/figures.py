@@ -18,6 +18,32 @@ FIRST = 32  # the end of the first bin of positions that is drawn; losses before
 SHADES = ("#bdd7e7", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#000000")  # light to dark
 
 
+def summary(found: Found) -> Any:
+    """Draws the loss over that of softmax attention for every variant of the bars, a colour a context."""
+    looks = {"bars_1024": ("#56B4E9", "o"), "bars_4096": ("#E69F00", "s"), "bar_65536": ("#000000", "^")}
+    points: dict[str, list[tuple[str, Interval]]] = {}
+    for study in looks:
+        for run in runs_of(study):
+            value = None if baseline_of(run, study) == run else found.ratio(run, baseline_of(run, study))
+            if value is not None:
+                points.setdefault(run.variant, []).append((study, value))
+    if not points:
+        return None
+    figure, axes = panels(1, (4.6, 1.2 + 0.38 * len(points)))
+    for place, variant in enumerate(points):
+        for study, value in points[variant]:
+            colour, marker = looks[study]
+            height = place + 0.2 * (list(looks).index(study) - 1)
+            axes[0].errorbar([value.mean], [height], xerr=[[value.half or 0.0]] * 2, capsize=3, markersize=5,
+                             color=colour, marker=marker, linestyle="",
+                             label=f"{runs_of(study)[0].context:,} tokens")  # fmt: skip
+    axes[0].set_yticks(range(len(points)), [label(variant) for variant in points])
+    axes[0].set_ylim(len(points) - 0.5, -0.5)
+    axes[0].axvline(1, color="0.35", linewidth=1)
+    axes[0].set_xlabel("held-out loss over that of softmax attention", fontsize=9)
+    return finish(figure, axes)
+
+
 def differences(found: Found, study: str) -> Any:
     """Draws the difference of every run to the baseline in its setting, a panel a setting."""
     runs = runs_of(study)

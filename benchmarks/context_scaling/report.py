@@ -1,6 +1,6 @@
-"""Writes the report from the committed tables: tables, figures, verdicts, numbers within sentences, and bars.csv.
+"""Writes the report from the committed tables: its summary, its sections with figures, what is missing, and bars.csv.
 
-In the page they stand between `<!-- KIND: NAME -->` and `<!-- end -->`, KIND one of those of `Writer`.
+In the page each part stands between `<!-- part: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling import figures, tables, verdicts
-from benchmarks.context_scaling.found import Found, pick, runs_of
+from benchmarks.context_scaling import figures, sections, verdicts
+from benchmarks.context_scaling.found import Found, runs_of
 from benchmarks.context_scaling.results import Row
-from benchmarks.context_scaling.studies import STUDIES
+from benchmarks.context_scaling.sections import SECTIONS, measured
 from benchmarks.prose import wrapped
 from sympow.recall import write_results
 
@@ -25,96 +25,39 @@ BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "powe
                 "power_p4_k32": "power_large", "power4": "power4", "hybrid_softmax": "hybrid_softmax_and_power",
                 "hybrid_softmax_window": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
 
-TABLES: dict[str, Callable[[Found], str]] = {
-    **{name: partial(tables.comparison, study=name) for name in STUDIES if "rates" not in name},
-    **{name: partial(tables.rates, study=name) for name in STUDIES if "rates" in name},
-    "budgets": partial(tables.budgets, study="by_context"),
-    "beyond_positions": tables.beyond,
-    "overview": tables.overview,
-    "speed": tables.speeds,
-}
 FIGURES: dict[str, Callable[[Found], Any]] = {
-    "bars_1024": partial(figures.differences, study="bars_1024"),
-    "bars_4096": partial(figures.differences, study="bars_4096"),
-    "bar_65536": partial(figures.by_cost, study="bar_65536"),
-    "tokens_4096": partial(figures.by_number, study="tokens_4096", field="tokens", ratio=True),
-    "by_context": partial(figures.by_number, study="by_context", field="context"),
-    "rates_1024": partial(figures.learning_rates, study="rates_1024"),
-    "rates": partial(figures.learning_rates, study="rates"),
-    "controls": partial(figures.differences, study="controls"),
-    "conformal": partial(figures.by_number, study="conformal", field="context", ratio=True),
-    "ablations": partial(figures.differences, study="ablations"),
-    "powers": partial(figures.differences, study="powers"),
-    "scra_curves": partial(figures.checkpoints, study="scra_curves"),
-    "scra_window": partial(figures.differences, study="scra_window"),
-    "scra_axes": partial(figures.axes_of_scale, study="scra_axes"),
-    "scra_bodies": partial(figures.differences, study="scra_bodies"),
-    "scra_ratio": partial(figures.by_cost, study="scra_ratio"),
-    "scra_latency": partial(figures.by_cost, study="scra_latency"),
-    "beyond": partial(figures.by_position, study="beyond"),
+    "summary": figures.summary,
+    **{name: partial(section.figure, study=name) for name, section in SECTIONS.items()},
 }
 
 
-class Writer:
-    """Gives what stands at each mark of the page."""
-
-    def __init__(self, found: Found, figures_beside: str):
-        self._found, self._beside = found, figures_beside
-
-    def table(self, name: str) -> str:
-        return TABLES[name](self._found) if name in TABLES else _unknown("table", name, list(TABLES))
-
-    def figure(self, name: str) -> str:
-        if name not in FIGURES:
-            return _unknown("figure", name, list(FIGURES))
-        if FIGURES[name](self._found) is None:
-            return f"(Figure: {tables.MISSING}.)"
-        return f"![{STUDIES[name].question}]({self._beside}/{name}.png)"
-
-    def verdict(self, name: str) -> str:
-        if name == "page":
-            return wrapped(" ".join(verdicts.page(self._found)))
-        if name not in verdicts.VERDICTS:
-            return _unknown("verdict", name, list(verdicts.VERDICTS))
-        return wrapped("\n".join(f"- {sentence}" for sentence in verdicts.VERDICTS[name](self._found)))
-
-    def command(self, name: str) -> str:
-        return f"`python -m benchmarks.context_scaling run --studies {name} --corpus FOLDER --out OUT`"
-
-    def number(self, name: str) -> str:
-        """Of STUDY/VARIANT/COLUMN: a mean over seeds, or over the baseline's where the column ends in "_ratio"."""
-        study, variant, column = name.split("/")
-        run = pick(study, variant)
-        if column.endswith("_ratio"):
-            value = self._found.ratio(run, pick(study, STUDIES[study].baseline), column.removesuffix("_ratio"))
-        else:
-            value = self._found.mean(run, column)
-        return tables.MISSING if value is None else value.text()
-
-
-def filled(text: str, writer: Writer) -> str:
+def filled(text: str, found: Found, figures_beside: str) -> str:
     """Returns the page with everything between marks written anew."""
+    parts = {"summary": partial(_summary, found, figures_beside), "missing": partial(sections.missing, found),
+             "results": partial(sections.results, found, figures_beside)}  # fmt: skip
 
     def written(match: re.Match) -> str:
-        kind, name = match[1], match[2]
-        content = getattr(writer, kind)(name)
-        gap = "" if kind == "number" else "\n"
-        return f"<!-- {kind}: {name} -->{gap}{content}{gap}<!-- end -->"
+        name = match[1]
+        if name not in parts:
+            raise ValueError(f"the page asks for the part {name!r}; there are {', '.join(parts)}")
+        return f"<!-- part: {name} -->\n{wrapped(parts[name]())}\n<!-- end -->"
 
-    return re.sub(
-        r"<!-- (table|figure|verdict|command|number): (\S+) -->.*?<!-- end -->", written, text, flags=re.DOTALL
-    )
+    return re.sub(r"<!-- part: (\S+) -->.*?<!-- end -->", written, text, flags=re.DOTALL)
+
+
+def shown(found: Found) -> dict[str, Any]:
+    """Returns the figures that the page shows, by their names."""
+    drawn = {name: make(found) for name, make in FIGURES.items() if name == "summary" or measured(found, name)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def draw(found: Found, folder: Path) -> list[Path]:
-    """Draws every figure for which there are rows into a folder; returns their files."""
+    """Draws every figure that the page shows into a folder; returns their files."""
     files = []
-    for name, make in FIGURES.items():
-        figure = make(found)
-        if figure is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.append(folder / f"{name}.png")
-            figure.savefig(files[-1])
+    for name, figure in shown(found).items():
+        folder.mkdir(parents=True, exist_ok=True)
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1])
     return files
 
 
@@ -132,7 +75,7 @@ def bars(found: Found) -> list[Row]:
 def write(folder: Path, page: Path) -> list[Path]:
     """Writes page, figures and bars.csv; returns the figures' files."""
     found, beside = Found(folder), page.with_suffix("")
-    page.write_text(filled(page.read_text(encoding="utf-8"), Writer(found, beside.name)), encoding="utf-8")
+    page.write_text(filled(page.read_text(encoding="utf-8"), found, beside.name), encoding="utf-8")
     rows = bars(found)
     if rows:
         write_results(folder / BARS, rows)
@@ -145,15 +88,14 @@ def out_of_date(folder: Path, page: Path) -> list[str]:
     found, beside = Found(folder), page.with_suffix("")
     late = []
     text = page.read_text(encoding="utf-8")
-    if filled(text, Writer(found, beside.name)) != text:
+    if filled(text, found, beside.name) != text:
         late.append(page.name)
     rows = bars(found)
     file = folder / BARS
     if rows and (not file.is_file() or _cells(rows) != file.read_text(encoding="utf-8")):
         late.append(BARS)
-    drawn = {name for name, make in FIGURES.items() if make(found) is not None}
     there = {each.stem for each in beside.glob("*.png")}
-    return late + [f"{name}.png" for name in sorted(drawn ^ there)]
+    return late + [f"{name}.png" for name in sorted(shown(found).keys() ^ there)]
 
 
 def _cells(rows: Sequence[Row]) -> str:
@@ -164,5 +106,6 @@ def _cells(rows: Sequence[Row]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _unknown(kind: str, name: str, known: list[str]) -> str:
-    raise ValueError(f"the page asks for the {kind} {name!r}; there are {', '.join(known)}")
+def _summary(found: Found, figures_beside: str) -> str:
+    picture = f"![Held-out loss over that of softmax attention]({figures_beside}/summary.png)"
+    return " ".join(verdicts.page(found)) + (f"\n\n{picture}" if figures.summary(found) is not None else "")

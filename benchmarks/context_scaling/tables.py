@@ -18,17 +18,16 @@ MISSING = "not run yet"
 
 
 def comparison(found: Found, study: str) -> str:
-    """Compares all runs of a study with its baseline in the same setting."""
+    """Compares all finished runs of a study with its baseline in the same setting."""
     runs, base = runs_of(study), label(STUDIES[study].baseline)
     lines: list[list[str]] = []
     for run in sorted(runs, key=lambda run: [str(value or 0).zfill(12) for value in setting_of(run)]):
         other = baseline_of(run, study)
         alike = [each for each in runs if (each.variant, setting_of(each)) == (run.variant, setting_of(run))]
         rate = f", rate {run.learning_rate:g}" if len(alike) > 1 else ""
-        cells = [setting(run, varying(runs)), label(run.variant) + rate]
         if not found.rows(run):
-            lines.append([*cells, MISSING, "", "", "", "", ""])
             continue
+        cells = [setting(run, varying(runs)), label(run.variant) + rate]
         gains = _text(found.mean(run, "gain"), 2)
         if other == run:
             compared = ["", "", ""]
@@ -43,17 +42,16 @@ def comparison(found: Found, study: str) -> str:
 
 
 def rates(found: Found, study: str) -> str:
-    """Shows every variant's loss by learning rate, the best in bold."""
-    runs = runs_of(study)
+    """Shows every variant's loss by learning rate, the best in bold. Leaves out what has no finished run."""
+    runs = [run for run in runs_of(study) if found.rows(run)]
     sweep = sorted({run.learning_rate for run in runs})
     lines = []
     for variant in dict.fromkeys(run.variant for run in runs):
         losses = {rate: found.mean(pick(study, variant, learning_rate=rate), "held_out_loss") for rate in sweep}
         known = {rate: loss.mean for rate, loss in losses.items() if loss is not None}
         cells = [_text(losses[rate], 3) or MISSING for rate in sweep]
-        if known:
-            best = sweep.index(min(known, key=known.__getitem__))
-            cells[best] = f"**{cells[best]}**"
+        best = sweep.index(min(known, key=known.__getitem__))
+        cells[best] = f"**{cells[best]}**"
         lines.append([label(variant), *cells])
     return table(["learning rate", *(f"{rate:g}" for rate in sweep)], lines)
 
@@ -66,6 +64,8 @@ def budgets(found: Found, study: str) -> str:
     lines = []
     for run in (each for each in runs_of(study) if each.variant == "power"):
         base = pick(study, "softmax", **_setting(run))
+        if not (found.rows(run) and found.rows(base)):
+            continue
         cells = [_text(found.difference(run, base), 3, sign=True) or MISSING]
         for costs in (_flops, _seconds):
             ours, theirs = costs(found, run), costs(found, base)
@@ -78,33 +78,23 @@ def budgets(found: Found, study: str) -> str:
     return table(["trained at", "at equal tokens", "at equal FLOPs", "at equal time"], lines)
 
 
-def beyond(found: Found, study: str = "beyond") -> str:
+def beyond(found: Found, study: str) -> str:
     """Shows losses up to the end of the context trained at and beyond it."""
     lines = []
     for run in runs_of(study):
         far = min(16 * run.trained_at, DOCUMENT)
         rows = [of_seed[-1] for of_seed in found.positions(run, far) if of_seed]
-        cells = [MISSING, "", "", ""]
         if rows:
             ends = [mean(row[str(run.trained_at * n)] for row in rows) for n in (1, 4, 16) if run.trained_at * n <= far]
             cells = [*(f"{end:.3f}" for end in ends), f"{ends[-1] - ends[0]:+.3f}"]
-        lines.append([f"{run.trained_at:,} tokens", label(run.variant), *cells])
+            lines.append([f"{run.trained_at:,} tokens", label(run.variant), *cells])
     return table(["trained at N", "", "N/2 to N", "2 N to 4 N", "8 N to 16 N", "the last less the first"], lines)
 
 
-def overview(found: Found) -> str:
-    """Shows how many runs of each study are finished."""
-    lines = []
-    for name, study in STUDIES.items():
-        runs = runs_of(name)
-        done = sum(min(len(found.rows(run)), study.seeds) for run in runs)
-        lines.append([f"`{name}`", study.question, f"{done} of {len(runs) * study.seeds}"])
-    return table(["study", "question", "runs finished"], lines)
-
-
-def speeds(found: Found) -> str:
-    """Shows tokens a second of training steps, alone on a GPU."""
-    cases = found.times()
+def speeds(found: Found, study: str) -> str:
+    """Shows tokens a second of training steps, alone on a GPU, for a study's variants."""
+    variants = {run.variant for run in runs_of(study)}
+    cases = [row for row in found.times() if row["variant"] in variants]
     contexts = sorted({row["context"] for row in cases})
     lines = []
     for variant, mode in dict.fromkeys((row["variant"], row["mode"]) for row in cases):

@@ -1,10 +1,9 @@
-"""What the runs say of each claim, in words that follow from the numbers."""
+"""Verdicts on each claim, in sentences that follow from the numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from statistics import mean
 from typing import Any
 
 from benchmarks.context_scaling.found import Found, pick, runs_of
@@ -15,35 +14,42 @@ from benchmarks.context_scaling.studies import ABLATIONS
 from benchmarks.context_scaling.tables import MISSING
 
 REPRODUCED, REFUTED, OPEN = "Reproduced", "Refuted", "Left open"
+NO_ROWS = f"**{OPEN}**, {MISSING}: "
 SEEDS = 3  # that a claim takes
 
 
 def judged(value: Interval | None, most: float, what: str, least: bool = False) -> str:
     """Returns a sentence: whether a number is at most (`least`: at least) what is claimed. It is reproduced or refuted
     where three seeds or more say so and the 95% interval lies on one side."""
-    bound = f"{what}, claimed at {'least' if least else 'most'} {most:.4g}"
+    claim = f"claimed at {'least' if least else 'most'} {most:.4g}"
     if value is None:
-        return f"**{OPEN}**, {MISSING}: {bound}."
+        return f"{NO_ROWS}{what}, {claim}."
     low, high, limit = (-value.high, -value.low, -most) if least else (value.low, value.high, most)
     word = REPRODUCED if high <= limit else REFUTED if low > limit else OPEN
     if value.count < SEEDS:
         word = OPEN
     seeds = f"{value.count} seed{'s' if value.count > 1 else ''}"
-    return f"**{word}**: {what} {value.text()} ({seeds}; claimed at {'least' if least else 'most'} {most:.4g})."
+    return f"**{word}**: {what} is {value.text()} ({seeds}; {claim})."
+
+
+def untold(sentence: str) -> str:
+    """Returns the claim of a verdict for which there are no rows; "" for other verdicts."""
+    return sentence.removeprefix(NO_ROWS) if sentence.startswith(NO_ROWS) else ""
 
 
 def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: Any) -> list[str]:
     """Judges losses over that of softmax attention in the same block."""
     base = pick(study, "softmax", **setting)
     ratios = {variant: found.ratio(pick(study, variant, **setting), base) for variant in bounds}
-    return [judged(ratios[each], most, f"{label(each)} over softmax attention") for each, most in bounds.items()]
+    return [judged(ratios[each], most, f"{label(each)} over softmax attention at {base.context:,} tokens")
+            for each, most in bounds.items()]  # fmt: skip
 
 
 def bars_1024(found: Found) -> list[str]:
     bounds = {"power": 1.10, "power_p4_k24": 1.05, "power_p4_k32": 1.05, "power4": 1.03, "hybrid_softmax": 1.005,
               "hybrid_softmax_window": 1.005, "hybrid_window": 1.05}  # fmt: skip
     run, base = (pick("bars_1024", variant) for variant in ("power", "softmax"))
-    share = judged(found.ratio(run, base, "gain"), 0.6, "the gain from context of p = 2 over softmax attention's", True)
+    share = judged(found.ratio(run, base, "gain"), 0.6, "the gain from context of p = 2 over that of softmax attention", True)
     return [*over_softmax(found, "bars_1024", bounds), share]
 
 
@@ -54,7 +60,7 @@ def bars_4096(found: Found) -> list[str]:
 
 def bar_65536(found: Found) -> list[str]:
     run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
-    what = "the time of p = 2 to softmax attention's final loss over softmax attention's own"
+    what = "the time in which p = 2 reaches the final loss of softmax attention, over the time of softmax attention,"
     shares = time_to_reach(found, run, base)
     if shares and max(shares) == inf:
         word = REFUTED if len(shares) >= SEEDS else OPEN
@@ -132,7 +138,7 @@ def ablations(found: Found) -> list[str]:
             groups[word].append(label(variant))
     said = [f"{', '.join(names)}: {word}{'' if 'from' in word else ' than'} the default."
             for word, names in groups.items() if names]  # fmt: skip
-    return said or [f"**{OPEN}**, {MISSING} with several seeds."]
+    return said or [f"{NO_ROWS}which changes raise or lower the loss, with several seeds."]
 
 
 def scra_window(found: Found) -> list[str]:
@@ -179,31 +185,31 @@ def scra_latency(found: Found) -> list[str]:
     return sentences
 
 
-def beyond(found: Found) -> list[str]:
-    """[CST]: with a gate losses do not rise beyond the context trained at, without one they do."""
-    sentences = []
-    for run in runs_of("beyond"):
-        rows = [of_seed[-1] for of_seed in found.positions(run, 16 * run.trained_at) if of_seed]
-        if rows:
-            rise = mean(row[str(16 * run.trained_at)] - row[str(run.trained_at)] for row in rows)
-            word = "falls" if rise < 0 else "rises"
-            sentences.append(f"Trained at {run.trained_at:,} tokens, the loss of {label(run.variant)} {word} by "
-                             f"{abs(rise):.3f} from there to 16 times as many.")  # fmt: skip
-    return sentences or [f"**{OPEN}**, {MISSING}."]
-
-
 def page(found: Found) -> list[str]:
-    """The first line of the report: what bar 4 asks for, and how much of the grid is there."""
-    run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
-    long = found.ratio(run, base)
-    short = [found.ratio(*(pick(study, each) for each in ("power", "softmax"))) for study in ("bars_1024", "bars_4096")]
-    parts = [f"{value.text()} at {context:,}" for context, value in zip((1024, 4096), short, strict=True) if value]
-    if long is not None:
-        parts.append(f"{long.text()} at 65,536 (eight documents a step, 100 million tokens)")
-    if not parts:
-        return [f"In the same block, power attention of p = 2 over softmax attention: {MISSING}."]
-    return ["In the same block, the held-out loss of power attention of p = 2 over that of softmax attention is "
-            + ", ".join(parts) + " tokens of context."]  # fmt: skip
+    """Returns the report's first sentences: what was compared, the ratios, and how many claims hold."""
+    names = {"bars_1024": "1,024", "bars_4096": "4,096", "bar_65536": "65,536"}
+    sentences = ["Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same "
+                 "documents in the same order, and compared by their held-out loss."]  # fmt: skip
+    for start, variant, column in (
+        ("With p = 2, the loss of power attention over that of softmax attention in the same block is", "power",
+         "held_out_loss"),
+        ("Its gain from context over that of softmax attention is", "power", "gain"),
+        ("The loss with layers of power attention and windows of 512 tokens in turns over that of softmax attention is",
+         "hybrid_window", "held_out_loss"),
+    ):  # fmt: skip
+        ratios = {study: found.ratio(pick(study, variant), pick(study, "softmax"), column)
+                  for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
+        parts = [f"{value.text()} at {names[study]}" for study, value in ratios.items() if value]
+        listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+        sentences.append(f"{start} {listed} tokens of context." if parts else f"{start} {MISSING}.")
+    judgements = [sentence for judge in VERDICTS.values() for sentence in judge(found)]
+    reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
+                           for word in (REPRODUCED, REFUTED))  # fmt: skip
+    against = "; ".join(each.removeprefix(f"**{REFUTED}**: ").removesuffix(".") for each in refuted)
+    said = f"{len(refuted)} is refuted ({against})" if refuted else "none is refuted"
+    return [
+        *sentences, f"Of the claims below, {len(reproduced)} are reproduced, {said}, and the others are left open."
+    ]  # fmt: skip
 
 
 def _change(found: Found, study: str, variant: str, base: str, grows: bool = False) -> str:
@@ -211,7 +217,7 @@ def _change(found: Found, study: str, variant: str, base: str, grows: bool = Fal
     ends = [
         found.ratio(*(pick(study, each, context=context) for each in (variant, base))) for context in (1024, DOCUMENT)
     ]
-    what = f"the ratio of {label(variant)} to {label(base)} from 1,024 to 65,536 tokens changes by"
+    what = f"the change of the ratio of {label(variant)} to {label(base)} from 1,024 to 65,536 tokens"
     first, last = ends
     if first is None or last is None:
         return judged(None, 0.0, what, least=grows)
@@ -223,5 +229,5 @@ def _change(found: Found, study: str, variant: str, base: str, grows: bool = Fal
 VERDICTS: dict[str, Callable[[Found], list[str]]] = {
     function.__name__: function
     for function in (bars_1024, bars_4096, bar_65536, tokens_4096, by_context, controls, conformal, powers, ablations,
-                     scra_window, scra_curves, scra_axes, scra_bodies, scra_ratio, scra_latency, beyond)
+                     scra_window, scra_curves, scra_axes, scra_bodies, scra_ratio, scra_latency)
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.context_scaling import __main__ as program
-from benchmarks.context_scaling import report, tables, verdicts
+from benchmarks.context_scaling import report, sections, tables, verdicts
 from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, MIDDLE, Run
 from benchmarks.context_scaling.labels import LABELS, LOOKS
@@ -98,18 +98,18 @@ def test_time_to_reach_the_baselines_loss(found):
 def test_verdicts_follow_from_intervals(found):
     said = verdicts.bars_1024(found)
     assert said[0].startswith(
-        "**Reproduced**: power, p = 2 over softmax attention 1.081 ± 0.002 (3 seeds; claimed at most"
+        "**Reproduced**: power, p = 2 over softmax attention at 1,024 tokens is 1.081 ± 0.002 (3 seeds; claimed at most"
     )
     assert said[3].startswith("**Reproduced**: power, p = 4 over") and said[4].startswith("**Reproduced**: five power")
     assert said[6].startswith("**Reproduced**") and said[7].startswith("**Reproduced**: the gain")
     assert verdicts.powers(found)[1].startswith(
-        "**Refuted**: p = 4 over softmax attention 1.000 ± 0.000 (3 seeds; claimed"
+        "**Refuted**: p = 4 over softmax attention is 1.000 ± 0.000 (3 seeds; claimed"
     )
     one = verdicts.judged(interval([0.9]), 1.0, "this")
-    assert one == "**Left open**: this 0.900 (1 seed; claimed at most 1)."
+    assert one == "**Left open**: this is 0.900 (1 seed; claimed at most 1)."
     wide = verdicts.judged(interval([0.8, 1.1, 1.0]), 1.0, "this")
-    assert wide.startswith("**Left open**: this 0.967 ± ")
-    assert "trained" not in verdicts.beyond(found)[0] and "falls by 0.200" in verdicts.beyond(found)[0]
+    assert wide.startswith("**Left open**: this is 0.967 ± ")
+    assert lines(tables.beyond(found, "beyond"), "1,024 tokens", "softmax")[0].endswith(" -0.200 |")
     assert all(write(found) for write in verdicts.VERDICTS.values())
 
 
@@ -121,7 +121,7 @@ def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, ca
     assert program.main() == 0
     drawn = {file.stem for file in (tmp_path / "page").iterdir()}
     assert drawn == set(report.FIGURES)
-    bars = page.read_text().split("## The bars")[1].split("## 65,536")[0]
+    bars = page.read_text().split("### Against softmax attention at 1,024")[1].split("### Longer")[0]
     assert "1.081 ± 0.002" in bars and tables.MISSING not in bars
     assert all(f"(page/{name}.png)" in page.read_text() for name in drawn)
     rows = (folder / "bars.csv").read_text().splitlines()
@@ -140,17 +140,20 @@ def test_the_committed_page_follows_from_the_committed_rows():
     assert report.out_of_date(program.COMMITTED, program.PAGE) == []
 
 
-def test_every_study_is_on_the_page():
-    text = program.PAGE.read_text()
-    shown = {name for name in STUDIES if f"<!-- table: {name} -->" in text}
-    assert set(STUDIES) == shown
-    assert all(f"<!-- figure: {name} -->" in text for name in report.FIGURES)
-    assert all(f"<!-- verdict: {name} -->" in text for name in verdicts.VERDICTS)
+def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
+    assert set(sections.SECTIONS) == set(STUDIES) and set(verdicts.VERDICTS) <= set(STUDIES)
+    shown = sections.results(found, "page")
+    assert [name for name in STUDIES if sections.picture(name, "page") not in shown] == []
+    empty = Found(tmp_path)
+    assert "###" not in sections.results(empty, "page")
+    left = sections.missing(empty)
+    assert [name for name in STUDIES if f"(`{name}`, 0 of " not in left] == []
+    assert "\n    - p = 4 over softmax attention, claimed at most 0.98.\n" in left
 
 
 def test_what_the_page_does_not_know_is_named(found):
-    with pytest.raises(ValueError, match="the page asks for the table 'nothing'; there are "):
-        report.filled("<!-- table: nothing --><!-- end -->", report.Writer(found, "page"))
+    with pytest.raises(ValueError, match="the page asks for the part 'nothing'; there are "):
+        report.filled("<!-- part: nothing --><!-- end -->", found, "page")
 
 
 def test_every_variant_has_a_name_and_a_look_where_it_is_drawn_in_lines():

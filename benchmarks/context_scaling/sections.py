@@ -1,0 +1,190 @@
+"""The sections of the report: one a study, with what is claimed, its tables and its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.context_scaling import figures, tables, verdicts
+from benchmarks.context_scaling.found import Found, baseline_of, runs_of, setting_of
+from benchmarks.context_scaling.studies import STUDIES
+
+SWEEPS = ("rates_1024", "rates")  # the studies that compare learning rates, not variants
+
+
+@dataclass(frozen=True)
+class Section:
+    """A study's part of the page.
+
+    Attributes:
+        heading: of the section.
+        text: what is claimed, and by whom.
+        figure: draws the study; returns None where there are no rows.
+        tables: instead of the comparison with the study's baseline.
+    """
+
+    heading: str
+    text: str
+    figure: Callable[..., Any]
+    tables: Sequence[Callable[..., str]] = (tables.comparison,)
+
+
+SECTIONS = {
+    "bars_1024": Section(
+        "Against softmax attention at 1,024 tokens",
+        "The claims are upper bounds of the ratio of held-out losses: 1.10 for p = 2 alone, 1.05 for p = 4 with "
+        "at most 10 times the state of p = 2 (K = 24, or K = 32 with two key/value heads), 1.03 for p = 4 with K = 64, "
+        "1.005 with one softmax layer in six, and 1.05 for layers of power attention and windows of 512 in turns. The "
+        "gain from context of p = 2 should be at least 60% of that of softmax attention.",
+        figures.differences),
+    "bars_4096": Section(
+        "Against softmax attention at 4,096 tokens",
+        "The claims are upper bounds again: 1.01 with one softmax layer in six, and 1.06 for power attention and windows "
+        "in turns.",
+        figures.differences),
+    "bar_65536": Section(
+        "Against softmax attention at 65,536 tokens",
+        "Every step holds eight documents, and a run 100 million tokens. The claims are a ratio of at most 0.99 "
+        "for p = 2, and that p = 2 reaches the final loss of softmax attention in a third of its time.",
+        figures.by_cost),
+    "tokens_4096": Section(
+        "Longer runs at 4,096 tokens",
+        "Does the ratio to softmax attention fall with the number of tokens in a run? The claims for 100 million "
+        "tokens are 1.03 for p = 2 and 1.00 for p = 4.",
+        partial(figures.by_number, field="tokens", ratio=True)),
+    "by_context": Section(
+        "Loss and gain by the context of training",
+        "[SCRA] claims that the ratio of power attention to softmax attention falls as the context grows. The second "
+        "table compares p = 2 with softmax attention at equal tokens, FLOPs and time: where the cheaper run ends, the "
+        "loss of the other is read off a line through its measured points. The learning rate of that other run has not "
+        "come down there yet. The third table holds tokens a second of training steps at 65,536 tokens of context.",
+        partial(figures.by_number, field="context"),
+        (tables.comparison, tables.budgets, tables.speeds)),
+    "beyond": Section(
+        "Beyond the context of training",
+        "[CST] claims that the loss of power attention with a gate does not rise beyond the context of training, while "
+        "those of power attention without a gate and of softmax attention do. The table holds mean losses of ranges of "
+        "positions, where N is the context of training.",
+        figures.by_position, (tables.beyond,)),
+    "controls": Section(
+        "Controls",
+        "Does a difference come from the power, the gate, the block, or the size of the state? This study changes one "
+        "thing at a time between power attention and softmax attention, and adds two other recurrent mixers with "
+        "blocks of their own. (ALiBi is a constant gate (M18), which a test shows: "
+        "`tests/layers/test_gated_softmax.py`.)",
+        figures.differences),
+    "scra_curves": Section(
+        "Losses by position along training",
+        "[SCRA] claims that the loss of power attention falls further with the position than those of softmax and of "
+        "linear attention, from early in training on.",
+        figures.checkpoints),
+    "scra_window": Section(
+        "Windows with as large a state",
+        "[SCRA] claims that power attention is ahead of a window whose state has the same size. The state of p = 2 has "
+        "135,200 elements a head, and a window of 1,024 has 131,072. Linear attention has 4,160, and a window of 32 "
+        "has 4,096.",
+        figures.differences),
+    "scra_axes": Section(
+        "Axes of scale",
+        "[SCRA] varies updates, documents a batch, parameters and context. For the context, every step holds the same "
+        "documents either whole or cut into rows of 1,024 and 4,096 tokens, so that only the context differs.",
+        figures.axes_of_scale),
+    "scra_bodies": Section(
+        "The body of RWKV-7",
+        "[SCRA] trains in the body of RWKV-7: token shift, channel mixing and an output gate around the mixer.",
+        figures.differences),
+    "scra_ratio": Section(
+        "Ratios of weight FLOPs to state FLOPs",
+        "[SCRA Figure 2] claims that at equal FLOPs a ratio near 1 is better than either extreme. The four models here "
+        "take 560 to 590 million FLOPs a token at 65,536 tokens.",
+        figures.by_cost),
+    "scra_latency": Section(
+        "Equal time of training",
+        "[SCRA Table 4] compares at equal time: here 30 million tokens for softmax attention, and 100 million for "
+        "power attention and for a window.",
+        figures.by_cost),
+    "conformal": Section(
+        "Gate and rotation as published",
+        "[CST] claims that without a gate the ratio to softmax attention rises with the context of training. With a "
+        "gate it does not, and rotation by the data improves the loss further. There is no block, and eps, scores, "
+        "biases, frequencies and positions are as published.",
+        partial(figures.by_number, field="context", ratio=True)),
+    "ablations": Section(
+        "What each default brings",
+        "Every variant is the default with one thing changed, either to what a source has or to nothing.",
+        figures.differences),
+    "powers": Section(
+        "p = 2, 4 and 6 as published",
+        "[SPT] reports losses of 1.03, 0.98 and 0.97 times that of softmax attention at 4,096 tokens, without gates. "
+        "There is no block, and a run has 100 million tokens.",
+        figures.differences),
+    "rates_1024": Section(
+        "Learning rates at 1,024 tokens",
+        "The best rate of each variant is in bold; the other studies at 1,024 tokens use rates from this sweep. A best "
+        "rate at the edge of the sweep calls for more rates.",
+        figures.learning_rates, (tables.rates,)),
+    "rates": Section(
+        "Learning rates at 4,096 tokens",
+        "All other studies at 4,096 tokens use a rate of 2e-3, the middle one of this sweep.",
+        figures.learning_rates, (tables.rates,)),
+}  # fmt: skip
+
+
+def measured(found: Found, study: str) -> bool:
+    """Returns whether a study has something to show: a verdict, or a comparison in two settings or at two rates."""
+    runs = runs_of(study)
+    if study in SWEEPS:
+        known = [run.variant for run in runs if found.rows(run)]
+        return len(known) > len(set(known))
+    compared = {setting_of(run) for run in runs if baseline_of(run, study) != run
+                and found.ratio(run, baseline_of(run, study)) is not None}  # fmt: skip
+    return len(compared) > 1 or bool(told(found, study))
+
+
+def told(found: Found, study: str) -> list[str]:
+    """Returns the verdicts of a study for which there are rows."""
+    return [sentence for sentence in _verdicts(found, study) if not verdicts.untold(sentence)]
+
+
+def results(found: Found, figures_beside: str) -> str:
+    """Returns the sections of all studies that have something to show, in Markdown."""
+    parts = []
+    for name, section in SECTIONS.items():
+        if measured(found, name):
+            list_ = "\n".join(f"- {sentence}" for sentence in told(found, name))
+            done, runs = _counts(found, name)
+            parts += [f"### {section.heading}", section.text, *([list_] if list_ else []),
+                      picture(name, figures_beside),
+                      *(table(found, study=name) for table in section.tables),
+                      f"Study `{name}`: {done} of {runs} runs are finished."]  # fmt: skip
+    return "\n\n".join(parts) or tables.MISSING.capitalize() + "."
+
+
+def missing(found: Found) -> str:
+    """Returns the list of studies that have runs left, with their claims that no row tells of, in Markdown."""
+    parts = []
+    for name, section in SECTIONS.items():
+        done, runs = _counts(found, name)
+        if done < runs:
+            text = "" if measured(found, name) else f" {section.text}"
+            parts.append(f"- **{section.heading}** (`{name}`, {done} of {runs} runs).{text}")
+            claims = [verdicts.untold(sentence) for sentence in _verdicts(found, name)]
+            parts += [f"    - {claim}" for claim in claims if claim]
+    return "\n".join(parts) or "All runs of all studies are finished."
+
+
+def picture(name: str, figures_beside: str) -> str:
+    """Returns the line that shows a study's figure."""
+    return f"![{STUDIES[name].question}]({figures_beside}/{name}.png)"
+
+
+def _verdicts(found: Found, study: str) -> list[str]:
+    return verdicts.VERDICTS[study](found) if study in verdicts.VERDICTS else []
+
+
+def _counts(found: Found, name: str) -> tuple[int, int]:
+    """Returns how many runs of a study are finished, and how many it has."""
+    runs, seeds = runs_of(name), STUDIES[name].seeds
+    return sum(min(len(found.rows(run)), seeds) for run in runs), len(runs) * seeds
