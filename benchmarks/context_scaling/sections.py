@@ -41,8 +41,8 @@ SECTIONS = {
         figures.differences),
     "bars_4096": Section(
         "Against softmax attention at 4,096 tokens",
-        "The claims are upper bounds again: 1.01 with one softmax layer in six, and 1.06 for power attention and windows "
-        "in turns.",
+        "The claims are upper bounds again: 1.01 with one softmax layer in six, and 1.06 for power attention and "
+        "windows in turns.",
         figures.differences),
     "bar_65536": Section(
         "Against softmax attention at 65,536 tokens",
