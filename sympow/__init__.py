@@ -13,7 +13,7 @@ __all__ = ["DecodingState", "PowerOutput", "PowerState", "__version__", "power_a
 if not TYPE_CHECKING:  # so that a type checker still refuses names that do not exist
 
     def __getattr__(name: str) -> object:
-        """`sympow.ops` and its names at their first use: importing torch takes seconds, `sympow --help` needs none."""
+        """Imports `sympow.ops` and its names at their first use, because `sympow --help` needs no torch."""
         if name != "ops" and name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         ops = import_module("sympow.ops")

@@ -1,4 +1,4 @@
-"""The command line: parsing here, the work in `commands`, which is imported once there is something to do."""
+"""The command line: this file parses options. `commands` does the work and is imported only then."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ is done already is not done again."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, as all others here.
+    """Parses arguments, with errors of one line.
 
     The help of a command with the default `recipes`, the types that its recipes return, ends with a list of them.
     """
@@ -363,7 +363,7 @@ _positive.__name__ = "integer"  # argparse says "invalid integer value"
 
 
 def _path(text: str) -> str:
-    """Not empty, as an unset variable of a shell script would give it: that would be the current folder."""
+    """Returns the path; refuses an empty one, as from an unset shell variable, which would mean this folder."""
     if not text:
         raise argparse.ArgumentTypeError("a path cannot be empty")
     return text

@@ -267,7 +267,7 @@ def doc_corpus(options: argparse.Namespace) -> None:
 
 
 def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
-    """What a corpus has, and the image of its documents' lengths where one is asked for."""
+    """Prints what a corpus holds, and draws the lengths of its documents where an image is asked for."""
     for split in SPLITS:
         counts = made[split]
         print(
@@ -300,7 +300,7 @@ def demo(options: argparse.Namespace) -> int | None:
 
 
 def _check_writable(file: str) -> None:
-    """Before the work, not after an evaluation of hours."""
+    """Checks the paths of results before the work, not after an evaluation of hours."""
     if not Path(file).parent.is_dir() or Path(file).is_dir():
         raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
 
@@ -330,7 +330,7 @@ def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) 
 
 
 def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
-    """Runs by label."""
+    """Loads runs, by label."""
     runs = {label: load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: run.tokenizer for label, run in runs.items()})
     return runs
@@ -339,7 +339,7 @@ def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
 def _evaluate(
     runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = (), quiet: bool = False
 ) -> list[Curve]:
-    """Every run on its held-out documents, or on those of its data config with the assignments in `data`."""
+    """Evaluates every run on its held-out documents, or on those of its config changed by the assignments `data`."""
     opened: dict[str, Corpus] = {}
     curves = []
     for label, run in runs.items():
@@ -354,7 +354,7 @@ def _evaluate(
 
 
 def _print_curves(curves: Sequence[Curve]) -> None:
-    """A row a bin, a column a run, then a line a run."""
+    """Returns a table with a row for each bin and a column for each run, and a line for each run below."""
     width = max(14, *(len(curve.run) + 2 for curve in curves))
     print(f"{'context':>17}", *(f"{curve.run:>{width}}" for curve in curves), sep="")
     for bins in zip(*(curve.losses.bins for curve in curves), strict=True):

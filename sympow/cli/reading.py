@@ -23,7 +23,7 @@ SAVE_EVERY = 30.0  # seconds of reading between two partial files
 
 
 class Reading(NamedTuple):
-    """What `read_text` has done.
+    """Holds what `read_text` has done.
 
     Attributes:
         tokens: that the context holds.
@@ -118,7 +118,7 @@ def _read(
 
 
 def _load_partial(part: Path, run: Run, start: Context, progress: Progress) -> Context | None:
-    """What an earlier reading has left, if it can be gone on from."""
+    """Returns the context that an earlier reading has left, if the reading can continue from it; else None."""
     if not part.exists():
         return None
     try:
@@ -130,7 +130,7 @@ def _load_partial(part: Path, run: Run, start: Context, progress: Progress) -> C
 
 
 def _header(out: Path, run: Run, dtype: str) -> ContextHeader | None:
-    """What stands in `out`, if that is a context of this model in this dtype."""
+    """Returns the context in `out`, if it is one of this model in this dtype; else None."""
     try:
         header = read_header(out)
     except (FileNotFoundError, ContextError):
@@ -151,7 +151,7 @@ def _taken(pieces: _Pieces, start: Context, wanted: Context | ContextHeader) -> 
 
 
 class _Pieces:
-    """Tokens in pieces of any length, out of arrays that come one by one."""
+    """Gives tokens in pieces of any length, out of arrays that come one by one."""
 
     def __init__(self, arrays: Iterator[np.ndarray]):
         self._arrays = arrays

@@ -32,7 +32,7 @@ _GAPS = tuple(f"gap_{name}" for name in Share._fields)
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` has found of models on the same rows; gaps are those to the first.
+    """Holds what `measure` has found of models on the same rows; gaps are those to the first model.
 
     Attributes:
         losses: by the models' labels, as `models`.

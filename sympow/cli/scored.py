@@ -16,7 +16,7 @@ from sympow.training.runs import saved_tokenizer
 
 
 class Scored(NamedTuple):
-    """A model in evaluation mode.
+    """Holds a model in evaluation mode.
 
     Attributes:
         model: has `forward(tokens)`, logits, and `token_losses(tokens, targets)`, both of rows [B, T].
@@ -54,7 +54,7 @@ def _load(path: str, device: torch.device) -> Scored:
 
 
 def _is_of_transformers(folder: Path) -> bool:
-    """Whether a folder holds a model as `save_pretrained` writes it: both kinds of folder have a config.json."""
+    """Returns whether a folder holds a model as `save_pretrained` writes it. Run folders have a config.json too."""
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

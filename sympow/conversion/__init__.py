@@ -1,4 +1,4 @@
-"""Pretrained models turned into models with power attention, and what they learn from their teachers."""
+"""Turns pretrained models into models with power attention, and trains these on their teachers."""
 
 from sympow.conversion.distillation import Distillation, distill, distillation_run
 from sympow.conversion.swap import parse_pattern, swap_mixers

@@ -1,4 +1,4 @@
-"""What a converted model learns from its teacher: three stages over the steps of one run of the trainer."""
+"""Distillation: a converted model learns from its teacher in three stages of one run of the trainer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def distillation_run(converted: RunConfig, start: str, teacher: str) -> RunConfi
 def distill(
     config: RunConfig, out: str | os.PathLike[str], *, restart: bool = False, quiet: bool = False
 ) -> TrainingResult:
-    """Trains a converted model on what its teacher says, or continues; see `sympow.training.run`.
+    """Trains a converted model on its teacher's predictions, or continues; see `sympow.training.run`.
 
     Args:
         config: of the run, with `distillation`, such as that of `distillation_run`.

@@ -1,4 +1,4 @@
-"""The swap itself: the softmax attention of a model exchanged for power attention or windows, all else kept."""
+"""The swap: power attention or windows replace the softmax attention of a model, and all else is kept."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def swap_mixers(
 
 
 def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
-    """The options of a power layer, but for those that it shares with the softmax layer."""
+    """Returns the options of a power layer, without those that it shares with the softmax layer."""
     return {
         "p": p,
         "bias": True,

@@ -131,7 +131,7 @@ class Batches:
             raise ValueError(f"the data are not those of the checkpoint: {'; '.join(changed)}")
 
     def _order(self, stream: int, batch: int, rows: int) -> np.ndarray:
-        """Rows of the stream's batch number `batch`: a stream is all its rows, shuffled, again and again."""
+        """Returns the rows of batch `batch` of a stream, which repeats all its rows, shuffled anew each time."""
         positions = batch * self.batch_size + np.arange(self.batch_size)
         epochs = positions // rows
         chosen = np.empty(self.batch_size, dtype=np.int64)

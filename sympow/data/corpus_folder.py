@@ -41,7 +41,7 @@ _LARGEST_VOCABULARY = 1 << 16  # of uint16
 
 @dataclass(frozen=True)
 class SourceDocument:
-    """A directory, its files in the order of its text, the text's size in bytes, and whether it is held out."""
+    """Holds a directory: its files in the order of its text, the bytes of the text, and whether it is held out."""
 
     directory: str
     files: tuple[str, ...]
@@ -54,7 +54,7 @@ class SourceDocument:
 
 
 class Source(Protocol):
-    """Where a corpus's texts come from. Each reading of them goes through the source once more."""
+    """Gives the texts of a corpus. Each call that reads them goes through the source once more."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -183,7 +183,7 @@ def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expec
 def _tokenizer(
     file: Path, source: Source, documents: Sequence[SourceDocument], vocab_size: int, given: Tokenizer | None
 ) -> Tokenizer:
-    """Trained on a sample of the training files, which a hash of their paths chooses; or what an earlier start left."""
+    """Trains the tokenizer on files that a hash of their paths chooses, or loads the one of an earlier start."""
     if not file.exists():
         if given is None:
             files = {name for document in documents if not document.held_out for name in document.files}
@@ -195,7 +195,7 @@ def _tokenizer(
 
 
 class Entry(NamedTuple):
-    """A document of a corpus, a line of documents.jsonl: its tokens before cutting, its rows, and a hash of these."""
+    """Holds a document, a line of documents.jsonl: its tokens before cutting, its rows, and a hash of these."""
 
     directory: str
     split: str
@@ -297,7 +297,7 @@ class _Writer:
         return summary
 
     def _read(self, documents: Sequence[SourceDocument]) -> list[Entry]:
-        """The entries there are; a line that was not written to its end is cut off."""
+        """Returns the entries of the list; a last line that is incomplete is cut off."""
         self._file.seek(0)
         lines = [line for line in self._file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         self._file.truncate(sum(map(len, lines)))
@@ -352,7 +352,7 @@ def _finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The summary there. Raises ValueError where it is of a corpus with other settings."""
+    """Returns the summary in the folder. Raises ValueError where its corpus has other settings."""
     summary = read_summary(folder)
     for name, value in settings.items():
         if summary.get(name) != value:

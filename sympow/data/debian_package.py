@@ -74,7 +74,7 @@ def package_archive(path: Path, name: str) -> Iterator[tarfile.TarFile]:
 
 
 def _seek_member(file: IO[bytes], path: Path, name: str) -> None:
-    """To the beginning of a member of the `ar` archive that a package is."""
+    """Moves to the beginning of a member of the package, which is an `ar` archive."""
     while header := file.read(60):
         member, size = header[:16].rstrip(b" /"), header[48:58].strip()
         if not size.isdigit():

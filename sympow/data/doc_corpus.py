@@ -101,7 +101,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 class _Packages:
-    """The pages of all packages. What was read of a package is kept in the corpus's folder until that is whole."""
+    """Gives the pages of all packages. Pages that were read stay in the corpus's folder until it is finished."""
 
     def __init__(self, partial: Path, packages: Sequence[Path], row_tokens: int, progress: bool):
         self._partial, self._packages, self._row_tokens, self._progress = partial, packages, row_tokens, progress
@@ -186,7 +186,7 @@ def keep_manuals(package: Path, folder: Path) -> Path:
 
 
 def _page(text: str) -> str:
-    """A page's text as a part of a document: an empty line stands between it and the next."""
+    """Returns a page's text as a part of a document, with an empty line before the next page."""
     return f"{text}\n"
 
 
@@ -200,7 +200,7 @@ def package_family(directory: str) -> str:
 
 
 def _is_new(text: str, seen: set[bytes]) -> bool:
-    """Whether less than half of a page's text, by its long lines, is in `seen`; then its lines are put there."""
+    """Returns whether less than half of a page's text, by its long lines, is in `seen`; then adds its lines."""
     lines = [line.strip() for line in text.splitlines()]
     long = {hashlib.blake2b(line.encode(), digest_size=8).digest(): len(line) for line in lines if len(line) >= _LINE}
     repeated = sum(length for line, length in long.items() if line in seen)

@@ -189,7 +189,7 @@ class _Reader(HTMLParser):
             self._relations.setdefault(relation, target)
 
     def _target(self, link: str) -> str | None:
-        """The path of the page that a link leads to; None where it leads elsewhere."""
+        """Returns the path of the page that a link leads to; None where it leads elsewhere."""
         try:
             parts = urlsplit(link)
         except ValueError:

@@ -96,7 +96,7 @@ def plan_documents(sizes: dict[str, int], smallest: int) -> list[SourceDocument]
 
 
 class _Tree:
-    """The files of a source that count. Each reading of them goes through the source once more."""
+    """Gives the files of a source that count. Each call that reads them goes through the source once more."""
 
     def __init__(self, source: str | os.PathLike[str], row_tokens: int, progress: bool):
         self._source, self._row_tokens, self._progress = source, row_tokens, progress
@@ -104,7 +104,7 @@ class _Tree:
         self._count: int | None = None  # of all files, once surveyed
 
     def reading(self, task: str) -> Progress:
-        """What tells how far a reading of all files is."""
+        """Returns the progress of a reading of all files."""
         return Progress(task, "file", total=self._count, quiet=not self._progress)
 
     def survey(self) -> str:
@@ -129,7 +129,7 @@ class _Tree:
             yield from (text for name, text in self.files(progress) if name in files)
 
     def files(self, progress: Progress) -> Iterator[tuple[str, str]]:
-        """Path and headed text of each; `progress` counts all that are read."""
+        """Yields the path and the headed text of each file; `progress` counts all files that are read."""
         for name, data in read_files(self._source):
             progress.advance()
             parts = name.split("/")
@@ -138,7 +138,7 @@ class _Tree:
                 yield name, headed_text(name, data.decode("utf-8", errors="replace"))
 
     def texts(self, documents: Sequence[SourceDocument], start: int) -> Iterator[tuple[SourceDocument, str]]:
-        """The documents from number `start` on, in turn, with their texts."""
+        """Yields the documents from number `start` on, in order, with their texts."""
         place = {name: n for n, document in enumerate(documents[start:], start) for name in document.files}
         parts: dict[int, dict[str, str]] = defaultdict(dict)
         turn = start

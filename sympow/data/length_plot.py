@@ -90,7 +90,7 @@ def _label(entries: list[Entry], split: str) -> str:
 
 
 def _tokens(count: float) -> str:
-    """65,536 as 64k, 1,048,576 as 1M."""
+    """Returns 65,536 as "64k" and 1,048,576 as "1M"."""
     for unit, name in ((1 << 20, "M"), (1 << 10, "k")):
         if count >= unit:
             return f"{count / unit:g}{name}"

@@ -127,7 +127,7 @@ def licences(copyright: str) -> tuple[str, ...]:
 
 
 def _place(path: str) -> tuple:
-    """Where a page stands among those that are not linked: folders first, then their front pages, then by number."""
+    """Returns the sort key of a page that no link leads to: by folder, front pages first, then by number."""
     folder, name = os.path.split(path)
     return _natural(folder), not _FRONT.fullmatch(name), _natural(name)
 
@@ -137,7 +137,7 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _kind(path: str) -> tuple[str, ...] | None:
-    """The endings of the kind of page that a file is; None where it is none to be read."""
+    """Returns the endings of the kind of page that a file is; None where it is not to be read."""
     name = re.sub(r"^usr/(share|lib)/(doc/)?", "", path).removesuffix(".gz")
     if _NOT_PAGES.search(name) or _FOREIGN.search(name):
         return None
@@ -150,7 +150,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _read(path: str, kind: tuple[str, ...], data: bytes) -> Page:
-    """A page; one without text where the file is damaged or binary."""
+    """Reads a page; returns one without text where the file is damaged or binary."""
     if path.endswith(".gz"):
         try:
             data = gzip.decompress(data)
@@ -164,7 +164,7 @@ def _read(path: str, kind: tuple[str, ...], data: bytes) -> Page:
 
 
 def _without_frames(texts: Sequence[str]) -> list[str]:
-    """The texts without the blocks that many of them begin or end with, such as the title of the manual."""
+    """Returns the texts without blocks with which many of them begin or end, such as the title of the manual."""
     pages = [text.rstrip("\n").split("\n\n") for text in texts]
     for end in (0, -1):
         while pages:

@@ -120,7 +120,7 @@ class RecallTask:
 
     @property
     def slots(self) -> int:
-        """Places for queries, S; slot s starts at token context + width (s - 1), s = 1..S."""
+        """Returns the number of slots for queries, S; slot s starts at token context + width (s - 1), s = 1..S."""
         return (self.length - self.context) // self.width
 
     @property
@@ -200,7 +200,7 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
 
 
 class Task(Protocol):
-    """What draws rows: a `RecallTask`, or a task of one's own."""
+    """Draws rows: a `RecallTask`, or a task of your own."""
 
     def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples: ...
 

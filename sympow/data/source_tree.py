@@ -50,7 +50,7 @@ def read_files(source: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_package(path: Path) -> Iterator[tuple[str, bytes]]:
-    """From a Debian package that has the archive of the tree in /usr/src."""
+    """Yields the files of a Debian package that has the archive of the tree in /usr/src."""
     with package_archive(path, "data.tar") as package:
         for member in package:
             content = package.extractfile(member) if _PACKAGED.fullmatch(member.name) else None

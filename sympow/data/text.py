@@ -228,7 +228,7 @@ def training_texts(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def _load_cached(tokens_file: Path, offsets_file: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """Tokens and offsets, or None if they are not there or are damaged."""
+    """Returns tokens and offsets, or None if they are missing or damaged."""
     try:
         tokens, offsets = np.load(tokens_file, mmap_mode="r"), np.load(offsets_file)
     except (FileNotFoundError, ValueError, EOFError):  # missing; shortened files raise either of the others

@@ -225,7 +225,7 @@ def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> It
 
 
 def _last_seam(text: str, start: int) -> int:
-    """The end of the last piece at which `cut_text` could cut, at or behind `start`; 0 where there is none."""
+    """Returns the last place at or after `start` where `cut_text` could cut; 0 where there is none."""
     end = len(text)
     while (end := text.rfind("\n", max(0, start - 2), end)) > 0:
         if end + 1 < len(text) and not text[end - 1].isspace() and not text[end + 1].isspace():
@@ -279,7 +279,7 @@ def _check_byte_level(spec: Any) -> None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for: GPT-2's table.
+    """Returns the byte that each character of a byte-level vocabulary stands for: GPT-2's table.
 
     Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100.
     """

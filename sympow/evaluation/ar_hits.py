@@ -129,7 +129,7 @@ class HitLosses:
         return math.exp(level), -float(slope)
 
     def _where(self, name: str) -> np.ndarray:
-        """Cells of a slice: bool [D, C]."""
+        """Returns the cells of a slice, bool [D, C]."""
         if name not in SLICES:
             raise ValueError(f"a slice is one of {', '.join(SLICES)}; got {name!r}")
         repeated = (np.arange(self.tokens.shape[1]) > 0)[:, None]
@@ -265,7 +265,7 @@ def published_share(hits: float, whole: float) -> float:
 
 
 def _bit_lengths(values: np.ndarray) -> np.ndarray:
-    """Of integers from 0 to 2**52: 0, 1, 2, 2, 3, ..."""
+    """Returns the bit length of integers from 0 to 2**52: 0, 1, 2, 2, 3, ..."""
     return np.frexp(values.astype(np.float64))[1]
 
 

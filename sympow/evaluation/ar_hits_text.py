@@ -119,7 +119,7 @@ def _css(part: str, loss: float) -> str:
 
 
 def _ansi(part: str, loss: float) -> str:
-    """Black on the slice's colour mixed into white."""
+    """Returns the style of a token: black on the slice's colour mixed into white."""
     strength = _strength(loss)
     mixed = (round(255 + strength * (channel - 255)) for channel in _COLOURS[part])
     return f"\x1b[30;48;2;{';'.join(map(str, mixed))}m"

@@ -13,7 +13,7 @@ BLOCK = 1 << 22  # bigrams that are sorted at once
 
 
 class BigramCounts:
-    """Counts of bigrams: what `count_bigrams` returns.
+    """Holds counts of bigrams: what `count_bigrams` returns.
 
     Attributes:
         vocab_size: every token is below it.
@@ -69,7 +69,7 @@ def count_bigrams(
 
 
 def _spaced(corpus: Documents, tokens: int | None) -> np.ndarray:
-    """Documents that hold about so many tokens, evenly spaced among all."""
+    """Returns documents that hold about this many tokens, evenly spaced among all."""
     lengths = np.asarray(corpus.lengths)
     total = int(lengths.sum())
     if tokens is None or tokens >= total:
@@ -82,7 +82,7 @@ def _spaced(corpus: Documents, tokens: int | None) -> np.ndarray:
 def _blocks(
     corpus: Documents, chosen: np.ndarray, vocab_size: int, dtype: np.dtype
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Bigrams of several documents or of a part of one, how many documents ended, and their tokens."""
+    """Yields bigrams of several documents or of a part of one, how many documents ended, and their tokens."""
     held: list[np.ndarray] = []
     size, documents, length = 0, 0, 0
     for index in chosen:
@@ -105,7 +105,7 @@ def _keys(first: np.ndarray, second: np.ndarray, vocab_size: int, dtype: np.dtyp
 
 
 def _counted(ordered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different values of an ascending array, and how often each stands there."""
+    """Returns the distinct values of an ascending array, and how often each occurs."""
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)])
     return ordered[starts], np.diff(np.append(starts, len(ordered)))
 

@@ -22,7 +22,7 @@ BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one
 
 
 class Documents(Protocol):
-    """What is needed of a corpus: documents as 1-D integer arrays, and their lengths."""
+    """Gives documents as 1-D integer arrays, and their lengths: all that is needed of a corpus."""
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -179,7 +179,7 @@ def context_losses(
 
 
 class ScoredRows(NamedTuple):
-    """Some of the rows that were chosen, and a model's losses on them.
+    """Holds some of the rows that were chosen, and a model's losses on them.
 
     rows: int64 [B, 2], as of `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
     """

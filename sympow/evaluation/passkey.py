@@ -31,13 +31,13 @@ Continue = Callable[[Tensor, int], Tensor]
 
 
 class Words(Protocol):
-    """What is needed of a tokenizer."""
+    """Turns text into tokens: all that is needed of a tokenizer."""
 
     def encode(self, text: str) -> np.ndarray: ...
 
 
 class PasskeyRow(NamedTuple):
-    """How often a model named the number.
+    """Tells how often a model named the number.
 
     context: tokens of the text with the answer; depth: of the number, from 0, the beginning, to 1, the end; texts:
     how many; accuracy: share in which all of the number was right; digits: share of the answer's tokens that were.
@@ -188,7 +188,7 @@ def _batches(keys: Sequence[str], size: int) -> Iterable[Sequence[str]]:
 
 
 def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) -> Iterable[tuple[Tensor, Tensor]]:
-    """Texts and answers as batches: numbers of one tokenization together, as a batch has one length."""
+    """Returns texts and answers as batches. The rows of a batch have the same length, also of their answers."""
     groups: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for key in keys:
         text, answer = passkey_text(tokenizer, key, context, depth)
@@ -199,6 +199,6 @@ def _grouped(tokenizer: Words, keys: Sequence[str], context: int, depth: float) 
 
 
 def _right(continues: Continue, texts: Tensor, answers: Tensor) -> np.ndarray:
-    """The share of each answer's tokens that the model names: float64 [B]."""
+    """Returns the share of each answer's tokens that the model names: float64 [B]."""
     made = continues(texts, answers.shape[1]).cpu()
     return (made == answers).double().mean(1).numpy()

@@ -82,6 +82,6 @@ def shown_bins(curve: Curve) -> list[Bin]:
 
 
 def _tokens(count: float) -> str:
-    """1,024 as 1k, as contexts are named."""
+    """Returns a context by its short name: 1,024 as "1k"."""
     whole = round(count)
     return f"{whole // 1024:,}k" if whole >= 1024 and whole % 1024 == 0 else f"{whole:,}"

@@ -23,7 +23,7 @@ WINDOW = 8192
 
 @dataclass(frozen=True)
 class Column:
-    """A column by its name in JSON, its heading in text, and how its values are printed."""
+    """Holds a column: its name in JSON, its heading in text, and how its values are printed."""
 
     name: str
     heading: str

@@ -12,7 +12,7 @@ from sympow.layers.filters import make_filter
 
 
 class BaseConv(Mixer):
-    """y = (x W + b_1) * (h (*) x + b_2), * channel by channel, (*) causal (Arora et al., "Zoology", 2023, (1)).
+    """Computes (x W + b_1) * (h (*) x + b_2), * by channel, (*) causal (Arora et al., "Zoology", 2023, (1)).
 
     There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
 

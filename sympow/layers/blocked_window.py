@@ -17,14 +17,14 @@ from sympow.layers.window import WindowMixer
 
 @dataclass
 class BlockedWindowState(MixerState):
-    """Keys and values of the block of the last token, and the tokens so far."""
+    """Holds keys and values of the block of the last token, and the tokens so far."""
 
     block: KVCache
     position: int
 
 
 class BlockedWindowAttention(WindowMixer):
-    """Softmax attention within blocks of `window` tokens, rotary (Child et al., "Sparse Transformers", 2019, 4).
+    """Attends by softmax within blocks of `window` tokens, rotary (Child et al., "Sparse Transformers", 2019, 4).
 
     The first block starts with the sequence, or with its document. Options as in `WindowMixer`.
     """
@@ -59,7 +59,7 @@ class BlockedWindowAttention(WindowMixer):
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""
+        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
         batch, time = q.shape[:2]
         width = min(self.window, time)
         missing = -time % width  # filled up at the end, where no token of the sequence looks

@@ -118,7 +118,7 @@ class InputCache(MixerState):
 
 
 def _with_room(held: Tensor, room: int) -> Tensor:
-    """`held` [B, G, room now, C] with zeros behind it, up to `room`."""
+    """Returns `held` [B, G, room now, C] with zeros behind it, up to `room`."""
     if held.shape[2] >= room:
         return held
     grown = held.new_zeros(*held.shape[:2], room, held.shape[3])

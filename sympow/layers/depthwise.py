@@ -101,7 +101,7 @@ def _last(x: Tensor, past: Tensor, count: int) -> Tensor:
 
 @dataclass
 class ShortConvolutionState(MixerState):
-    """The last k - 1 inputs [B, k - 1, d], and the state of what stands behind the convolution."""
+    """Holds the last k - 1 inputs [B, k - 1, d], and the state of the mixer after the convolution."""
 
     counters: ClassVar[tuple[str, ...] | None] = ()
 

@@ -21,7 +21,7 @@ _TARGET = 1e-2  # a channel's taps fall to it within the shares of the filter th
 
 
 class LongFilter(nn.Module, ABC):
-    """A filter of `max_length` taps for every channel, and the causal convolution with it.
+    """Holds a filter of `max_length` taps for every channel, and convolves causally with it.
 
     There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
     """
@@ -77,7 +77,7 @@ class ExplicitFilter(LongFilter):
 
 
 class PositionFilter(LongFilter):
-    """A filter that a small network computes from the position of a tap.
+    """Computes a filter from the positions of its taps by a small network.
 
     The features of tap i are i / (max_length - 1), and the cosines and sines of 2 pi f i / max_length for `bands`
     frequencies f from 1e-4 to bands - 1.

@@ -53,7 +53,7 @@ def gated_queries(q: Tensor) -> Tensor:
 
 
 def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """[..., 3]: numbers of `dtype` that add up to -sums / (scale _ONE). The first has the gradient of all."""
+    """Returns [..., 3]: numbers of `dtype` that add up to -sums / (scale _ONE). The first has the gradient of all."""
     rest = -sums / (scale * _ONE)
     parts = []
     for _ in range(_PARTS):
@@ -112,5 +112,5 @@ class _Gated(torch.autograd.Function):
 
 
 def _steps(ctx: Any, time: int, like: Tensor) -> Tensor:
-    """[T, 1]: which of the stretches between restarts a token lies in."""
+    """Returns for every token the number of the stretch between restarts that it lies in, [T, 1]."""
     return (torch.arange(time, device=like.device) // ctx.sizes[2])[:, None]

@@ -17,14 +17,14 @@ from sympow.layers.state_space import DiagonalSSM
 
 @dataclass
 class H3State(MixerState):
-    """The shift model's state, the last N - 1 keys [B, N - 1, d], and the diagonal one's [B, H, K K, N / 2, 2]."""
+    """Holds the shift model's last N - 1 keys [B, N - 1, d] and the diagonal model's state [B, H, K K, N / 2, 2]."""
 
     shift: Tensor
     diagonal: Tensor
 
 
 class H3(Mixer):
-    """y = W_o (q^T SSM_diag(SSM_shift(k) v^T)) in heads (Fu et al., "Hungry Hungry Hippos", 2022, Algorithm 1).
+    """Computes W_o (q^T SSM_diag(SSM_shift(k) v^T)) in heads (Fu et al., "Hungry Hungry Hippos", 2022, Algorithm 1).
 
     A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs: it is
     computed as that, without a bias. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
@@ -82,11 +82,11 @@ class H3(Mixer):
         return self._read(q, kv, self.diagonal(kv))
 
     def _outer(self, k: Tensor, v: Tensor) -> Tensor:
-        """[B, T, d] twice -> k v^T in heads, [B, T, H, K K]."""
+        """Returns k v^T in heads, [B, T, H, K K], of k and v [B, T, d]."""
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
         return (k[..., :, None] * v[..., None, :]).flatten(-2)
 
     def _read(self, q: Tensor, kv: Tensor, past: Tensor) -> Tensor:
-        """q^T (past + skip * kv) in heads, [B, T, d]."""
+        """Returns q^T (past + skip * kv) in heads, [B, T, d]."""
         memory = (past + self.skip[:, None] * kv).unflatten(-1, (self.head_dim, self.head_dim))
         return (q.unflatten(-1, (-1, self.head_dim, 1)) * memory).sum(-2).flatten(2)

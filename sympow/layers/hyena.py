@@ -28,7 +28,7 @@ class HyenaState(MixerState):
 
 
 class Hyena(Mixer):
-    """y = W_o (q * (h (*) (k * v))), q, k, v = short convolutions of projections (Poli et al., "Hyena", 2023, order 2).
+    """Computes W_o (q * (h (*) (k * v))); q, k, v are short convolutions of projections (Poli et al., "Hyena", 2023).
 
     With `multi_head`, as in MultiHyena (Massaroli et al., "Laughing Hyena Distillery", 2023, section 4): a head of
     width d / n_heads has one filter, k v^T takes the place of k * v, and y = q^T (h (*) k v^T). There is no
@@ -94,12 +94,12 @@ class Hyena(Mixer):
         return self._long(*self._gated(self.short(projected)))
 
     def _gated(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, 3 d] -> q [B, T, d], and what a token leaves behind: k * v [B, T, d], or k and v [B, T, 2 d]."""
+        """Splits [B, T, 3 d] into q [B, T, d], and what later tokens need: k * v [B, T, d], or k and v [B, T, 2 d]."""
         q, k, v = projected.chunk(3, dim=-1)
         return q, k * v if self.heads == self.d_model else torch.cat([k, v], dim=-1)
 
     def _long(self, q: Tensor, seen: Tensor) -> Tensor:
-        """q [B, T', d] and what T >= T' tokens left -> [B, T', d], of the last T' tokens."""
+        """Maps q [B, T', d] and `gated` of T >= T' tokens to the outputs [B, T', d] of the last T' tokens."""
         h = self.filter(seen.shape[1])
         if self.heads == self.d_model:
             return q * last_outputs(seen, h, q.shape[1])

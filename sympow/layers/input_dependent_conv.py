@@ -21,7 +21,7 @@ from sympow.ops.convolution import causal_convolution
 
 
 class _InputDependentConv(Mixer):
-    """y = (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones, one a sequence.
+    """Computes (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones, one a sequence.
 
     The lags that a late token calls for act on early tokens too: the mixer is not causal, cannot be stepped, and serves
     tasks whose inputs are known at once.
@@ -152,7 +152,7 @@ class AutocorrelationConv(_InputDependentConv):
         return (weights[..., None] * at_lags(x, lags)).sum(2)
 
     def _largest(self, correlation: Tensor) -> Tensor:
-        """The `top_k` lags above 0 of the largest correlation [B, T]: int64 [B, top_k], fewer if T is."""
+        """Returns the `top_k` lags above 0 of the largest correlation [B, T]: int64 [B, top_k], fewer if T is."""
         return correlation[:, 1:].topk(min(self.top_k, correlation.shape[1] - 1), dim=1).indices + 1
 
 

@@ -117,7 +117,7 @@ class LinearAttention(AttentionMixer):
     def _inputs(
         self, x: Tensor, position: int | Tensor
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Rotated q and k, v, and of elu + 1 the features q and k before the rotation."""
+        """Returns rotated q and k, v, and for elu + 1 the features of q and k before the rotation."""
         if self.feature_map == "identity":
             return *self.rotated_heads(x, position), None
         q, k, v = self.heads(x)
@@ -127,7 +127,7 @@ class LinearAttention(AttentionMixer):
     def _divided(
         self, y: Tensor, features: tuple[Tensor, Tensor] | None, state: LinearAttentionState
     ) -> tuple[Tensor, Tensor | None]:
-        """y over the sums of the weights, and the sums of the keys' features [B, T, G, K], if it has features."""
+        """Returns y divided by the sums of the weights, and the sums of the keys' features [B, T, G, K], if any."""
         if features is None or state.feature_sum is None:
             return y, None
         q, k = features
@@ -141,12 +141,12 @@ class LinearAttention(AttentionMixer):
 
 
 def _running_sum(k: Tensor) -> Tensor:
-    """The sum of k [B, T, G, K] up to every token, in float32 at least."""
+    """Returns the sum of k [B, T, G, K] up to every token, in float32 at least."""
     return k.to(torch.promote_types(k.dtype, torch.float32)).cumsum(1)
 
 
 def _normalized(y: Tensor, q: Tensor, sums: Tensor) -> Tensor:
-    """y [B, T, H, V] divided by q [B, T, H, K] . sums [B, T, G, K], the sum of the weights."""
+    """Returns y [B, T, H, V] divided by q [B, T, H, K] . sums [B, T, G, K], the sum of the weights."""
     grouped = q.to(sums.dtype).unflatten(2, (sums.shape[2], -1))
     weight = (grouped * sums[:, :, :, None]).sum(-1).flatten(2)
     return (y / (weight[..., None] + 1e-6)).to(y.dtype)

@@ -18,7 +18,7 @@ from sympow.ops.convolution import causal_convolution
 
 @dataclass
 class LiquidS4State(MixerState):
-    """The part of the state linear in the inputs and the part of second order, [B, d, 1, N / 2, 2] each."""
+    """Holds the parts of the state of first and of second order in the inputs, [B, d, 1, N / 2, 2] each."""
 
     first: Tensor
     second: Tensor

@@ -13,7 +13,7 @@ from sympow.layers.filters import ExplicitFilter
 
 
 class LongConvolution(Mixer):
-    """GLU(W gelu(h * x)) with an explicit filter h (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
+    """Computes GLU(W gelu(h * x)), h explicit (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
 
     The output layer is that of S4. Left out: the squashing and the dropout of the filter, which regularize. There is
     no recurrence: stepping keeps the inputs and costs O(max_length) a token.

@@ -215,7 +215,7 @@ def _is_product(linear: nn.Module) -> bool:
 
 
 def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Tensor:
-    """The position n tokens later; positions [B, T, G] are those after every token, if they depend on the data."""
+    """Returns the position n tokens later. Data-dependent positions [B, T, G] are those after every token."""
     if positions is None:
         return position + n
     return positions[:, n - 1].clone() if n else position  # a view would hold all positions
@@ -301,6 +301,6 @@ def try_power(
 
 
 def _rolled_back(tail: DecodingState, time: int, n: int) -> DecodingState:
-    """The tail with the first n of its last `time` tokens."""
+    """Returns the tail with the first n of its last `time` tokens."""
     tail.rollback(time - n)
     return tail

@@ -86,7 +86,7 @@ class RetNet(AttentionMixer):
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
 
     def _decay(self, k: Tensor) -> Tensor:
-        """log gamma, [B, T, G]."""
+        """Returns log gamma, [B, T, G]."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         exponent = 5 + torch.arange(self.n_kv_heads, device=k.device, dtype=dtype)
         return torch.log1p(-torch.exp2(-exponent)).expand(k.shape[:3])

@@ -174,7 +174,7 @@ def _scan(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
 
 
 def _all_pairs(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
-    """`_scan` of few items, every sum by itself: n n products, but as many steps as one merge."""
+    """Computes `_scan` for few items, every sum by itself: n * n products, but as many steps as one merge."""
     a, b, exponent = (torch.cat(x, dim=1) for x in zip(start, items, strict=True))
     index = torch.arange(exponent.shape[1], device=exponent.device)
     lag = (index[:, None] - index)[..., None]
@@ -188,7 +188,7 @@ def _all_pairs(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]
 
 
 def _merged(earlier: _Sums, later: _Sums, decay: Tensor) -> _Sums:
-    """The sum of both, the earlier ones times e^-decay. One of the exponents must be finite."""
+    """Returns the sum of both, the earlier ones times e^-decay. One of the exponents must be finite."""
     moved = earlier.exponent - decay
     top = torch.maximum(moved.detach(), later.exponent)
     old, new = torch.exp(moved - top), torch.exp(later.exponent - top)

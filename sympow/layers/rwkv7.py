@@ -26,7 +26,7 @@ _SLOWEST = -exp(-0.5)  # the least logarithm of a decay, so a channel keeps more
 
 @dataclass
 class RWKV7State(MixerState):
-    """The last input [B, d], and the memory [B, H, V, K] in float32 at least."""
+    """Holds the last input [B, d], and the memory [B, H, V, K] in float32 at least."""
 
     counters: ClassVar[tuple[str, ...] | None] = ()
 
@@ -35,7 +35,7 @@ class RWKV7State(MixerState):
 
 
 class LowRank(nn.Module):
-    """x -> f(x A) B + c, with A at 0, B orthogonal times 0.1 and c given."""
+    """Maps x to f(x A) B + c, with A at 0, B orthogonal times 0.1 and c given."""
 
     def __init__(self, d_model: int, rank_factor: float, activation: nn.Module | None = None, bias: bool = True):
         super().__init__()
@@ -63,7 +63,7 @@ def low_rank(d_model: int, factor: float) -> int:
 
 
 class RWKV7(Mixer):
-    """The time mixing of RWKV-7 (Peng et al., "RWKV-7 Goose", 2025, section 4), in its recurrent form, in heads.
+    """Mixes as RWKV-7 does in time (Peng et al., "RWKV-7 Goose", 2025, section 4), in its recurrent form, in heads.
 
     S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t; decay w, rate a and gate g by
     low-rank maps of the token mixed with the one before. Left out: the residual of the first layer's values, which
@@ -160,7 +160,7 @@ class RWKV7(Mixer):
         return out, RWKV7State(x[:, -1].to(state.last.dtype, copy=True), memory)
 
     def _remembered(self, x: Tensor, r: Tensor, log_decay: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        """`delta_rule` in the form that suits x; the results have its dtypes."""
+        """Returns `delta_rule` in the form that suits x; the results have its dtypes."""
         device = x.device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         kernel = None

@@ -141,7 +141,7 @@ class SelectiveAttention(AttentionMixer):
     def _select(
         self, x: Tensor, choice: TopKState | InputCache, *tokens: Tensor
     ) -> tuple[Tensor, Tensor | None, TopKState | InputCache]:
-        """Which rows of x [B, T, d] are selected, bool [B, T]; their scores [B, T, 1] if learned; the choice after."""
+        """Returns the selected rows of x [B, T, d] as bool [B, T]; scores [B, T, 1] if learned; and the next state."""
         if isinstance(choice, InputCache):
             choice = choice.extend(tokens[0][..., None])
             return distance_to_previous(choice.ordered()[..., 0])[:, -x.shape[1] :] > 0, None, choice
@@ -182,7 +182,7 @@ class SelectiveAttention(AttentionMixer):
 
 
 def _most(selected: Tensor) -> int:
-    """How many rows ask in any sequence; as many as there are while a CUDA graph is captured, which reads no number."""
+    """Returns the most rows that ask in a sequence; all rows while a CUDA graph is captured, which reads no number."""
     if selected.is_cuda and torch.cuda.is_current_stream_capturing():
         return selected.shape[1]
     return int(selected.sum(1).max())

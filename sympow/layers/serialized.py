@@ -33,7 +33,7 @@ _SCALE = ".scale"
 
 @dataclass(frozen=True)
 class SerializedState:
-    """A state as `serialize` gives it.
+    """Holds a state as `serialize` returns it.
 
     Attributes:
         tensors: by name, on any device.
@@ -123,7 +123,7 @@ def _packed(value: Any, name: str, dtype: str, tensors: dict[str, Tensor], kept:
 
 
 def _held(value: Any, field: str) -> Any:
-    """A field of a state, without the spare room of a cache."""
+    """Returns a field of a state, without the spare room of a cache."""
     item = getattr(value, field)
     dim = _room_dim(type(value), field)
     if dim is None:
@@ -132,7 +132,7 @@ def _held(value: Any, field: str) -> Any:
 
 
 def _room_dim(kind: type, field: str) -> int | None:
-    """The dimension of a cache's tensor along which its tokens lie."""
+    """Returns the dimension of a cache's tensor along which its tokens lie."""
     if issubclass(kind, KVCache) and field in ("k", "v"):
         return 2
     return 1 if kind is InputCache and field == "x" else None
@@ -156,7 +156,7 @@ def _packed_tensor(x: Tensor, name: str, dtype: str, tensors: dict[str, Tensor])
 
 
 def _quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """x in int8 from -127 to 127, and the float32 scale of each row [..., 1]."""
+    """Returns x in int8 from -127 to 127, and the float32 scale of each row [..., 1]."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
     if not largest.isfinite().all():
@@ -214,7 +214,7 @@ def _with_room(held: Tensor, room: int, dim: int) -> Tensor:
 
 
 def _types() -> dict[str, type]:
-    """The dataclasses that a state may be made of, by name."""
+    """Returns the dataclasses that a state may be made of, by name."""
     found: dict[str, type] = {"PowerState": PowerState, "DecodingState": DecodingState}
     left: list[type] = [MixerState]
     while left:

@@ -113,7 +113,7 @@ class SoftmaxAttention(AttentionMixer):
     def _gated_step(
         self, x: Tensor, state: KVCache | GatedCache, gate: Float32Linear
     ) -> tuple[Tensor, KVCache, Tensor]:
-        """The heads' outputs, the cache, and the sum of log_g up to every token [B, T', G]."""
+        """Returns the heads' outputs, the cache, and the sum of log_g up to every token [B, T', G]."""
         if not isinstance(state, GatedCache):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
@@ -202,10 +202,10 @@ def empty_cache(
 
 
 def _cut(before: KVCache, after: Any, n: int) -> KVCache:
-    """The cache `after` without the tokens behind the first n that it has more than `before`."""
+    """Returns the cache `after` without the tokens behind the first n that it has more than `before`."""
     return before if n == 0 else replace(after, length=before.length + n)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""
+    """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True).transpose(1, 2)

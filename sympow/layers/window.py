@@ -20,7 +20,7 @@ LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 
 class WindowMixer(AttentionMixer):
-    """Softmax attention to `window` tokens at most; subclasses say to which.
+    """Attends by softmax to `window` tokens at most; subclasses choose which.
 
     Args:
         window: in tokens; at least 1.
@@ -92,7 +92,7 @@ class WindowAttention(WindowMixer):
         return both_ways(time, self, self.window)
 
     def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, H, T', K], [B, G, T', K], [B, G, T', V] behind the tokens of `past` -> [B, H, T', V]."""
+        """Maps [B, H, T', K], [B, G, T', K], [B, G, T', V] behind the tokens of `past` to [B, H, T', V]."""
         seen = min(past.length, self.window - 1)
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
         k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)
@@ -100,7 +100,7 @@ class WindowAttention(WindowMixer):
         return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, T, H, K], [B, T, G, K], [B, T, G, V] -> [B, T, H, V]."""
+        """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return attend_in_window(q, k, v, self.window).transpose(1, 2)
 
@@ -139,7 +139,7 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def _band(new: int, total: int, window: int, like: Tensor) -> Tensor:
-    """[new, total]: 0 where one of the last `new` of `total` tokens sees another, -inf where not."""
+    """Returns [new, total]: 0 where one of the last `new` of `total` tokens sees another, -inf where not."""
     position = torch.arange(total, device=like.device)
     distance = position[total - new :, None] - position
     seen = (distance >= 0) & (distance < window)

@@ -21,7 +21,7 @@ _FIELDS_OF: dict[str, tuple[Body, ...]] = {
 
 
 def _with_lists(value: Any) -> Any:
-    """`value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
+    """Returns `value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
     if isinstance(value, Mapping):
         return {key: _with_lists(item) for key, item in value.items()}
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value

@@ -90,7 +90,7 @@ class Context:
 
 @dataclass(frozen=True)
 class ContextHeader:
-    """What a context file says of itself.
+    """Holds what a context file says of itself.
 
     Attributes:
         tokens, digest: as of `Context`.
@@ -246,7 +246,7 @@ def _safetensors() -> Any:
 
 
 def _owned(x: Tensor) -> Tensor:
-    """x on the CPU in memory of its own: the format refuses tensors that share theirs."""
+    """Returns x on the CPU in memory of its own: the format refuses tensors that share theirs."""
     x = x.detach().cpu().contiguous()
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
@@ -297,7 +297,7 @@ def _seal(path: Path) -> None:
 
 
 def _header(file: BinaryIO, path: Path) -> tuple[bytes, re.Match[bytes]]:
-    """The file's beginning up to its tensors, and where the checksum stands in it."""
+    """Returns the file's beginning up to its tensors, and where the checksum stands in it."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")

@@ -140,7 +140,7 @@ def _sliced_sum(hidden: Tensor, weight: Tensor, rows: int, losses: Losses) -> Te
 
 
 def _dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype of products of `hidden`."""
+    """Returns the dtype of products of `hidden`."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 

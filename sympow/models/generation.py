@@ -192,7 +192,7 @@ def ranked(
 
 
 def _sample_of(vocab_size: int | None, logits: Tensor, **options: Any) -> Tensor:
-    """`sample` of the first `vocab_size` tokens."""
+    """Returns `sample` of the first `vocab_size` tokens."""
     return sample(logits[:, :vocab_size], **options)
 
 
@@ -206,7 +206,7 @@ def _steps(
     draw: Callable[[Tensor], Tensor],
     drafts: Drafts | None,
 ) -> Iterator[Drawn]:
-    """`chunk` is in tokens of the prompt; `draw` takes logits [B, vocab] to tokens [B]."""
+    """Yields the tokens drawn. `chunk` is in tokens of the prompt; `draw` maps logits [B, vocab] to tokens [B]."""
     before = Context.begin(model, prompt.shape[0]) if context is None else context.clone()
     logits, state = before.logits, before.state
     if prompt.shape[1]:

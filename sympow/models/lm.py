@@ -280,7 +280,7 @@ class LanguageModel(nn.Module):
         return vectors if self.embedding_norm is None else self.embedding_norm(vectors)
 
     def _norms(self) -> list[nn.Module]:
-        """The norms around the blocks."""
+        """Returns the norms around the blocks."""
         return [norm for norm in (self.embedding_norm, self.final_norm) if norm is not None]
 
     def _vectors(self, tokens: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
     def _logit_rows(self, hidden: Tensor) -> int:
-        """Tokens of a slice: a power of two, so that slices of long rows are alike."""
+        """Returns the number of tokens in a slice: a power of two, so that slices of long rows are alike."""
         most = _LOGIT_ELEMENTS["cuda" if hidden.is_cuda else "cpu"] // self.config.vocab_size
         return 1 << max(0, most.bit_length() - 1)
 

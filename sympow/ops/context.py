@@ -55,7 +55,7 @@ def exclusive_scan_of_message(
 def _scan(
     message: Tensor, log_decay: Tensor | None, widths: Sequence[int], group: dist.ProcessGroup, reverse: bool
 ) -> Tensor:
-    """A chain: a rank receives the sum of those before it, and sends on that with its own.
+    """Scans along a chain: a rank receives the sum of those before it, and sends it on with its own added.
 
     On a GPU only the receiver waits, and only once: the sender is then ahead by the time of a message, and what it
     sends next is there when it is needed.
@@ -78,7 +78,7 @@ def _scan(
 
 
 def _leaving(own: Tensor, log_decay: Tensor | None, incoming: Tensor, widths: Sequence[int]) -> Tensor:
-    """own + exp(log_decay) incoming."""
+    """Returns own + exp(log_decay) * incoming."""
     if log_decay is None:
         return own + incoming
     out, rows, decay = torch.empty_like(own), len(log_decay), log_decay.exp()[:, None]
@@ -155,7 +155,7 @@ class _PreviousTokens(torch.autograd.Function):
 
 
 def _neighbour(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
-    """What the rank before has in the place of x, the rank after in reverse; zeros where there is none."""
+    """Returns x of the previous rank, in reverse that of the next rank; zeros where there is none."""
     if torch.compiler.is_compiling():
         return _neighbour_as_operator(x, group.group_name, reverse)
     return _exchanged(x, group, reverse)

@@ -91,7 +91,7 @@ def convolve_by_matrices(x: Tensor, h: Tensor) -> Tensor:
 
 
 def _matrices(h: Tensor, time: int) -> Tensor:
-    """h [F, S] -> [F, T, T], h_{t-s} in row s and column t.
+    """Maps filters h [F, S] to matrices [F, T, T] with h_{t-s} in row s and column t.
 
     Rows of S taps and T zeros, read as rows of one element less: each begins one element earlier than the row above it.
     Its gradient is a sum in a fixed order, where that of indexing would be atomic additions on a GPU.
@@ -102,5 +102,5 @@ def _matrices(h: Tensor, time: int) -> Tensor:
 
 
 def _outer_shape(*tensors: Tensor) -> torch.Size:
-    """The shape tensors are broadcast to, time left out: [B, 1, ...]."""
+    """Returns the shape tensors are broadcast to, time left out: [B, 1, ...]."""
     return torch.broadcast_shapes(*(tensor[:, :1].shape for tensor in tensors))

@@ -339,14 +339,14 @@ def _power_layer(
     kv_heads: int,
     element_bytes: int,
 ) -> Cost:
-    """`flops`, the state, and the traffic of inputs, outputs and gates, and of the state written and read again."""
+    """Returns `flops`, the state, and the traffic of inputs, outputs, gates and of the state (written, then read)."""
     state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
     moved = _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes) + 2 * crossings * state * STATE_BYTES
     return Cost(flops, moved + (kv_heads * time * GATE_BYTES if gated else 0), state)
 
 
 def _io_bytes(time: int, key_dim: int, value_dim: int, heads: int, kv_heads: int, element_bytes: int) -> int:
-    """q, k and v read, the output written."""
+    """Returns the traffic of reading q, k and v and of writing the output."""
     return time * (heads + kv_heads) * (key_dim + value_dim) * element_bytes
 
 

@@ -131,7 +131,7 @@ def _attended(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """What T tokens, q [B, G, R, T, K] times the scale, read of a state and a tail: [B, G, R, T, V].
+    """Returns what T tokens, q [B, G, R, T, K] times the scale, read of a state and a tail: [B, G, R, T, V].
 
     `held` [..., T, C] tells which of the tail each of them sees: those up to itself.
     """

@@ -170,7 +170,7 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
     dout = torch.zeros_like(out) if dout is None else dout
 
     def dtotal(span: slice) -> Tensor:
-        """The gradient of numerator and normalizer, [N, V + 1, R, C]."""
+        """Returns the gradient of numerator and normalizer, [N, V + 1, R, C]."""
         d = dout[:, span].to(sequence.dtype)
         if normalizer is None:
             return sequence.queries(torch.cat([d, torch.zeros_like(d[..., :1])], dim=3))
@@ -229,7 +229,7 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
 
 
 def _own_gradients(chunk: Chunk, dtotal: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [N, K, R, C], dk [N, K, C] and dv [N, V + 1, C] through the chunk's own scores."""
+    """Returns dq [N, K, R, C], dk [N, K, C] and dv [N, V + 1, C] through the chunk's own scores."""
     dq, dk, dv = torch.zeros_like(chunk.q), torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
     for block in score_blocks(chunk):
         d = block.decayed_rows(dtotal)

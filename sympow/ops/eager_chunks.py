@@ -82,7 +82,7 @@ class ChunkedSequence:
         return out.flatten(0, 1)
 
     def _filled(self, shape: Sequence[int]) -> Tensor:
-        """An uninitialised tensor for `shape` with whole blocks of scores along time, zero where that is longer."""
+        """Returns an uninitialised tensor for `shape`, with time rounded up to whole blocks of scores by zeros."""
         *channels, time = shape
         out = self.q.new_empty(*channels, whole_blocks(time), dtype=self.dtype)
         out[..., time:] = 0

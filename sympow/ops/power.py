@@ -255,7 +255,7 @@ _IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "re
 
 
 def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
-    """`chunked`: whether the call needs states, which not every implementation has for every p and K."""
+    """Returns the implementation. `chunked` says whether the call needs states, which some lack for some p and K."""
     if impl == "auto":
         return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
     if impl not in _IMPLEMENTATIONS:
@@ -268,7 +268,7 @@ def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
 
 
 def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
-    """Why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
+    """Returns why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
     if NO_TRITON:
         return NO_TRITON
     from sympow.ops import triton

@@ -197,7 +197,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _grouped(positions: Tensor) -> Tensor:
-    """[1, T, 1] or [B, T, 1] or [B, T, G]."""
+    """Returns positions as [1, T, 1], [B, T, 1] or [B, T, G]."""
     shape = {1: (1, -1, 1), 2: (*positions.shape, 1)}.get(positions.ndim, positions.shape)
     return positions.reshape(shape)
 
@@ -211,14 +211,14 @@ def _check_positions(positions: Tensor, grouped: Tensor, shape: Sequence[int]) -
 
 
 def _turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of theta c, [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
+    """Returns cos and sin of theta c, [B, T, G, 1, K/2]: the angle is reduced to one turn while still in float64."""
     turn = positions[..., None, None].to(torch.float64) * (frequencies / tau)
     angle = (turn - turn.round()).mul_(tau).to(dtype)
     return angle.cos(), angle.sin()
 
 
 def _pairs(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The first and the second channels of the pairs of [B, T, H, K], each [B, T, G, R, K/2]."""
+    """Returns the first and the second channels of the pairs of [B, T, H, K], each [B, T, G, R, K/2]."""
     first, second = x.unflatten(-1, (-1, 2)).unflatten(2, (groups, -1)).unbind(-1)
     return first, second
 

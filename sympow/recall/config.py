@@ -221,7 +221,7 @@ def _check_mixer(name: str, options: str, width: int, heads: int) -> None:
 
 
 def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The options of a mixer, and of one behind its convolution, with the `max_length` that it needs and lacks."""
+    """Returns the options of a mixer, or of the one behind its convolution, with the `max_length` that it needs."""
     options = dict(options)
     if options.get("mixer") is not None:
         options["options"] = _with_length(options["mixer"], options.get("options") or {}, length)

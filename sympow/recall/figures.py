@@ -162,7 +162,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
 
 
 def _held(rows: Sequence[Row]) -> tuple[int, int]:
-    """The most pairs of a model and seed that are solved, and the bits of its state there."""
+    """Returns the most pairs of a model and seed that are solved, and the bits of its state there."""
     solved = [row for row in rows if row["test_accuracy"] >= SOLVED]
     if not solved:
         return 0, 8 * min(row["state_bytes"] for row in rows)
@@ -183,7 +183,7 @@ def _title(names: Sequence[str], values: Sequence[Any]) -> str:
 
 
 def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side, four in a row at most."""
+    """Returns a figure with panels side by side, four in a row at most."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -212,7 +212,7 @@ def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
 
 
 def _by_model(all_rows: Sequence[Row], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """The rows of every model and how it is drawn, which is the same in all panels."""
+    """Returns the rows of every model and how it is drawn, which is the same in all panels."""
     models = list(group(all_rows, "model"))
     styled = []
     for key, same in group(rows, "model").items():

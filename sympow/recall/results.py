@@ -88,7 +88,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _validation(rows: Iterable[Row]) -> tuple[float, float]:
-    """What is to be highest: the mean accuracy, then the mean loss negated, one that is no number being the worst."""
+    """Returns the key to maximize: the mean accuracy, then the negated mean loss, where NaN counts as the worst."""
     rows = list(rows)
     loss = mean(row["validation_loss"] for row in rows)
     return mean(row["validation_accuracy"] for row in rows), -loss if loss == loss else float("-inf")

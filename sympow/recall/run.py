@@ -103,7 +103,7 @@ def describe_tasks(tasks: Sequence[AnyTask]) -> str:
 
 
 def _described(config: RecallConfig, task: AnyTask, model: RecallModel) -> dict[str, Any]:
-    """What the run was, and the size of the model and of its state after the task's rows."""
+    """Returns what the run was, and the size of the model and of its state after the task's rows."""
     shape, architecture = config.model, config.architecture
     causal = all(block.mixer.causal for block in model.blocks)  # the others have no state
     state = model.state_size(task.length) if causal else None

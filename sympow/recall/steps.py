@@ -177,11 +177,11 @@ class RecallTraining:
         cursor += len(cursor)
 
     def _backward(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        """The loss, whose gradients are then on the parameters."""
+        """Returns the loss, whose gradients are then on the parameters."""
         (loss,) = backward([partial(self.loss, self.model, tokens, places, labels, self.config.precision)])
         return loss
 def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, precision: str) -> Tensor:
-    """The mean loss of the queries."""
+    """Returns the mean loss of the queries."""
     with autocast(precision, tokens.device):
         logits = model.query_logits(tokens, places)
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

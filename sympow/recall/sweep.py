@@ -143,14 +143,14 @@ class _Run:
         return partial(self._rows, device)
 
     def _rows(self, device: str, config: RecallConfig) -> list[dict[str, Any]]:
-        """The rows of a run on a device, with the further columns."""
+        """Returns the rows of a run on a device, with the further columns."""
         rows = run(config, device=device, compiled=self.compiled, cuda_graphs=self.cuda_graphs, quiet=self.quiet,
                    tracker=self.tracker)  # fmt: skip
         return [row | dict(self.about) for row in rows]
 
 
 def _cost(config: RecallConfig) -> int:
-    """About what a run costs, to begin with the longest."""
+    """Returns roughly what a run costs, so that the longest start first."""
     tokens = sum(task.length for task in config.train) * config.examples // len(config.train)
     return config.epochs * tokens * config.width * config.architecture.layers
 

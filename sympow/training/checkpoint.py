@@ -217,7 +217,7 @@ def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str
 
 
 def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:
-    """`state` with the name of a weight that version 0.1 called otherwise: the norm of the heads' outputs."""
+    """Returns `state` with the name of a weight that version 0.1 called otherwise: the norm of the heads' outputs."""
     renamed = {name.replace(".head_norm.", ".out_norm."): name for name in own if ".head_norm." in name}
     return {renamed.get(name, name): tensor for name, tensor in state.items()}
 
@@ -262,7 +262,7 @@ def _flat(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _with_tensors(header: Checkpoint, flat: dict[str, Tensor]) -> Checkpoint:
-    """The inverse of `_flat`."""
+    """Returns the inverse of `_flat`."""
     model: dict[str, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in flat.items():
@@ -311,7 +311,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _instead(path: Path) -> str:
-    """Which older checkpoint can stand in for an unreadable one."""
+    """Returns which older checkpoint can stand in for an unreadable one."""
     older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and _is_whole(other)]
     return f"; remove it to continue from {older[-1]}" if older else ""
 
@@ -331,7 +331,7 @@ def _step(path: Path) -> int:
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """The OSError behind `error`: torch's writer buries it under an error of its own."""
+    """Returns the OSError behind `error`: torch's writer buries it under an error of its own."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OSError):

@@ -203,7 +203,7 @@ class _Training:
         return [make_pass(self.ranks.part(self.batches[first + i]), self.model, self.device) for i in own]
 
     def _row(self, done: int, evaluates: bool) -> dict[str, Any]:
-        """The metrics after `done` steps, with the held-out loss if asked for."""
+        """Returns the metrics after `done` steps, with the held-out loss if asked for."""
         settings, objective = self.settings, self.objective
         speed = (self.tokens - self.logged_tokens) / max(self.seconds - self.logged_seconds, 1e-9)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds

@@ -40,7 +40,7 @@ def override(config: C, assignments: Sequence[str]) -> C:
 
 
 def _apply(value: Any, kind: Any, change: Any, path: str) -> Any:
-    """`value`, of the type `kind`, with `change`: a text in its stead, or a dict of changes to its parts."""
+    """Returns `value`, of the type `kind`, with `change`: a text in its stead, or a dict of changes to its parts."""
     if isinstance(change, str):
         return _read(change, kind, path)
     prefix = f"{path}." if path else ""
@@ -68,7 +68,7 @@ def _apply(value: Any, kind: Any, change: Any, path: str) -> Any:
 
 
 def _read(text: str, kind: Any, path: str) -> Any:
-    """`text` as a value of the type `kind`."""
+    """Returns `text` as a value of the type `kind`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if type(None) in arguments and text.lower() == "none":

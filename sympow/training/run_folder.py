@@ -196,7 +196,7 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_older(config: dict[str, Any]) -> bool:
-    """Whether the config of a run is of version 0.1, which knew no bodies."""
+    """Returns whether the config of a run is of version 0.1, which knew no bodies."""
     return "body" not in config.get("model", {})
 
 

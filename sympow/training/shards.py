@@ -95,7 +95,7 @@ class _Contents(pickle.Unpickler):
 
 
 def _contents(folder: Path) -> Metadata:
-    """The table of contents, before the library reads it, which would unpickle anything."""
+    """Reads the table of contents safely, before the library reads it, which would unpickle anything."""
     with open(folder / ".metadata", "rb") as file:
         return _Contents(file).load()
 
@@ -108,7 +108,7 @@ def _check_sizes(folder: Path, contents: Metadata) -> None:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What failed on the first rank that did."""
+    """Returns what failed on the first rank that did."""
     first = min(error.failures)
     return error.failures[first][0]
 

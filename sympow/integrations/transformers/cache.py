@@ -276,7 +276,7 @@ def _selected(state: MixerState | None, places: Sequence[int]) -> MixerState | N
 
 
 def _mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
-    """`value` with function(tensor, the tensors in its place in the others) for every tensor in it."""
+    """Returns `value` with function(tensor, the tensors in its place in the others) for every tensor in it."""
     if isinstance(value, Tensor):
         return function(value, *others)
     if isinstance(value, list | tuple):
@@ -289,7 +289,7 @@ def _mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """What has to be equal for two states to stand in the same tensors."""
+    """Returns what has to be equal for two states to be held in the same tensors."""
     if isinstance(value, Tensor):
         return value.shape[1:], value.dtype, value.device
     if isinstance(value, list | tuple):

@@ -130,7 +130,7 @@ def _kind(text: str) -> str:
 
 
 def _byte_level() -> str:
-    """The tokenizer of bytes for the library tokenizers: a BPE without merges, byte b as token b."""
+    """Returns the tokenizer of bytes for the library tokenizers: a BPE without merges, byte b as token b."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown}

@@ -82,7 +82,7 @@ def gguf_tokenizer(file: Path) -> str:
 
 
 def _splitters() -> dict[str, list[dict[str, Any]]]:
-    """How a text is split before merges, by the name that a file gives it."""
+    """Returns how a text is split before merges, by the name in the file."""
 
     def words(digits: str) -> list[dict[str, Any]]:
         split = {"type": "Split", "pattern": {"Regex": _WORDS % digits}, "behavior": "Isolated", "invert": False}

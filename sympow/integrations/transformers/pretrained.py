@@ -90,7 +90,7 @@ def check_vocabulary(tokenizer: str, vocab_size: int, name: str) -> None:
 
 
 def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments by which `from_pretrained` finds a folder, a GGUF file or an id."""
+    """Returns the arguments by which `from_pretrained` finds a folder, a GGUF file or an id."""
     path = Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -106,7 +106,7 @@ def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _opened(source: str | os.PathLike[str], factory: Any, where: Mapping[str, Any], **options: Any) -> Any:
-    """factory.from_pretrained, whose errors come as one line."""
+    """Calls factory.from_pretrained; its errors become one line."""
     try:
         return factory.from_pretrained(**where, **options)
     except ImportError as error:
@@ -118,7 +118,7 @@ def _opened(source: str | os.PathLike[str], factory: Any, where: Mapping[str, An
 
 
 def _tokenizer(source: str | os.PathLike[str], where: Mapping[str, Any]) -> str | None:
-    """The text of the tokenizer.json; None for a folder without one."""
+    """Returns the text of the tokenizer.json; None for a folder without one."""
     folder = Path(source)
     if folder.is_dir():
         file = folder / "tokenizer.json"
@@ -130,7 +130,7 @@ def _tokenizer(source: str | os.PathLike[str], where: Mapping[str, Any]) -> str 
 
 
 def _beside(source: str | os.PathLike[str]) -> dict[str, str]:
-    """What stands beside the tokenizer, by the names of files."""
+    """Returns the texts of the files beside the tokenizer, by their names."""
     if Path(source).suffix == ".gguf":
         return gguf_beside(Path(source))
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -159,7 +159,7 @@ def _check_config(config: Any, name: str) -> None:
 
 
 def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageModel:
-    """The native model of a config and weights by their names in transformers."""
+    """Makes the native model of a config, with weights by their names in transformers."""
     for key, weight in weights.items():
         if not weight.is_floating_point() or weight.is_meta:
             kind = "on the meta device" if weight.is_meta else f"quantized ({str(weight.dtype).removeprefix('torch.')})"
@@ -194,7 +194,7 @@ def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageMo
 
 
 def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) -> dict[str, Tensor]:
-    """Weights by their names here, as `LanguageModel.load_state_dict` takes them."""
+    """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them."""
     ours = {"embedding.weight": weights["model.embed_tokens.weight"], "final_norm.weight": weights["model.norm.weight"]}
     if not config.tie_embeddings:
         ours["head.weight"] = weights["lm_head.weight"]

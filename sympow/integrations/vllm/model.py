@@ -135,6 +135,6 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
 
 
 def _page(vllm_config: VllmConfig) -> Page:
-    """What a page of this rank holds."""
+    """Returns what a page of this rank holds."""
     config, ranks = vllm_config.model_config.hf_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     return common_page(rank_blocks(config, ranks), current_platform.device_type, vllm_config.model_config.dtype)

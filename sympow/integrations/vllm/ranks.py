@@ -68,7 +68,7 @@ def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: 
 
 
 def _pieces(name: str, block: PreNormBlock, size: int, ranks: int) -> list[int]:
-    """Of what lengths the parts of a weight are that are split each by itself."""
+    """Returns the lengths of those parts of a weight that are split separately."""
     mixer: Any = block.mixer
     if name.startswith("mixer.qkv"):
         keys, values = mixer.head_dim * mixer.n_kv_heads, mixer.value_dim * mixer.n_kv_heads

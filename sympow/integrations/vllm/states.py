@@ -114,7 +114,7 @@ class PagedMixer(MambaBase):
         return y
 
     def _state(self, part: Part) -> MixerState:
-        """The states of a part, copied out of their pages."""
+        """Returns the states of a part, copied out of their pages."""
         taken = []
         for held, first in zip(self.kv_cache, self.first.tensors(), strict=True):
             begins = (part.read == 0).view(-1, *[1] * (held.ndim - 1))

@@ -151,7 +151,7 @@ class PreNormBlock(Block):
 
     @abstractmethod
     def _narrowed(self, hidden: Tensor) -> Tensor:
-        """The nonlinearity of the MLP, and `mlp_out`."""
+        """Computes the nonlinearity of the MLP, then `mlp_out`."""
 
 
 def step_mixer(mixer: Mixer, x: Tensor, state: Any, tokens: Tensor | None) -> tuple[Tensor, MixerState]:

@@ -140,7 +140,7 @@ class RWKV7Block(Block):
     def _continued(
         self, step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: RWKV7BlockState
     ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-        """The block's output, what `step` of the mixer gives beside its own, and the inputs of mixer and MLP."""
+        """Returns the block's output, what the mixer's `step` returns beside that, and the inputs of mixer and MLP."""
         y = self.mixer_norm(x)
         if state.mixer_last is None:
             out, mixer = step(y, state.mixer)
@@ -168,13 +168,13 @@ class RWKV7Block(Block):
         return x + self._channels_mixed(z, self._before(z, cu_seqlens))
 
     def _before(self, y: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """y [B, T, d] one token later, 0 before the first token of a row or document."""
+        """Returns y [B, T, d] one token later, 0 before the first token of a row or document."""
         if self.context_group is None:
             return tokens_before(y, y.new_zeros(y.shape[0], y.shape[2]), cu_seqlens)
         return tokens_before(y, previous_tokens(y, 1, self.context_group)[:, 0], cu_seqlens)
 
     def _gated(self, y: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """What the mixer reads of y [B, T, d], and the gate of what it gives."""
+        """Returns what the mixer reads of y [B, T, d], and the gate of what it gives."""
         step = before - y
         return y + self.mixer_shift * step, self.gate(y + self.gate_shift * step)
 

@@ -14,7 +14,7 @@ from sympow.ops.convolution import causal_convolution
 
 @dataclass(frozen=True)
 class Layer:
-    """y = (u W + b_1) * (h (*) u + b_2) on a tape of N rows and d channels, * channel by channel.
+    """Computes (u W + b_1) * (h (*) u + b_2) on a tape of N rows and d channels, * channel by channel.
 
     Attributes:
         weight: W, [d, d].
@@ -106,7 +106,7 @@ def remember(head: int, inner: Sequence[Layer]) -> list[Layer]:
 
 
 def _beside(layer: Layer, head: int) -> Layer:
-    """`layer` on the rows behind the first `head` of the first d channels; the last d channels pass."""
+    """Returns `layer` on the rows behind the first `head` of the first d channels; the last d channels pass."""
     if layer.circular:
         raise ValueError("a circular layer turns round at the end of its own tape and cannot stand on a longer one")
     rows, width = head + layer.gate_bias.shape[0], layer.weight.shape[0]

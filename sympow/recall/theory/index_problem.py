@@ -24,7 +24,7 @@ _WIDTH_BITS = 64  # a state is written with the width of a level, in float64
 
 @dataclass(frozen=True)
 class Memory:
-    """A mixer with a state of fixed size, and how its state is written down.
+    """Describes a mixer with a state of fixed size, and how its state is written down.
 
     Attributes:
         label: its name in tables.
@@ -97,11 +97,11 @@ def most_possible(bits_per_stored: float) -> float:
 
 
 def _signs(rows: int, count: int, width: int, generator: torch.Generator) -> Tensor:
-    """Random entries 1 and -1, float64 [rows, count, width]."""
+    """Returns random entries 1 and -1, float64 [rows, count, width]."""
     return 2.0 * torch.randint(2, (rows, count, width), generator=generator).double() - 1
 
 
 def _rounded(s: Tensor, bits: int) -> Tensor:
-    """s [B, G, D, V] rounded to 2**bits - 1 levels between the largest magnitude of its row and minus that."""
+    """Returns s [B, G, D, V] rounded to 2**bits - 1 levels between the largest magnitude of its row and minus that."""
     width = s.abs().amax((1, 2, 3), keepdim=True) / (2 ** (bits - 1) - 1)
     return (s / width).round() * width

@@ -119,7 +119,7 @@ def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
 
 
 def _look_up(ordered: Tensor, wanted: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
-    """Where wanted [n, m, k] would stand in ordered [n, m, size], and whether it does stand there.
+    """Returns where wanted [n, m, k] would stand in ordered [n, m, size], and whether it does stand there.
 
     A search alone only tells how many keys are smaller: the key there must be compared too.
     """

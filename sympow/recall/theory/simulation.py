@@ -42,7 +42,7 @@ def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
 
 
 def _gated(rows: int, d: int, *, source: int, kernel: torch.Tensor, keep_first: bool) -> Layer:
-    """The second d channels are convolved with `kernel` and gated by block `source`; the first d pass or vanish."""
+    """Convolves the second d channels with `kernel` and gates them by block `source`; the first d pass or vanish."""
     weight = torch.zeros(3 * d, 3 * d, dtype=torch.float64)
     weight[source * d : (source + 1) * d, d : 2 * d] = torch.eye(d)
     gate = torch.zeros(rows, 3 * d, dtype=torch.float64)
