@@ -160,6 +160,18 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     assert [bool(cell["outputs"]) for cell in book["cells"] if cell["cell_type"] == "code"] == stored
 
 
+def test_the_drawings_of_the_kernels_are_those_of_the_script(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    script = load_script("draw_kernels")
+    script.main(tmp_path)
+    drawn = sorted(file.name for file in tmp_path.iterdir())
+    assert drawn == sorted(file.name for file in script.FOLDER.iterdir())
+    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    assert all(f"(kernels/{name})" in page for name in drawn)
+    titles = "".join(axis.get_title() for axis in script.bases().axes)
+    assert all(f"{rows} rows" in titles for rows in ("4,096", "2,080", "3,072", "2,560"))
+
+
 def test_every_public_name_has_its_place_in_the_api():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     missing = []
