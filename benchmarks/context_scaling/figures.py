@@ -41,7 +41,10 @@ def summary(found: Found) -> Any:
     axes[0].set_ylim(len(points) - 0.5, -0.5)
     axes[0].axvline(1, color="0.35", linewidth=1)
     axes[0].set_xlabel("held-out loss over that of softmax attention", fontsize=9)
-    return finish(figure, axes)
+    finish(figure, axes, legend=False)
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    axes[0].legend(handles.values(), handles.keys(), loc="lower right", fontsize=9)
+    return figure
 
 
 def differences(found: Found, study: str) -> Any:

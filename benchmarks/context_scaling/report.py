@@ -107,5 +107,6 @@ def _cells(rows: Sequence[Row]) -> str:
 
 
 def _summary(found: Found, figures_beside: str) -> str:
-    picture = f"![Held-out loss over that of softmax attention]({figures_beside}/summary.png)"
-    return " ".join(verdicts.page(found)) + (f"\n\n{picture}" if figures.summary(found) is not None else "")
+    listed = "\n".join(f"- {sentence}" for sentence in verdicts.page(found))
+    picture = f"\n\n![Held-out loss over that of softmax attention]({figures_beside}/summary.png)"
+    return listed + (picture if figures.summary(found) is not None else "")

@@ -189,28 +189,29 @@ def scra_latency(found: Found) -> list[str]:
 def page(found: Found) -> list[str]:
     """Returns the report's first sentences: what was compared, the ratios, and how many claims hold."""
     names = {"bars_1024": "1,024", "bars_4096": "4,096", "bar_65536": "65,536"}
-    sentences = ["Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same "
-                 "documents in the same order, and compared by their held-out loss."]  # fmt: skip
+    sentences = [
+        "Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same documents in the "
+        "same order, and compared by their held-out loss. Runs at 1,024 and 4,096 tokens of context have 30 million "
+        "tokens, those at 65,536 have 100 million."
+    ]
     for start, variant, column in (
-        ("With p = 2, the loss of power attention over that of softmax attention in the same block is", "power",
+        ("The loss of power attention with p = 2 over that of softmax attention in the same block is", "power",
          "held_out_loss"),
-        ("Its gain from context over that of softmax attention is", "power", "gain"),
-        ("The loss with layers of power attention and windows of 512 tokens in turns over that of softmax attention is",
+        ("The gain from context of power attention over that of softmax attention is", "power", "gain"),
+        ("With a window of 512 tokens in every second layer, the loss over that of softmax attention is",
          "hybrid_window", "held_out_loss"),
     ):  # fmt: skip
         ratios = {study: found.ratio(pick(study, variant), pick(study, "softmax"), column)
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
-        parts = [f"{value.text()} at {names[study]}" for study, value in ratios.items() if value]
+        parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
-        sentences.append(f"{start} {listed} tokens of context." if parts else f"{start} {MISSING}.")
+        sentences.append(f"{start} {listed}." if parts else f"{start} {MISSING}.")
     judgements = [sentence for judge in VERDICTS.values() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
-    against = "; ".join(each.removeprefix(f"**{REFUTED}**: ").removesuffix(".") for each in refuted)
-    said = f"{len(refuted)} is refuted ({against})" if refuted else "none is refuted"
-    return [
-        *sentences, f"Of the claims below, {len(reproduced)} are reproduced, {said}, and the others are left open."
-    ]  # fmt: skip
+    counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."
+    named = "; ".join(each.removeprefix(f"**{REFUTED}**: ").removesuffix(".") for each in refuted)
+    return [*sentences, f"{counts} The others are left open." + (f" Refuted: {named}." if refuted else "")]
 
 
 def _change(found: Found, study: str, variant: str, base: str, grows: bool = False) -> str:
