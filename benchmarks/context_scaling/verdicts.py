@@ -190,9 +190,9 @@ def page(found: Found) -> list[str]:
     """Returns the report's first sentences: what was compared, the ratios, and how many claims hold."""
     names = {"bars_1024": "1,024", "bars_4096": "4,096", "bar_65536": "65,536"}
     sentences = [
-        "Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same documents in the "
-        "same order, and compared by their held-out loss. Runs at 1,024 and 4,096 tokens of context have 30 million "
-        "tokens, those at 65,536 have 100 million."
+        "Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same documents in "
+        "the same order, and compared by their held-out loss. Runs at 1,024 and 4,096 tokens of context have 30 "
+        "million tokens, those at 65,536 have 100 million."
     ]
     for start, variant, column in (
         ("The loss of power attention with p = 2 over that of softmax attention in the same block is", "power",
