@@ -49,6 +49,15 @@ def convolutions_table(rows: Sequence[Row]) -> str:
     return f"{seeds_table(rows)}\n\n{claim_1(rows)}"
 
 
+def heads_table(rows: Sequence[Row]) -> str:
+    """A row a model and number of heads: mean test accuracy, the lowest and highest seed, excess over 1/D."""
+    lines = ["| model | heads | d | task | test |", "|---|---:|---:|---|---:|"]
+    for (label, heads, width, test), same in group(chosen(rows), "label", "heads", "width", "test").items():
+        cell = _cell([row["test_accuracy"] for row in same], same[0]["pairs"])
+        lines.append(f"| {label} | {heads} | {width} | {test} | {cell} |")
+    return "\n".join([*lines, "", _about(rows)])
+
+
 def claim_1(rows: Sequence[Row]) -> str:
     """Says whether Claim 1 is reproduced: attention solves every cell, convolutions need widths that grow with N.
 

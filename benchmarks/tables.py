@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.code_hash import PARTS, code_hash
-from benchmarks.mqar_tables import convolutions_table, equal_state_table, seeds_table, widths_table
+from benchmarks.mqar_tables import convolutions_table, equal_state_table, heads_table, seeds_table, widths_table
 from benchmarks.prose import wrapped
 from benchmarks.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results, read_rows
@@ -249,6 +249,8 @@ TABLES = {
     "mqar_hybrids_h200.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
+    "mqar_windows_cpu.csv": seeds_table,
+    "mqar_heads_cpu.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.mqar_tables import claim_1, convolutions_table, equal_state_table
+from benchmarks.mqar_tables import claim_1, convolutions_table, equal_state_table, heads_table
 from sympow.recall.results import SETTING
 
 ABOUT = {"processor": "H200", "torch": "2", "commit": "abc", "ended": "solved", "steps": 10, "learning_rate": 0.1,
@@ -50,6 +50,12 @@ def test_a_cell_tells_seeds_and_the_excess_over_guessing():
     table = convolutions_table(rows)
     assert "| attention | 8 | 99.5% [99.0%, 100.0%], +74.5 |" in table and "| guessing, 1/D | | 25.0% |" in table
     assert "3 runs of at most 10 steps, 3 of which stopped at 99.6%, 3 seeds; H200" in table
+
+
+def test_heads_are_told_apart():
+    rows = [row("Hyena", 8, 64, accuracy, heads=heads) for heads, accuracy in ((2, 0.5), (4, 0.75))]
+    table = heads_table(rows)
+    assert "| Hyena | 2 | 8 | mqar 64:4 | 50.0% (one seed), +25.0 |" in table and "| Hyena | 4 | 8 |" in table
 
 
 def test_models_of_equal_state_are_told_by_their_most_pairs():
