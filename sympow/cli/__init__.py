@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     train.set_defaults(recipes=("RunConfig",))
     train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
     train.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="such as training.learning_rate=1e-3"
+        "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as training.learning_rate=1e-3"
     )
     train.add_argument("--out", metavar="DIR", type=_path, help="the run's folder (default: runs/ and the run's name)")
     train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
@@ -90,18 +90,18 @@ def parser() -> argparse.ArgumentParser:
     probe = command("recall-probe", "ask a trained model for values behind keys", RECALL_PROBE)
     probe.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
     probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
-                       help="of a passage (default: 16 32 64 128 256, as far as the vocabulary goes)")  # fmt: skip
+                       help="pairs in a row (default: 16 32 64 128 256, as far as the vocabulary goes)")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
                        help="values to ask for, for every P (default: 2048)")  # fmt: skip
-    probe.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    probe.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the passages (default: 0)")
     probe.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
     passkey = command("passkey", "recall of a number in a long text", PASSKEY)
     passkey.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
     passkey.add_argument("--context", metavar="N", type=_positive, nargs="+", default=[1024, 2048, 4096],
                          help="tokens of a text (default: 1024 2048 4096)")  # fmt: skip
-    passkey.add_argument("--texts", metavar="N", type=_positive, default=20, help="at each depth (default: 20)")
-    passkey.add_argument("--seed", metavar="N", type=int, default=0, help="of the numbers (default: 0)")
+    passkey.add_argument("--texts", metavar="N", type=_positive, default=20, help="texts at each depth (default: 20)")
+    passkey.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the numbers (default: 0)")
     passkey.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     passkey.add_argument("--csv", metavar="FILE", type=_path, help="write the rows to a file")
     passkey.add_argument("--plot", metavar="FILE", type=_path, help="draw accuracy by context and depth into an image")
@@ -109,11 +109,11 @@ def parser() -> argparse.ArgumentParser:
 
     generate = command("generate", "continue a text", GENERATE)
     generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    generate.add_argument("--context", metavar="FILE", type=_path, help="what `sympow read` has read, in front")
+    generate.add_argument("--context", metavar="FILE", type=_path, help="continue from a file that `sympow read` wrote")
     prompt = generate.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; not needed behind a context")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=_path, help="a file holding it; - for standard input")
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="(default: 256)")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_path, help="file of the prompt; - for standard input")
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="most new tokens (default: 256)")
     generate.add_argument(
         "--temperature", metavar="X", type=float, default=1.0, help="0: the likeliest token (default: 1)"
     )
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--top-p", metavar="P", type=float, help="draw from the fewest tokens that hold probability P"
     )
-    generate.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+    generate.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the draws (default: 0)")
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
                         help="draft tokens by prompt lookup: the same text in fewer steps")  # fmt: skip
@@ -131,22 +131,22 @@ def parser() -> argparse.ArgumentParser:
 
     read = command("read", "read a text into a context file", READ)
     read.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    read.add_argument("text", metavar="TEXT", type=_path, help="a file; - for standard input")
+    read.add_argument("text", metavar="TEXT", type=_path, help="the file to read; - for standard input")
     read.add_argument("--out", metavar="FILE", type=_path, required=True, help="the context file")
     read.add_argument("--context", metavar="FILE", type=_path, help="read on behind another context file")
     read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
-                      help="of states in the file; float32 is exact (default: float32)")  # fmt: skip
-    read.add_argument("--chunk", metavar="N", type=_positive, default=1024, help="at a time (default: 1024)")
+                      help="dtype of the states in the file; float32 is exact (default: float32)")  # fmt: skip
+    read.add_argument("--chunk", metavar="N", type=_positive, default=1024, help="tokens a step (default: 1024)")
     read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
     serve = command("serve", "serve a model over HTTP, as OpenAI's interface does", SERVE)
     serve.add_argument("folder", metavar="DIR", type=_path, help="a run's folder, or one written by `sympow export`")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", metavar="N", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    serve.add_argument("--name", help="of the model, for clients (default: that of the folder)")
+    serve.add_argument("--port", metavar="N", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
+    serve.add_argument("--name", help="name of the model for clients (default: that of the folder)")
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
-                       help="one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
+                       help="keys, one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
     for name, count, what in (("slots", 16, "requests answered at a time"),
                               ("max-prompt-tokens", 1_000_000, "of a prompt"),
                               ("max-new-tokens", 4096, "of an answer")):  # fmt: skip
@@ -158,26 +158,26 @@ def parser() -> argparse.ArgumentParser:
                                ("cache-memory", 1.0, "GiB of states of prompts in memory"),
                                ("cache-disk", 10.0, "GiB of them in the folder")):  # fmt: skip
         serve.add_argument(f"--{name}", metavar="X", type=_number, default=number, help=f"{what} (default: {number:g})")
-    serve.add_argument("--cache-dir", metavar="DIR", type=_path, help="keep states of prompts there, too")
+    serve.add_argument("--cache-dir", metavar="DIR", type=_path, help="folder to keep states of prompts in")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
     export = command("export", "write a run for Hugging Face transformers", EXPORT)
     export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of a file of weights (default: 5GB)")
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="size of a weight file (default: 5GB)")
 
     convert = command("convert", "turn a pretrained model into one with power attention", CONVERT)
     convert.add_argument("model", metavar="MODEL", type=_path, help="a folder or id of Hugging Face, or a GGUF file")
     convert.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
-                         help="repeated over the layers, such as power*5,softmax (default: power)")  # fmt: skip
-    convert.add_argument("--p", metavar="P", type=_positive, default=2, help="the power (default: 2)")
-    convert.add_argument("--window", metavar="N", type=_positive, default=1024, help="in tokens (default: 1024)")
+                         help="kinds of layers, repeated, such as power*5,softmax (default: power)")  # fmt: skip
+    convert.add_argument("--p", metavar="P", type=_positive, default=2, help="power of the new layers (default: 2)")
+    convert.add_argument("--window", metavar="N", type=_positive, default=1024, help="size of a window (default: 1024)")
 
     distill = command("distill", "train a converted model on its teacher, or continue", DISTILL)
     distill.add_argument("run", metavar="DIR", type=_path, help="what `sympow convert` wrote")
     distill.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="such as data.path=docs/train.zarr"
+        "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as data.path=docs/train.zarr"
     )
     distill.add_argument("--teacher", metavar="MODEL", type=_path, required=True, help="a run's folder, or as above")
     distill.add_argument("--out", metavar="DIR", type=_path, required=True, help="the folder of the trained model")
@@ -185,34 +185,34 @@ def parser() -> argparse.ArgumentParser:
 
     sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
-    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="(default: gpt2)")
+    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="the body (default: gpt2)")
     for name, what in (("d-model", "width"), ("layers", "layers"), ("heads", "query heads"),
                        ("kv-heads", "key/value heads"), ("key-dim", "K"), ("value-dim", "V")):  # fmt: skip
         sizes.add_argument(f"--{name}", metavar="N", type=_positive, help=f"{what}, in place of the preset's")
-    sizes.add_argument("--p", metavar="P", type=_positive, nargs="+", help="powers")
-    sizes.add_argument("--context", metavar="N", type=_positive, nargs="+", help="contexts, in tokens")
-    sizes.add_argument("--window", metavar="N", type=_positive, help="of window attention, in tokens")
-    sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes an element of a state")
+    sizes.add_argument("--p", metavar="P", type=_positive, nargs="+", help="powers to show")
+    sizes.add_argument("--context", metavar="N", type=_positive, nargs="+", help="contexts to show, in tokens")
+    sizes.add_argument("--window", metavar="N", type=_positive, help="tokens that window attention sees")
+    sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes of an element of a state")
     sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
 
     mqar = command("mqar", "train on associative recall: one run, or a sweep", MQAR)
     mqar.set_defaults(recipes=("RecallConfig", "Sweep"))
     mqar.add_argument("recipe", metavar="RECIPE", help="mqar:attention, mqar:widths, path/to/file.py:function")
     mqar.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="of every run, such as learning_rate=1e-3"
+        "overrides", metavar="key=value", nargs="*", default=[], help="a field of every run, such as learning_rate=1e-3"
     )
     mqar.add_argument("--out", metavar="DIR", type=_path, help="the folder (default: runs/ and the sweep's name)")
     mqar.add_argument("--jobs", metavar="N", type=_positive, default=1, help="runs at a time (default: 1)")
     executors = ("submitit", "slurm", "process")
     mqar.add_argument(
-        "--executor", choices=executors, default="submitit", help="of a sweep: jobs here or on Slurm, or processes"
+        "--executor", choices=executors, default="submitit", help="of a sweep: jobs, here or on Slurm, or processes"
     )
     mqar.add_argument("--slurm", metavar="key=value", action="append", default=[],
                       help="a parameter of the jobs, such as slurm_partition=gpu; may be repeated")  # fmt: skip
     mqar.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    mqar.add_argument("--no-compile", action="store_true", help="on GPUs too, train without torch.compile")
-    mqar.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew, for mixers that need it")
-    mqar.add_argument("--tracker", choices=("wandb",), help="send every validation there as well")
+    mqar.add_argument("--no-compile", action="store_true", help="train without torch.compile on GPUs")
+    mqar.add_argument("--no-cuda-graphs", action="store_true", help="use no CUDA graphs; some mixers need this")
+    mqar.add_argument("--tracker", choices=("wandb",), help="send every validation to this service as well")
     mqar.add_argument("--quiet", action="store_true", help="no progress, only the results")
 
     figures = command("mqar-figures", "draw the figures of associative recall", MQAR_FIGURES)
@@ -223,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
     corpus.add_argument("--source", metavar="PATH", type=_path,
                         help="a Debian package, tar archive or folder with the kernel's source")  # fmt: skip
-    corpus.add_argument("--vocab-size", metavar="N", type=_positive, help="of its BPE, in tokens (default: 16,384)")
+    corpus.add_argument("--vocab-size", metavar="N", type=_positive, help="tokens of the BPE (default: 16,384)")
     corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
@@ -231,9 +231,9 @@ def parser() -> argparse.ArgumentParser:
     docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
     docs.add_argument("--source", metavar="DIR", type=_path, help="a folder with Debian packages (*.deb)")
     words = docs.add_mutually_exclusive_group()
-    words.add_argument("--vocab-size", metavar="N", type=_positive, help="of its BPE, in tokens (default: 16,384)")
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="tokens of the BPE (default: 16,384)")
     words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
-                       help="one that is there, such as a teacher's: a tokenizer.json or its folder")  # fmt: skip
+                       help="an existing one, such as a teacher's: a tokenizer.json or its folder")  # fmt: skip
     docs.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     docs.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
@@ -241,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
     )
-    demo.add_argument("--quiet", action="store_true", help="no progress")
+    demo.add_argument("--quiet", action="store_true", help="show no progress")
     return top
 
 
