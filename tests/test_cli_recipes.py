@@ -25,8 +25,8 @@ RECIPES = [
     *(f"hybrids:{name}" for name in HYBRIDS),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080,
-          "heads": 32, "lengths": 60, "equal_state": 48, "relatives": 144, "input_dependent": 1, "filters": 5,
-          "hybrids": 54}  # fmt: skip
+          "heads": 5, "lengths": 60, "equal_state": 48, "relatives": 144, "input_dependent": 1, "filters": 5,
+          "hybrids": 54, "windows": 15}  # fmt: skip
 
 
 def test_every_file_is_listed():
