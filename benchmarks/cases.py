@@ -59,7 +59,7 @@ FORMS = {
 
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
-    """q, k, v and log_g, which require gradients, and the gradient of the output: random, heads along dim 2."""
+    """Returns q, k, v and log_g, which require gradients, and the gradient of the output: random, heads along dim 2."""
     gen = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int) -> Tensor:

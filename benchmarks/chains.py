@@ -57,7 +57,7 @@ class Chains:
 
 
 def options(module: str, doc: str, *, rows: int, steps: int, learning_rate: float) -> argparse.ArgumentParser:
-    """The options of a program that trains on chains, with its own defaults."""
+    """Returns the options of a program that trains on chains, with its own defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(default: cuda)")
     parser.add_argument("--preset", default="mini", help="shape of the model (default: mini)")

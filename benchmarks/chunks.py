@@ -32,7 +32,7 @@ PASSES = ("state_pass", "output_pass", "query_pass", "key_pass")  # kernels; all
 
 
 def contexts(longest: Case) -> list[Case]:
-    """The case at every power of two from 256 tokens on, of as many tokens in all."""
+    """Returns the case at every power of two from 256 tokens on, of as many tokens in all."""
     times = [SHORTEST << i for i in range((longest.T // SHORTEST).bit_length())]
     return [replace(longest, T=time, B=longest.B * longest.T // time) for time in times]
 
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def line(row: dict) -> str:
-    """A row as it is printed."""
+    """Returns a row as text to print."""
     form = "quadratic" if row["chunk"] >= row["T"] else f"chunk {row['chunk']}"
     about = f"p {row['p']} K {row['K']:>3} T {row['T']:>6} {row['mode']:>17} {row['impl']:>6} {form:>11}"
     if row["failure"]:

@@ -67,7 +67,7 @@ def _imported(path: str, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def _without_comments(source: str) -> str:
-    """The lines of a file without its comments and docstrings, and without lines that are empty then."""
+    """Returns the lines of a file without its comments and docstrings, and without lines that are empty then."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -25,19 +25,19 @@ WRITTEN = (10, 20)  # tokens of those that are written in turns
 
 
 def small_model() -> LanguageModel:
-    """An untrained model, the same in every process."""
+    """Returns an untrained model, the same in every process."""
     return LanguageModel(ModelConfig(61, 32, 2, 2), seed=0).eval()
 
 
 def contexts(model: LanguageModel, *lengths: int) -> list[Context]:
-    """A context after so many tokens, for each length."""
+    """Returns a context after so many tokens, for each length."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randint(model.config.vocab_size, (1, length), generator=generator) for length in lengths]
     return [Context.begin(model).read(model, tokens) for tokens in made]
 
 
 def kill_writers(path: Path, kills: int) -> dict:
-    """The row of so many killed writers of a file."""
+    """Returns the row of so many killed writers of a file."""
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["torch", "sympow.models", "safetensors.torch"])
     model, draw, left = small_model(), random.Random(0), Counter[int]()
@@ -72,7 +72,7 @@ def _write_for_ever(path: str) -> None:
 
 
 def corruptions(whole: bytes) -> dict[str, bytes]:
-    """Fifty ways to spoil a file of READ tokens."""
+    """Returns fifty ways to spoil a file of READ tokens."""
     draw = random.Random(0)
     header = 8 + int.from_bytes(whole[:8], "little")
     spoilt = {"empty": b"", "text": b"a text\n" * 100, "zeros": bytes(len(whole)), "longer": whole + b"\0"}
@@ -97,7 +97,7 @@ def corruptions(whole: bytes) -> dict[str, bytes]:
 
 
 def spoil(path: Path) -> dict:
-    """The row of the files that `corruptions` makes."""
+    """Returns the row of the files that `corruptions` makes."""
     model, refused = small_model(), 0
     save_context(path, model, *contexts(model, READ))
     spoilt = corruptions(path.read_bytes())

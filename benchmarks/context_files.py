@@ -26,7 +26,7 @@ from sympow.training import load
 
 
 def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
-    """The beginnings of `count` documents that are long enough, [1, tokens] each."""
+    """Returns the beginnings of `count` documents that are long enough, [1, tokens] each."""
     fitting = [i for i, length in enumerate(documents.lengths) if length >= tokens]
     if len(fitting) < count:
         raise ValueError(f"{count} documents of {tokens:,} tokens are needed; there are {len(fitting)}")
@@ -35,7 +35,7 @@ def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
 
 @torch.no_grad()
 def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float:
-    """Mean loss of tokens [1, T] behind a context, which is used up: each is predicted, and then read."""
+    """Returns the mean loss of tokens [1, T] behind a context, which is used up: each is predicted, and then read."""
     logits, state, losses = context.logits, context.state, []
     for column in tokens.split(1, dim=1):
         if logits is None:
@@ -46,7 +46,7 @@ def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float
 
 
 def measure(path: str, read: int, predicted: int, count: int) -> list[dict]:
-    """A row for each dtype."""
+    """Returns a row for each dtype."""
     run = load(path)
     rows = rows_of(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, read + predicted, count)
     losses: dict[str, list[float]] = {dtype: [] for dtype in ("one token", "never stopped", *STATE_DTYPES)}

@@ -28,7 +28,7 @@ CONTINUED = 32  # tokens compared behind each file
 
 
 def endless(documents, most: int = 1 << 16) -> Iterator[Tensor]:
-    """Tokens [1, at most `most`] of the documents, over and over."""
+    """Yields tokens [1, at most `most`] of the documents, over and over."""
     while True:
         for document in (documents[i] for i in range(len(documents))):
             yield from torch.from_numpy(document.astype("int64"))[None].split(most, dim=1)
@@ -47,7 +47,7 @@ def pieces(arrays: Iterator[Tensor], counts: list[int], chunk: int) -> Iterator[
 
 
 def measure(path: str, counts: list[int], chunk: int, repeats: int = 5) -> list[dict]:
-    """A row for each number of tokens, in rising order."""
+    """Returns a row for each number of tokens, in rising order."""
     run = load(path)
     documents = open_corpus(run.config.data, tokenizer=run.tokenizer).held_out
     context, seconds, rows = Context.begin(run.model), 0.0, []

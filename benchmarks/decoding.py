@@ -41,7 +41,7 @@ def error(model: LanguageModel, tokens: Tensor) -> float:
 
 
 def read(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, ModelState]:
-    """The logits after all tokens and the state, read in chunks."""
+    """Returns the logits after all tokens and the state, read in chunks."""
     state = model.init_state(tokens.shape[0])
     for chunk in tokens.split(CHUNK, dim=1):
         logits, state = model.step(chunk, state)
@@ -49,7 +49,7 @@ def read(model: LanguageModel, tokens: Tensor) -> tuple[Tensor, ModelState]:
 
 
 def state_after(model: LanguageModel, context: int) -> ModelState:
-    """A state that has seen `context` random tokens.
+    """Returns a state that has seen `context` random tokens.
 
     Key/value caches get random keys and values instead: the time to read them does not depend on these, and the time to
     compute them grows with the square of the context.
@@ -66,7 +66,7 @@ def state_after(model: LanguageModel, context: int) -> ModelState:
 
 
 def device_of(model: LanguageModel) -> torch.device:
-    """The device of the weights."""
+    """Returns the device of the weights."""
     return next(model.parameters()).device
 
 
@@ -86,7 +86,7 @@ def stepping(model: LanguageModel, state: ModelState, read: int) -> Callable[[Te
 
 @torch.no_grad()
 def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int, device: str = "cpu") -> list[dict]:
-    """A row a context, the shortest first."""
+    """Returns a row for each context, the shortest first."""
     model = LanguageModel(config, seed=0).to(device).eval()
     gen = torch.Generator().manual_seed(1)
     drawn = torch.randint(config.vocab_size, (1, min(contexts)), generator=gen).to(device)

@@ -58,7 +58,7 @@ BACKENDS = (
 
 
 def tokens(case: Case, count: int, device: str, seed: int) -> list[Tensor]:
-    """q, k, v and log_g of `count` tokens."""
+    """Returns q, k, v and log_g of `count` tokens."""
     return [x.detach() for name, x in make_inputs(replace(case, T=count), device, seed).items() if name != "dout"]
 
 
@@ -91,7 +91,7 @@ def error(step: Step, device: str) -> float:
 
 @lru_cache(maxsize=1)
 def _exact(step: Step, device: str) -> Tensor:
-    """What the outputs of `error` should be."""
+    """Returns the correct outputs for `error`."""
     case, state = step.case, new_state(step, device)
     inputs = tokens(case, state.capacity + 3, device, seed=1)
     options = {"p": case.p, "scale": case.K**-0.5, "normalize": True, "eps": 1e-6}
@@ -134,7 +134,7 @@ def softmax_calls(case: Case, device: str, context: int) -> dict[str, Callable[[
 
 
 def copy_call(device: str, size: int) -> Callable[[], object]:
-    """A copy of `size` bytes."""
+    """Returns a copy of `size` bytes."""
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
@@ -152,7 +152,7 @@ def _read(state: DecodingState) -> int:
 
 
 def checked_error(step: Step, device: str) -> float:
-    """`error`; raises RuntimeError where it is too large for the step to be timed."""
+    """Returns `error`; raises RuntimeError where it is too large for the step to be timed."""
     wrong, allowed = error(step, device), bound(step.case)
     if not wrong <= allowed:
         raise RuntimeError(f"{step}: a step errs by {wrong:.1e} where {allowed:.1e} is allowed; not timed")
@@ -161,7 +161,7 @@ def checked_error(step: Step, device: str) -> float:
 
 @torch.no_grad()
 def measure(step: Step, device: str = "cuda", context: int = CONTEXT, copied: int = 1 << 30) -> dict:
-    """The row of a step; `context` tokens are in the softmax cache, `copied` bytes tell how fast memory is."""
+    """Returns the row of a step; `context` tokens are in the softmax cache, `copied` bytes tell how fast memory is."""
     case, wrong = step.case, checked_error(step, device)
     states = states_in_turn(step, device)
     read = _read(states[0])
@@ -189,7 +189,7 @@ def measure(step: Step, device: str = "cuda", context: int = CONTEXT, copied: in
 
 
 def line(row: dict) -> str:
-    """A row as it is printed."""
+    """Returns a row as text to print."""
     timing = (
         f"{row['ms_per_token'] * 1e3:.1f} us, {row['gb_per_s']} GB/s of state, {row['share_of_copy']:.0%} of a copy"
     )

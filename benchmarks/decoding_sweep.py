@@ -50,7 +50,7 @@ def use(limits: DecodingLimits) -> None:
 
 
 def candidates(case: Case) -> list[DecodingLimits]:
-    """Those for the step of a case on this GPU."""
+    """Returns the candidates for the step of a case on this GPU."""
     processors = config.processors(torch.device("cuda"))
     return [DecodingLimits(*each) for each in CANDIDATES["few" if processors > case.B * case.G else "many"]]
 
@@ -65,7 +65,7 @@ def compiled(step: Step, limits: DecodingLimits) -> None:
 
 
 def measure(step: Step) -> list[dict]:
-    """The rows of a step."""
+    """Returns the rows of a step."""
     states = states_in_turn(step, "cuda")
     copy, rows = copy_call("cuda", COPIED), []
     read = step.case.B * (states[0].s[0].nbytes + states[0].z[0].nbytes)

@@ -82,7 +82,7 @@ def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tup
 
 
 def softmax_call(inputs: dict[str, Tensor], mode: str) -> list[Tensor]:
-    """The output of torch's softmax attention, and with a backward the gradients; heads before tokens."""
+    """Returns the output of torch's softmax attention, and with a backward the gradients; heads before tokens."""
     leaves = [inputs[name] for name in "qkv"]
     with torch.set_grad_enabled(mode != "forward"):
         out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=leaves[0].shape[1] != leaves[1].shape[1])
@@ -90,7 +90,7 @@ def softmax_call(inputs: dict[str, Tensor], mode: str) -> list[Tensor]:
 
 
 def layer_call(layer: nn.Module, x: Tensor, dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The output, and the gradients of x and of all parameters."""
+    """Returns the output, and the gradients of x and of all parameters."""
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(x.device.type, dtype)
     with autocast:
         out = layer(x)
@@ -98,7 +98,7 @@ def layer_call(layer: nn.Module, x: Tensor, dout: Tensor, dtype: torch.dtype) ->
 
 
 def layer_calls(case: Case, device: str, what: str) -> tuple[Callable, Callable, float]:
-    """A call of the layer and of the same with softmax attention, and the error of the first."""
+    """Returns a call of the layer and of the same with softmax attention, and the error of the first."""
     width, dtype = case.H * case.K, DTYPES[case.dtype]
     gen = torch.Generator(device).manual_seed(0)
     x, dout = (torch.randn(case.B, case.T, width, generator=gen, device=device) for _ in range(2))
@@ -121,14 +121,14 @@ def layer_calls(case: Case, device: str, what: str) -> tuple[Callable, Callable,
 
 
 def op_calls(case: Case, device: str, mode: str) -> tuple[Callable, Callable, float]:
-    """A call of power attention and of softmax attention, and the error of the first."""
+    """Returns a call of power attention and of softmax attention, and the error of the first."""
     inputs = make_inputs(case, device)
     wrong = check(case, mode, power_call(case, inputs, "auto", mode), expected(case, inputs, mode))
     return partial(power_call, case, inputs, "auto", mode), partial(softmax_call, heads_first(inputs), mode), wrong
 
 
 def softmax_kernel(device: str) -> AbstractContextManager:
-    """cuDNN's softmax attention on a GPU, and no other; chosen once, as the choice takes time on the host."""
+    """Allows only cuDNN's softmax attention on a GPU; chosen once, as the choice takes time on the host."""
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else nullcontext()
 
 

@@ -60,7 +60,7 @@ def long_pass(model: LanguageModel, tokens: torch.Tensor, targets: torch.Tensor,
 
 
 def curve(losses: torch.Tensor, points: int = 60) -> list[dict]:
-    """Mean losses [T] of spans that grow by about the same factor: [{"start", "stop", "loss"}]."""
+    """Returns the mean losses [T] of spans that grow by about the same factor: [{"start", "stop", "loss"}]."""
     edges = sorted({round(len(losses) ** (i / points)) for i in range(points + 1)} - {0})
     spans = zip([0, *edges[:-1]], edges, strict=True)
     return [{"start": a, "stop": b, "loss": round(losses[a:b].mean().item(), 5)} for a, b in spans]

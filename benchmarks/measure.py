@@ -21,7 +21,7 @@ from benchmarks.code_hash import PARTS, code_hash
 def milliseconds(
     calls: Sequence[Callable[[], object]], device: str, *, rounds: int = 7, least: float = 0.3
 ) -> list[float]:
-    """Median time of each call, in milliseconds.
+    """Returns the median time of each call, in milliseconds.
 
     The calls take turns, so that a machine that slows down or speeds up over minutes does so for all of them and their
     ratios stand. Each round has another order, as what follows a call that heats a GPU takes longer. In a turn
@@ -47,7 +47,7 @@ def milliseconds(
 
 
 def _gpu_milliseconds(call: Callable[[], object]) -> float:
-    """By events around the call, behind a write of more than the L2 holds, so that inputs come from memory."""
+    """Times a call by events around it, after a write of more than the L2 holds, so that inputs come from memory."""
     torch.empty(1 << 28, dtype=torch.uint8, device="cuda").zero_()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -58,7 +58,7 @@ def _gpu_milliseconds(call: Callable[[], object]) -> float:
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph: for short ones, whose time would else be that of launching."""
+    """Returns the call as a CUDA graph: for short ones, whose time would else be that of launching."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,7 +90,7 @@ def kernel_milliseconds(call: Callable[[], object], repeats: int = 3) -> dict[st
 
 
 def gpu_peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
-    """The most that is allocated during a call, beyond what was before and what it returns."""
+    """Returns the most that is allocated during a call, beyond what was before and what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -120,7 +120,7 @@ def _status(field: str) -> int:
 
 
 def commit() -> str:
-    """The commit that is measured; with a + if files differ from it."""
+    """Returns the commit that is measured; with a + if files differ from it."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
@@ -129,13 +129,13 @@ def commit() -> str:
 
 
 def measured(device: str) -> dict[str, str | None]:
-    """What every row of results says of its run: where, and which code. `tables --stale` compares the code."""
+    """Returns what every row of results says of its run: where, and which code. `tables --stale` compares the code."""
     about = {"processor": processor(device), "commit": commit(), "code": code_hash(PARTS[device])}
     return about | {"torch": torch.__version__}
 
 
 def processor(device: str) -> str:
-    """The device by name, and for a CPU how many threads were used."""
+    """Returns the device by name, and for a CPU how many threads were used."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     names = [
@@ -145,7 +145,7 @@ def processor(device: str) -> str:
 
 
 def options(module: str, doc: str) -> argparse.ArgumentParser:
-    """The options of every command that times something here; `doc` is its module's docstring."""
+    """Returns the options of every command that times something here; `doc` is its module's docstring."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
     parser.add_argument("--device", type=_device, choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, for all that is timed (default: 2)")

@@ -17,7 +17,7 @@ NOISE = 0.02  # an accuracy above 1/D by less is guessing: a test has 12,000 que
 
 
 def widths_table(rows: Sequence[Row]) -> str:
-    """A row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
+    """Returns a row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
     best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
     lengths = sorted({row["length"] for row in rows})
     pairs = {row["length"]: row["pairs"] for row in rows}
@@ -45,7 +45,7 @@ def seeds_table(rows: Sequence[Row]) -> str:
 
 
 def convolutions_table(rows: Sequence[Row]) -> str:
-    """`seeds_table`, and what it says about Claim 1."""
+    """Returns `seeds_table`, and what it says about Claim 1."""
     return f"{seeds_table(rows)}\n\n{claim_1(rows)}"
 
 
@@ -130,7 +130,7 @@ def equal_state_table(rows: Sequence[Row]) -> str:
 
 
 def _kib(row: Row) -> int:
-    """The power of two in KiB that is nearest to the size of the state of a row's model."""
+    """Returns the power of two in KiB that is nearest to the size of the state of a row's model."""
     return 1 << round(math.log2(row["state_bytes"] / 1024))
 
 
@@ -152,7 +152,7 @@ def _cell(seeds: Sequence[float], pairs: int) -> str:
 
 
 def _about(rows: Sequence[Row]) -> str:
-    """What the runs have in common, and where they ran."""
+    """Returns what the runs have in common, and where they ran."""
     runs = {row["run"]: row for row in rows}.values()
     row, solved = rows[0], sum(row["ended"] == "solved" for row in runs)
     seeds = len({row["seed"] for row in runs})

@@ -40,7 +40,7 @@ GRAPHED = 4096  # tokens up to which a call on a GPU is timed as a CUDA graph
 
 
 def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chunk: int | None = None) -> list[Tensor]:
-    """The output, and with a backward the gradients of all inputs."""
+    """Returns the output, and with a backward the gradients of all inputs."""
     leaves = {name: x for name, x in inputs.items() if name != "dout"}
     with torch.set_grad_enabled(mode != "forward"):
         out = power_attention(**leaves, p=case.p, normalize=case.p % 2 == 0, chunk_size=chunk, impl=impl).out
@@ -60,7 +60,7 @@ class Expected:
 
 
 def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:
-    """The output by (M1)-(M5) at sampled rows, and with a backward output and gradients of sampled heads."""
+    """Returns the output by (M1)-(M5) at sampled rows, and with a backward output and gradients of sampled heads."""
     wide = {name: x.detach().double() for name, x in inputs.items()}
     rows, out = _sampled_rows(case, wide)
     if mode == "forward":
@@ -77,7 +77,7 @@ def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:
 
 
 def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
-    """The largest error of output and gradients, in norm, relative to what `bound` allows it."""
+    """Returns the largest error of output and gradients, in norm, relative to what `bound` allows it."""
     errors = [relative(results[0][:, wanted.rows], wanted.out)]
     for got, want, roundings in zip(results, wanted.heads, wanted.roundings, strict=False):  # forward has one result
         errors.append(relative(_sampled_heads(case, got), want) / roundings)
@@ -115,18 +115,18 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def bound(case: Case) -> float:
-    """What may err: a few roundings of the dtype; float32 sums over T tokens round as the square root of T."""
+    """Returns the allowed error: a few roundings of the dtype; float32 sums over T tokens round as the square root of T."""
     return max(4 * torch.finfo(DTYPES[case.dtype]).eps, 4 * case.T**0.5 * torch.finfo(torch.float32).eps)
 
 
 def extra_memory(case: Case, impl: str) -> int:
-    """Peak bytes of a forward and backward beyond inputs, output and gradients, in this process."""
+    """Returns the peak bytes of a forward and backward beyond inputs, output and gradients, in this process."""
     power_call(Case(64), make_inputs(Case(64), "cpu"), impl, MODES[1])  # libraries loaded, threads started
     return peak_extra_bytes(partial(power_call, case, make_inputs(case, "cpu"), impl, MODES[1]))
 
 
 def check(case: Case, mode: str, results: list[Tensor], wanted: Expected) -> float:
-    """The error of a call, which must not be timed if this raises."""
+    """Returns the error of a call, which must not be timed if this raises."""
     wrong = error(case, results, wanted)
     if not wrong <= bound(case):
         raise RuntimeError(f"{case}, {mode}: errs by {wrong:.1e} where {bound(case):.1e} is allowed; not timed")
@@ -207,7 +207,7 @@ def _measure_together(
 
 
 def chunk_size(case: Case, inputs: dict[str, Tensor], device: str, mode: str) -> int:
-    """What "auto" takes."""
+    """Returns the form that "auto" takes."""
     if device == "cpu":
         return default_chunk_size(inputs["q"], inputs["k"], inputs["v"], case.p)
     from sympow.ops import triton

@@ -13,7 +13,7 @@ from benchmarks.cases import Case
 
 
 def heads_first(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """[B, H, T, K], which torch's attention takes; contiguous."""
+    """Returns [B, H, T, K], which torch's attention takes; contiguous."""
     layout = {name: x.detach().transpose(1, 2).contiguous() for name, x in inputs.items() if name != "log_g"}
     return {name: x.requires_grad_(name != "dout") for name, x in layout.items()}
 
@@ -53,7 +53,7 @@ def _retention(case: Case, inputs: dict[str, Tensor], mode: str) -> Callable[[],
 
 
 def _simple_gla(case: Case, inputs: dict[str, Tensor], mode: str) -> Callable[[], object]:
-    """flash-linear-attention's gated linear attention, p = 1: another function, whose state is K x V."""
+    """Returns flash-linear-attention's gated linear attention, p = 1: another function, whose state is K x V."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     def call() -> object:
@@ -75,7 +75,7 @@ PEERS: dict[str, tuple[str, Callable]] = {
 
 
 def supports(name: str, case: Case) -> bool:
-    """`retention` compiles for minutes a shape, so it is timed at one; it and fla have their own limits."""
+    """Returns whether a peer is timed on a case. `retention` compiles for minutes a shape, so one shape is timed."""
     if name == "retention":
         return (case.p, case.K, case.H, case.T) == (2, 64, case.G, 65536) and case.gated
     if name == "fla":

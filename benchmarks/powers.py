@@ -27,13 +27,13 @@ COMPARED = 4  # results of a call that are compared: output and gradients of q, 
 
 
 def distance(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest relative difference, in norm."""
+    """Returns the largest relative difference, in norm."""
     pairs = zip(results[:COMPARED], others[:COMPARED], strict=True)
     return max(((a - b).float().norm() / b.float().norm()).item() for a, b in pairs)
 
 
 def measure(case: Case, chunks: Sequence[int], device: str, shortest: bool, passes: bool) -> list[dict]:
-    """A row a form: each chunk size, the quadratic form, "auto" and, if it takes the shape, cuDNN's softmax."""
+    """Returns a row a form: each chunk size, the quadratic form, "auto" and, if it takes the shape, cuDNN's softmax."""
     inputs, mode = make_inputs(case, device), MODES[1]
     wanted = expected(case, inputs, mode) if shortest else None
     quadratic = power_call(case, inputs, IMPL[device], mode, case.T)
@@ -66,7 +66,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, shortest: bool, pass
 
 
 def table(rows: Sequence[dict]) -> list[str]:
-    """A line a form, with the times at every number of tokens and how they grow."""
+    """Returns a line for each form, with the times at every number of tokens and how they grow."""
     lines, times = [], sorted({row["T"] for row in rows})
     head = " | ".join(f"T {time:,}" for time in times)
     lines += [f"| p | K | V | B | form | {head} | passes at {times[-1]:,} |"]

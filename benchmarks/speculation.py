@@ -25,7 +25,7 @@ TEXTS = ("documents", "random")
 
 
 def prompts(run: Run, text: str, length: int, count: int) -> list[Tensor]:
-    """`count` prompts [1, length] of a kind of `TEXTS`."""
+    """Returns `count` prompts [1, length] of a kind of `TEXTS`."""
     if text == "documents":
         return parts(open_corpus(run.config.data, tokenizer=run.tokenizer).held_out, length, count)
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +33,7 @@ def prompts(run: Run, text: str, length: int, count: int) -> list[Tensor]:
 
 
 def parts(documents, length: int, count: int) -> list[Tensor]:
-    """`count` parts [1, length] of documents, none twice: the beginnings first, then what follows them."""
+    """Returns `count` parts [1, length] of documents, none twice: the beginnings first, then what follows them."""
     found: list[Tensor] = []
     for start in range(0, int(documents.lengths.max()), length):
         for i in (i for i, has in enumerate(documents.lengths) if has >= start + length and len(found) < count):
@@ -44,7 +44,7 @@ def parts(documents, length: int, count: int) -> list[Tensor]:
 
 
 def measure(run: Run, draft: Run | None, text: str, temperature: float, arguments: argparse.Namespace) -> dict:
-    """The row of a text, a temperature and the drafts."""
+    """Returns the row of a text, a temperature and the drafts."""
     drafts: Drafts = NgramDrafts() if draft is None else ModelDrafts(draft.model)
     seconds, same, proposed, accepted, distinct = [0.0, 0.0], 0, 0, 0, 0.0
     count = arguments.prompts if (text, temperature) == (TEXTS[0], 0) else max(1, arguments.prompts // 4)

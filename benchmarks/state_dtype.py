@@ -23,7 +23,7 @@ from sympow.training import load
 
 
 def joined(documents: Documents, count: int) -> Tensor:
-    """The first `count` tokens of the documents, int64 [1, count].
+    """Returns the first `count` tokens of the documents, int64 [1, count].
 
     Raises ValueError where there are fewer.
     """
@@ -40,7 +40,7 @@ def joined(documents: Documents, count: int) -> Tensor:
 
 
 def room(state: ModelState) -> int:
-    """Tokens that every tail in a state has room for."""
+    """Returns tokens that every tail in a state has room for."""
     return min(x.capacity for layer in state.layers for x in _decoding_states(layer))
 
 
@@ -64,7 +64,7 @@ def losses(model: LanguageModel, tokens: Tensor, state: ModelState, step: int) -
 
 
 def measure(model: LanguageModel, tokens: Tensor) -> list[dict]:
-    """The rows of a model that reads tokens [1, T]."""
+    """Returns the rows of a model that reads tokens [1, T]."""
     states = {"float32": model.init_state(1), "bfloat16": narrowed(model.init_state(1))}
     rows: list[dict] = []
     step, last = room(states["bfloat16"]), (tokens.shape[1] - 1) // 10

@@ -29,7 +29,7 @@ PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
 def ops_table(rows: list[dict]) -> str:
-    """A row a length, forward and backward side by side."""
+    """Returns a row for each length, forward and backward side by side."""
     lines = ["| T | forward, ms | torch, ms | ratio | forward + backward, ms | torch, ms | ratio | extra memory, MB |"]
     lines.append("|---|" + "---:|" * 7)
     for time in sorted({row["T"] for row in rows}):
@@ -45,7 +45,7 @@ def ops_table(rows: list[dict]) -> str:
 
 
 def host_table(rows: list[dict]) -> str:
-    """A row a call: the time until it returns, ours and the peer's."""
+    """Returns a row for each call: the time until it returns, ours and the peer's."""
     lines = ["| what | B | T | us | peer, us | ratio |", "|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         cells = [row["what"], row["B"], f"{row['T']:,}", f"{row['us']:,.0f}", f"{row['peer_us']:,.0f}"]
@@ -56,7 +56,7 @@ def host_table(rows: list[dict]) -> str:
 
 
 def decoding_table(rows: list[dict]) -> str:
-    """A row a mixer and context."""
+    """Returns a row for each mixer and context."""
     lines = ["| mixer | context | ms a token | state, bytes |", "|---|---:|---:|---:|"]
     for row in rows:
         cells = [row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
@@ -65,7 +65,7 @@ def decoding_table(rows: list[dict]) -> str:
 
 
 def gpu_table(rows: list[dict]) -> str:
-    """A row a shape, the peers side by side as ratios."""
+    """Returns a row for each shape, the peers side by side as ratios."""
     peers = list(dict.fromkeys(row["peer"] for row in rows if "linear" not in row["peer"]))
     names = ("p", "K = V", "G", "gate", "T", "mode", "ms", *peers, "extra memory, MB")
     lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---|---:|---|" + "---:|" * (len(peers) + 2)]
@@ -87,7 +87,7 @@ def gpu_table(rows: list[dict]) -> str:
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
-    """A row a step."""
+    """Returns a row for each step."""
     lines = ["| heads, K | state | B | us a token | state, GB/s | of a copy | softmax over 65,536, us | ratio |"]
     lines.append("|---|---|" + "---:|" * 6)
     for row in rows:
@@ -119,7 +119,7 @@ def speculation_table(rows: list[dict]) -> str:
 
 
 def damage_table(rows: list[dict]) -> str:
-    """What became of the files."""
+    """Returns what became of the files."""
     killed, spoilt = rows
     lines = ["| | files | |", "|---|---:|---|"]
     lines.append(f"| the writer was killed | {killed['kills']} | {killed['whole_files']} held a whole context |")
@@ -183,7 +183,7 @@ def chunks_table(rows: list[dict]) -> str:
 
 
 def training_table(rows: list[dict]) -> str:
-    """A row a context, mixer and way to run it."""
+    """Returns a row for each context, mixer and way to run it."""
     names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "over softmax",
              "over one GPU")  # fmt: skip
     lines = [f"| {' | '.join(names)} |"]
@@ -199,7 +199,7 @@ def training_table(rows: list[dict]) -> str:
 
 
 def ranks_table(result: dict) -> str:
-    """A row a comparison of two runs."""
+    """Returns a row for each comparison of two runs."""
     lines = ["| run | against | steps | losses | largest difference | allowed |", "|---|---|---|---|---:|---:|"]
     for row in result["rows"]:
         steps = f"{row['first_step']} to {row['steps']}"
@@ -210,7 +210,7 @@ def ranks_table(result: dict) -> str:
 
 
 def long_row_table(result: dict) -> str:
-    """Losses by tenths of the row."""
+    """Returns losses by tenths of the row."""
     tenths = result["tenths"]
     lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
     lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
@@ -221,7 +221,7 @@ def long_row_table(result: dict) -> str:
 
 
 def hf_generate_table(rows: list[dict]) -> str:
-    """A row a dtype and batch: the rate in transformers, and its share of that of sympow."""
+    """Returns a row for each dtype and batch: the rate in transformers, and its share of that of sympow."""
     lines = ["| dtype | rows | tokens/s in transformers | of `sympow generate` | its loop with an empty model |"]
     lines.append("|---|---:|---:|---:|---:|")
     for row in rows:
@@ -267,7 +267,7 @@ TABLES = {
 
 
 def of_results(name: str) -> str:
-    """The table of a file of results; a sentence where there is none yet."""
+    """Returns the table of a file of results; a sentence where there is none yet."""
     path = RESULTS / name
     if not path.is_file():
         return MISSING
@@ -275,7 +275,7 @@ def of_results(name: str) -> str:
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
-    """`text` with every table written anew, by name."""
+    """Returns `text` with every table written anew, by name."""
 
     def written(match: re.Match) -> str:
         return f"<!-- table: {match[1]} -->\n{wrapped(table(match[1]))}\n<!-- end -->"

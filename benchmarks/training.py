@@ -89,7 +89,7 @@ SHAPE = tuple(field.name for field in fields(Shape))
 
 
 def attention(mixer: str, device: torch.device) -> AbstractContextManager:
-    """cuDNN's kernels for softmax attention on a GPU, and no others."""
+    """Allows only cuDNN's kernels for softmax attention on a GPU."""
     softmax = mixer.startswith("softmax") and device.type == "cuda"
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if softmax else nullcontext()
 
@@ -111,7 +111,7 @@ def check_precision(shape: Shape, mixer: str, device: torch.device) -> float:
 
 
 def difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest, relative; NaN where a number is none."""
+    """Returns the largest relative difference; NaN where a number is none."""
     errors = [abs(a - b) / abs(b) for a, b in zip(numbers, expected, strict=True)]
     return max(errors) if all(map(math.isfinite, errors)) else math.nan
 
@@ -191,7 +191,7 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """A row as it is printed."""
+    """Returns a row as text to print."""
     what = f"{row['mixer']:>11} {row['mode']:>18} {row['context']:>9,} x {row['rows']:<3} {row['ranks']:>2} ranks"
     if "error" in row:
         return f"{what}  {row['error']}"

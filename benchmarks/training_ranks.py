@@ -35,7 +35,7 @@ DATA = DataConfig(tokenizer="bytes", pack=False)  # with --text
 
 
 def batches(args: argparse.Namespace, rows: int) -> Chains | Batches:
-    """What is trained on, `rows` rows at once; row by row the same whatever their number."""
+    """Returns what is trained on, `rows` rows at once; row by row the same whatever their number."""
     if args.text:
         return Batches(open_corpus(DATA).train, args.context, rows, pack=DATA.pack)
     return Chains(args.context, rows, args.vocabulary)

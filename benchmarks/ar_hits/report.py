@@ -63,7 +63,7 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
 
 
 def losses_table(tables: Tables) -> str:
-    """A row a recipe: mean loss of every slice over the seeds, with perplexity."""
+    """Returns a row for each recipe: mean loss of every slice over the seeds, with perplexity."""
     lines = ["| model | weights | seeds | all tokens | AR hits | other tokens | repeated, frequent | new in the row |"]
     lines.append("|---|" + "---:|" * 7)
     for recipe in _recipes(tables):
@@ -78,7 +78,7 @@ def losses_table(tables: Tables) -> str:
 
 
 def gaps_table(tables: Tables) -> str:
-    """A row a recipe: its gap to attention, what AR hits add to it, and their share."""
+    """Returns a row for each recipe: its gap to attention, what AR hits add to it, and their share."""
     lines = ["| model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source |"]
     lines.append("|---|" + "---:|" * 4)
     for recipe in _recipes(tables):
@@ -95,7 +95,7 @@ def gaps_table(tables: Tables) -> str:
 
 
 def slices_of(tables: Tables) -> str:
-    """How many tokens each slice has, and the power law of distances."""
+    """Returns how many tokens each slice has, and the power law of distances."""
     if not tables["run"]:
         return MISSING
     first = tables["run"][0]
@@ -109,7 +109,7 @@ def slices_of(tables: Tables) -> str:
 
 
 def exact_table(tables: Tables) -> str:
-    """The comparison with brute force, and the time of counting."""
+    """Returns the comparison with brute force, and the time of counting."""
     if not (tables["exact"] and tables["timed"]):
         return MISSING
     row, timed = tables["exact"][0], tables["timed"][0]
@@ -130,7 +130,7 @@ def exact_table(tables: Tables) -> str:
 
 
 def about(tables: Tables) -> str:
-    """What the runs have in common."""
+    """Returns what the runs have in common."""
     if not tables["run"]:
         return MISSING
     row = tables["run"][0]
@@ -209,14 +209,14 @@ def _recipes(tables: Tables) -> list[str]:
 
 
 def _loss(tables: Tables, recipe: str, seed: int, parts: Sequence[str]) -> float | None:
-    """Mean loss of the tokens of some parts; None where there are none."""
+    """Returns the mean loss of the tokens of some parts; None where there are none."""
     rows = [row for row in tables["slices"] if (row["recipe"], row["seed"]) == (recipe, seed) and row["part"] in parts]
     tokens = sum(row["tokens"] for row in rows)
     return sum(row["nats"] for row in rows) / tokens if tokens else None
 
 
 def _arrays(tables: Tables, recipe: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Tokens and summed losses [documents, parts] of every seed."""
+    """Returns tokens and summed losses [documents, parts] of every seed."""
     rows = [row for row in tables["slices"] if row["recipe"] == recipe]
     found = {}
     for (seed,), same in group(rows, "seed").items():

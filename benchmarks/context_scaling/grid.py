@@ -97,12 +97,12 @@ class Run:
 
     @property
     def trained_at(self) -> int:
-        """The most tokens that the model sees of a document in training."""
+        """Returns the most tokens that the model sees of a document in training."""
         return self.row_tokens or self.context
 
     @property
     def name(self) -> str:
-        """The run in one word, different from that of any other run."""
+        """Returns the run in one word, different from that of any other run."""
         parts = [self.variant, self.context, f"{self.tokens / 1e6:g}M", f"x{self.documents}"]
         parts += [f"rows{self.row_tokens}"] if self.row_tokens else []
         parts += [self.size] if self.size else []
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps at full scale."""
+        """Returns the number of optimizer steps at full scale."""
         return round(self.tokens / (self.documents * DOCUMENT))
 
     def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:

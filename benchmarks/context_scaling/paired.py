@@ -12,7 +12,7 @@ QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 class Interval(NamedTuple):
-    """A mean over `count` seeds, with `half` the width of its 95% interval; None where there is one seed."""
+    """Holds a mean over `count` seeds, with `half` the width of its 95% interval; None where there is one seed."""
 
     mean: float
     half: float | None

@@ -16,7 +16,7 @@ SWEEPS = ("rates_1024", "rates")  # the studies that compare learning rates, not
 
 @dataclass(frozen=True)
 class Section:
-    """A study's part of the page.
+    """Describes a study's part of the page.
 
     Attributes:
         heading: of the section.

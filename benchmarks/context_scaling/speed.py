@@ -36,7 +36,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case in one word."""
+        """Returns the case in one word."""
         return f"{self.variant}-{self.context}-{self.mode}"
 
 

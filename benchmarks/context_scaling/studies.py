@@ -30,7 +30,7 @@ BODIES = ("body_softmax", "body_power", "body_linear", "body_rwkv7")
 
 @dataclass(frozen=True)
 class Study:
-    """A named list of runs, at seed 0.
+    """Holds a named list of runs, at seed 0.
 
     Attributes:
         baseline: the variant that the others are compared with.

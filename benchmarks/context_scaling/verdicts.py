@@ -97,7 +97,7 @@ def tokens_4096(found: Found) -> list[str]:
 
 
 def by_context(found: Found) -> list[str]:
-    """The longer the context, the better power attention stands to softmax attention."""
+    """Judges whether the ratio to softmax attention falls as the context grows."""
     return [_change(found, "by_context", "power", "softmax")]
 
 
@@ -109,7 +109,7 @@ def controls(found: Found) -> list[str]:
 
 
 def conformal(found: Found) -> list[str]:
-    """[CST]: without a gate power attention falls behind as the context grows, with gate and rotation it does not."""
+    """Judges [CST]: the ratio to softmax attention rises with the context without a gate, and not with one."""
     ungated = _change(found, "conformal", "published_p2", "softmax_plain", grows=True)
     gated = [_change(found, "conformal", each, "softmax_plain") for each in ("published_p2_gated", "conformal_p2")]
     rotated = [
@@ -122,7 +122,7 @@ def conformal(found: Found) -> list[str]:
 
 
 def powers(found: Found) -> list[str]:
-    """[SPT]: loss over softmax attention without gates at 4,096 tokens."""
+    """Judges [SPT]: loss over that of softmax attention without gates at 4,096 tokens."""
     base = pick("powers", "softmax_plain")
     return [judged(found.ratio(pick("powers", f"published_p{p}"), base), most, f"p = {p} over softmax attention")
             for p, most in ((2, 1.03), (4, 0.98), (6, 0.97))]  # fmt: skip
@@ -155,7 +155,7 @@ def scra_curves(found: Found) -> list[str]:
 
 
 def scra_axes(found: Found) -> list[str]:
-    """The reshape control: what models gain from longer rows of the same documents."""
+    """Judges what models gain from longer rows of the same documents."""
     sentences = []
     for variant in ("power", "softmax"):
         whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
@@ -170,7 +170,7 @@ def scra_bodies(found: Found) -> list[str]:
 
 
 def scra_ratio(found: Found) -> list[str]:
-    """[SCRA Figure 2]: neither extreme of the ratio is best."""
+    """Judges [SCRA Figure 2]: neither extreme of the ratio is best."""
     return [judged(found.difference(pick("scra_ratio", balanced), pick("scra_ratio", extreme)), 0.0,
                    f"{label(balanced)} less {label(extreme)}")
             for balanced in ("ratio_2_1", "ratio_4_1") for extreme in ("ratio_1_12", "ratio_99_1")]  # fmt: skip
