@@ -115,7 +115,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def bound(case: Case) -> float:
-    """Returns the allowed error: a few roundings of the dtype; float32 sums over T tokens round as the square root of T."""
+    """Returns the allowed error: a few roundings of the dtype; float32 sums of T tokens round as sqrt(T)."""
     return max(4 * torch.finfo(DTYPES[case.dtype]).eps, 4 * case.T**0.5 * torch.finfo(torch.float32).eps)
 
 
