@@ -8,6 +8,18 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+_PLACES = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base]  # where functions are replaced
+_as_imported = [(place, dict(vars(place))) for place in _PLACES]
+_replaced = set()  # device functions whose language the interpreter has replaced
+
+
+def restore_language() -> None:
+    """Undoes what the interpreter has left replaced in triton.language, so that a kernel can be compiled."""
+    for place, names in _as_imported:
+        for name in [name for name, value in vars(place).items() if names.get(name) is not value]:
+            setattr(place, name, names[name]) if name in names else delattr(place, name)
+    _replaced.clear()
+
 
 def speed_up() -> None:
     """Leaves out three things, in this process.
@@ -20,12 +32,12 @@ def speed_up() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
     function = triton_interpreter.InterpretedFunction
-    replacing, replaced = function.__call__, set()
+    replacing = function.__call__
 
     def call(self, *arguments, **options):
-        if self.fn in replaced:
+        if self.fn in _replaced:
             return self.rewrite()(*arguments, **options)
-        replaced.add(self.fn)
+        _replaced.add(self.fn)
         return replacing(self, *arguments, **options)
 
     function.__call__ = call

@@ -48,6 +48,9 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
+    from tests import interpreter
+
+    interpreter.restore_language()
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     driver = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
