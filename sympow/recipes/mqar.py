@@ -87,11 +87,14 @@ def equal_state() -> Sweep:
     Trained on a mixture of 16 and 64 pairs, tested on six numbers of pairs. Width 128, two layers, two learning rates,
     one seed.
     """
-    tests = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 24, 32, 48, 64))
-    models = [model for kib in (64, 128, 256) for model in _of_state(kib)]
-    base = RecallConfig(models[0], width=128, train=(tests[1], tests[-1]), test=tests, batch_size=128, epochs=3,
-                        stop_at=0.999, precision="bf16")  # fmt: skip
-    return Sweep("mqar-equal-state", grid(base, learning_rates=(2e-3, 6e-3), architectures=models))
+    return Sweep("mqar-equal-state", _equal_state_runs([model for kib in (64, 128, 256) for model in _of_state(kib)]))
+
+
+def equal_state_fla() -> Sweep:
+    """The runs of `equal_state`, and Gated DeltaNet with states of the same sizes: needs the extra `fla` and a GPU."""
+    models = [_alone("Gated DeltaNet", ("gated_delta_net", {"head_dim": 64, "expand_v": expand_v}), heads=2)
+              for expand_v in (0.75, 1.75, 3.625)]  # 59, 127 and 254 KiB  # fmt: skip
+    return Sweep("mqar-equal-state", (*equal_state().runs, *_equal_state_runs(models)))
 
 
 def pairs() -> Sweep:
@@ -114,13 +117,14 @@ def windows() -> Sweep:
 
 
 def heads() -> Sweep:
-    """Hyena's convolution in 2 to 16 heads, and with a filter a channel (Zoology, Figure 7): an hour of a CPU core.
+    """Hyena's convolution in 2 to 16 heads, and with a filter a channel (Zoology, Figure 7): minutes of an H200.
 
-    N = 64 with D = 4, one seed.
+    N = 64 with D = 4, two learning rates, three seeds.
     """
     models = [_alone("Hyena, a filter a channel", ("hyena", {}))]
     models += [_alone("Hyena in heads", ("hyena", {"multi_head": True}), heads=h) for h in (16, 8, 4, 2)]
-    return Sweep("mqar-heads", tuple(_hybrid_run(model, 64) for model in models))
+    base = RecallConfig(models[0], batch_size=256, epochs=12, precision="bf16")
+    return Sweep("mqar-heads", grid(base, architectures=models, learning_rates=(3e-3, 1e-2), seeds=(0, 1, 2)))
 
 
 def lengths() -> Sweep:
@@ -162,6 +166,13 @@ def _with_convolutions() -> list[Architecture]:
     """The two kinds of attention and four mixers that look back by convolutions or a token shift."""
     named = {model.label: model for model in _mixers()}
     return [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+
+
+def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
+    tests = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 24, 32, 48, 64))
+    base = RecallConfig(models[0], width=128, train=(tests[1], tests[-1]), test=tests, batch_size=128, epochs=3,
+                        stop_at=0.999, precision="bf16")  # fmt: skip
+    return grid(base, learning_rates=(2e-3, 6e-3), architectures=models)
 
 
 def _of_state(kib: int, width: int = 128) -> list[Architecture]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from sympow.layers import FLA_MIXERS, make_mixer
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.recipes import load_sweep
 
 
 class StandIn(nn.Module):
@@ -127,3 +128,14 @@ def test_rwkv7_asked_for_the_package_says_that_it_is_missing(monkeypatch):
         make_mixer("rwkv7", 8, 2, {"impl": "fla"})
     assert "\n" not in str(caught.value)
     make_mixer("rwkv7", 8, 2, {})(torch.zeros(1, 3, 8))
+
+
+def test_the_sweep_of_equal_states_has_gated_delta_nets_of_three_sizes(fla):
+    """Its other runs are those of the sweep without the package, so that it continues the same file."""
+    without, runs = load_sweep("mqar:equal_state").runs, load_sweep("mqar:equal_state_fla").runs
+    assert runs[: len(without)] == without
+    more = runs[len(without) :]
+    assert {run.learning_rate for run in more} == {run.learning_rate for run in without} and len(more) == 6
+    with torch.device("meta"):
+        sizes = [LanguageModel(run.model).state_size(256) * 4 / 1024 for run in more[::2]]  # KiB in float32
+    assert all(0.9 * kib < size < kib for size, kib in zip(sizes, (64, 128, 256), strict=True))
