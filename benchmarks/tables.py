@@ -250,7 +250,7 @@ TABLES = {
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_windows_cpu.csv": seeds_table,
-    "mqar_heads_cpu.csv": heads_table,
+    "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
     "training_ranks_h200.json": ranks_table,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from math import ceil, floor, log2
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -21,7 +22,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
     accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
     seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
-    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against bits of state. learning_curves:
+    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against KiB of state. learning_curves:
     validation accuracy against epochs, a curve a seed.
 
     Every figure of an accuracy has the line of guessing, 1/D, which naming any value of the row reaches. A figure
@@ -134,7 +135,7 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
-    """The most pairs held against bits of state: a point a model and size, the median of its seeds, and a dot a seed.
+    """The most pairs held against KiB of state: a point a model and size, the median of its seeds, and a dot a seed.
 
     The state is that after the row with the most pairs held, or after the shortest where none is.
     """
@@ -143,31 +144,35 @@ def _capacity(rows: Sequence[Row]) -> Any:
         return None
     figure, axes = _panels(1, size=(8, 5))
     (axis,) = axes
+    sizes: list[float] = []
     for style, of_model in _by_model(rows, rows):
         points = []
         for model in group(of_model, "width", "mixers").values():
             seeds = [_held(same) for same in group(model, "seed").values()]
-            points.append((max(bits for _, bits in seeds), [pairs for pairs, _ in seeds]))
+            points.append((max(size for _, size in seeds), [pairs for pairs, _ in seeds]))
         points.sort()
-        _dotted_line(axis, [bits for bits, _ in points], [held for _, held in points], median, style)
-    axis.set_xscale("log", base=10)
+        sizes += [size for size, _ in points]
+        _dotted_line(axis, [size for size, _ in points], [held for _, held in points], median, style)
+    axis.set_xscale("log", base=2)
+    powers = [2.0**n for n in range(floor(log2(min(sizes))), ceil(log2(max(sizes))) + 1)]
+    axis.set_xticks(powers, [f"{power:,g}" for power in powers])
     axis.set_yscale("symlog", base=2, linthresh=1)
     axis.set_ylim(bottom=-0.3)
     ticks = [0, *sorted({row["pairs"] for row in rows})]
     axis.set_yticks(ticks, ["none", *(f"{tick:,}" for tick in ticks[1:])])
     axis.minorticks_off()
-    axis.set_xlabel("state a sequence, bits")
+    axis.set_xlabel("state a sequence, KiB")
     axis.set_title(f"Pairs held at {SOLVED:.0%} accuracy")
     return _finish(figure, axes, "most pairs D", accuracy=False)
 
 
-def _held(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns the most pairs of a model and seed that are solved, and the bits of its state there."""
+def _held(rows: Sequence[Row]) -> tuple[int, float]:
+    """Returns the most pairs of a model and seed that are solved, and the KiB of its state there."""
     solved = [row for row in rows if row["test_accuracy"] >= SOLVED]
     if not solved:
-        return 0, 8 * min(row["state_bytes"] for row in rows)
+        return 0, min(row["state_bytes"] for row in rows) / 1024
     most = max(solved, key=lambda row: (row["pairs"], row["state_bytes"]))
-    return most["pairs"], 8 * most["state_bytes"]
+    return most["pairs"], most["state_bytes"] / 1024
 
 
 _SHORT = {"length": "N", "pairs": "D", "width": "d"}

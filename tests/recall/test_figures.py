@@ -118,7 +118,7 @@ def test_capacity_is_the_most_pairs_held(made_up, drawn):
     rows = [row for row in made_up if row["heads"] == 1 and row["label"] != "attention"]
     (axis,) = drawn(rows)["capacity"]
     x, y = lines(axis)["power p=2"]
-    assert x == [8 * row["state_bytes"] for row in rows if row["label"] == "power p=2" and row["pairs"] == 4
+    assert x == [row["state_bytes"] / 1024 for row in rows if row["label"] == "power p=2" and row["pairs"] == 4
                  and row["learning_rate"] == 1e-3 and row["seed"] == 0]  # fmt: skip
     assert y == [16, 32, 32]  # growth 1.5 x width / pairs / 4 reaches 0.9
     assert lines(axis)["gated convolution"][1] == [8, 16, 32]
