@@ -34,13 +34,16 @@ def test_every_file_is_listed():
     assert recipe_names() == sorted({name.split(":")[0] for name in RECIPES} | {"mqar"})
 
 
+@pytest.mark.parametrize("option", ["--help", "--list"])
 @pytest.mark.parametrize("command", ["train", "mqar"])
-def test_help_lists_every_recipe_of_the_command(command, capsys, monkeypatch):
+def test_every_recipe_of_the_command_is_listed(command, option, capsys, monkeypatch):
     """By name, with the first line of what is written about it."""
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    listed = capsys.readouterr().out.partition("\nrecipes:\n")[2].splitlines()
+        main([command, option])
+    before, _, recipes = capsys.readouterr().out.partition("recipes:\n")
+    assert bool(before) == (option == "--help")
+    listed = recipes.splitlines()
     names = [*RECIPES, "scaling:gated_delta_net"] if command == "train" else MQAR
     assert sorted(line.split()[0] for line in listed) == sorted(names)
     for line in listed:

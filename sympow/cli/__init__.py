@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
+from sympow.cli import descriptions as about
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
@@ -45,8 +47,9 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=description, parents=[common])
 
-    train = command("train", "train a recipe, or continue it", TRAIN)
+    train = command("train", "train a recipe, or continue it", about.TRAIN)
     train.set_defaults(recipes=("RunConfig",))
+    train.add_argument("--list", nargs=0, action=_ListRecipes, help="list the recipes and exit")
     train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as training.learning_rate=1e-3"
@@ -55,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
     train.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
-    evaluate = command("evaluate", "held-out loss by context position", EVALUATE)
+    evaluate = command("evaluate", "held-out loss by context position", about.EVALUATE)
     evaluate.add_argument("runs", metavar="RUN", nargs="+", type=_path, help="a run's folder or a checkpoint")
     evaluate.add_argument(
         "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: 4 x the trained)"
@@ -67,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--csv", metavar="FILE", type=_path, help="write the losses to a file")
     evaluate.add_argument("--plot", metavar="FILE", type=_path, help="draw the curves of all runs into one image")
 
-    hits = command("ar-hits", "loss where a token could be recalled from its context", AR_HITS)
-    hits.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    hits = command("ar-hits", "loss where a token could be recalled from its context", about.AR_HITS)
+    hits.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     hits.add_argument("--data", metavar="key=value", action="append", default=[],
                       help="another corpus than the first run's own, such as kind=text; may be repeated")  # fmt: skip
     hits.add_argument(
@@ -87,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
     hits.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     hits.add_argument("--quiet", action="store_true", help="no progress, only the results")
 
-    probe = command("recall-probe", "ask a trained model for values behind keys", RECALL_PROBE)
-    probe.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    probe = command("recall-probe", "ask a trained model for values behind keys", about.RECALL_PROBE)
+    probe.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
                        help="pairs in a row (default: 16 32 64 128 256, as far as the vocabulary goes)")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
@@ -96,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the passages (default: 0)")
     probe.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
-    passkey = command("passkey", "recall of a number in a long text", PASSKEY)
-    passkey.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=SCORED)
+    passkey = command("passkey", "recall of a number in a long text", about.PASSKEY)
+    passkey.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     passkey.add_argument("--context", metavar="N", type=_positive, nargs="+", default=[1024, 2048, 4096],
                          help="tokens of a text (default: 1024 2048 4096)")  # fmt: skip
     passkey.add_argument("--texts", metavar="N", type=_positive, default=20, help="texts at each depth (default: 20)")
@@ -107,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     passkey.add_argument("--plot", metavar="FILE", type=_path, help="draw accuracy by context and depth into an image")
     passkey.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
-    generate = command("generate", "continue a text", GENERATE)
+    generate = command("generate", "continue a text", about.GENERATE)
     generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     generate.add_argument("--context", metavar="FILE", type=_path, help="continue from a file that `sympow read` wrote")
     prompt = generate.add_mutually_exclusive_group()
@@ -129,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
                         help="draft tokens with a smaller run that has the same tokenizer")  # fmt: skip
     generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
-    read = command("read", "read a text into a context file", READ)
+    read = command("read", "read a text into a context file", about.READ)
     read.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     read.add_argument("text", metavar="TEXT", type=_path, help="the file to read; - for standard input")
     read.add_argument("--out", metavar="FILE", type=_path, required=True, help="the context file")
@@ -140,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
     read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
-    serve = command("serve", "serve a model over HTTP, as OpenAI's interface does", SERVE)
+    serve = command("serve", "serve a model over HTTP, as OpenAI's interface does", about.SERVE)
     serve.add_argument("folder", metavar="DIR", type=_path, help="a run's folder, or one written by `sympow export`")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", metavar="N", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
@@ -161,12 +164,12 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--cache-dir", metavar="DIR", type=_path, help="folder to keep states of prompts in")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
 
-    export = command("export", "write a run for Hugging Face transformers", EXPORT)
+    export = command("export", "write a run for Hugging Face transformers", about.EXPORT)
     export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
     export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="size of a weight file (default: 5GB)")
 
-    convert = command("convert", "turn a pretrained model into one with power attention", CONVERT)
+    convert = command("convert", "turn a pretrained model into one with power attention", about.CONVERT)
     convert.add_argument("model", metavar="MODEL", type=_path, help="a folder or id of Hugging Face, or a GGUF file")
     convert.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
@@ -174,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--p", metavar="P", type=_positive, default=2, help="power of the new layers (default: 2)")
     convert.add_argument("--window", metavar="N", type=_positive, default=1024, help="size of a window (default: 1024)")
 
-    distill = command("distill", "train a converted model on its teacher, or continue", DISTILL)
+    distill = command("distill", "train a converted model on its teacher, or continue", about.DISTILL)
     distill.add_argument("run", metavar="DIR", type=_path, help="what `sympow convert` wrote")
     distill.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as data.path=docs/train.zarr"
@@ -183,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     distill.add_argument("--out", metavar="DIR", type=_path, required=True, help="the folder of the trained model")
     distill.add_argument("--quiet", action="store_true", help="no progress, only the last line")
 
-    sizes = command("sizes", "state sizes and FLOP ratios of a model shape", SIZES)
+    sizes = command("sizes", "state sizes and FLOP ratios of a model shape", about.SIZES)
     sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
     sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="the body (default: gpt2)")
     for name, what in (("d-model", "width"), ("layers", "layers"), ("heads", "query heads"),
@@ -195,8 +198,9 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes of an element of a state")
     sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
 
-    mqar = command("mqar", "train on associative recall: one run, or a sweep", MQAR)
+    mqar = command("mqar", "train on associative recall: one run, or a sweep", about.MQAR)
     mqar.set_defaults(recipes=("RecallConfig", "Sweep"))
+    mqar.add_argument("--list", nargs=0, action=_ListRecipes, help="list the recipes and exit")
     mqar.add_argument("recipe", metavar="RECIPE", help="mqar:attention, mqar:widths, path/to/file.py:function")
     mqar.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="a field of every run, such as learning_rate=1e-3"
@@ -215,11 +219,11 @@ def parser() -> argparse.ArgumentParser:
     mqar.add_argument("--tracker", choices=("wandb",), help="send every validation to this service as well")
     mqar.add_argument("--quiet", action="store_true", help="no progress, only the results")
 
-    figures = command("mqar-figures", "draw the figures of associative recall", MQAR_FIGURES)
+    figures = command("mqar-figures", "draw the figures of associative recall", about.MQAR_FIGURES)
     figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="results.csv of a sweep")
     figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="folder for the images")
 
-    corpus = command("kernel-corpus", "make a corpus of long documents", KERNEL_CORPUS)
+    corpus = command("kernel-corpus", "make a corpus of long documents", about.KERNEL_CORPUS)
     corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
     corpus.add_argument("--source", metavar="PATH", type=_path,
                         help="a Debian package, tar archive or folder with the kernel's source")  # fmt: skip
@@ -227,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
-    docs = command("doc-corpus", "make a corpus of long prose", DOC_CORPUS)
+    docs = command("doc-corpus", "make a corpus of long prose", about.DOC_CORPUS)
     docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
     docs.add_argument("--source", metavar="DIR", type=_path, help="a folder with Debian packages (*.deb)")
     words = docs.add_mutually_exclusive_group()
@@ -237,84 +241,12 @@ def parser() -> argparse.ArgumentParser:
     docs.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
     docs.add_argument("--quiet", action="store_true", help="no progress, only the result")
 
-    demo = command("demo", "train, compare and sample two small models", DEMO)
+    demo = command("demo", "train, compare and sample two small models", about.DEMO)
     demo.add_argument(
         "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
     )
     demo.add_argument("--quiet", action="store_true", help="show no progress")
     return top
-
-
-TRAIN = """Trains the model of a recipe, or continues where its folder's newest checkpoint stands. A recipe is a Python
-function that returns a RunConfig; each field of that can be set by key=value. Ctrl-C saves a checkpoint and ends the
-run after the current step; the same command continues it."""
-
-EVALUATE = """Mean loss at each position of the context, over rows from the held-out documents, in bins that grow
-exponentially: how much a model gains from context, also beyond what it was trained on."""
-
-SCORED = "a run's folder, a checkpoint, or a folder of Hugging Face transformers"
-
-AR_HITS = """Mean loss and perplexity on held-out text, split by whether the bigram that ends in a token stood earlier
-in its row, and by how often training holds that bigram. An AR hit is a repeat that is rare in training: only recall
-from the context predicts it. Of several runs, how much of the gap to the first each part explains, with bootstrap
-intervals."""
-
-RECALL_PROBE = """Asks for values behind keys in passages of random tokens of the model's own vocabulary: pairs of a key
-and a value, then every key once more among filler. Prints loss and accuracy on the values asked for and on filler."""
-
-PASSKEY = """How often a model names a number of five digits that stands in a long text, by the text's length and the
-number's depth in it: at the beginning, a quarter, half, three quarters and the end. Runs of sympow and models of
-Hugging Face transformers are measured alike."""
-
-GENERATE = """Reads a prompt in chunks and continues it token by token from the carried state; the text goes to standard
-output, the state's size and the speed to standard error. With --context the prompt follows what `sympow read`
-has read. With --speculate or --draft the model reads several draft tokens in one step, as long as this saves time. It
-takes back those that it would not have drawn itself, so the text is the same."""
-
-READ = """Reads a text in chunks, in memory that does not grow with it but for caches of the model, and writes
-the state of every layer into a context file, from which `sympow generate --context` continues as often as one
-likes. What was read is kept every half minute in FILE.part, also after Ctrl-C: the same command goes on from
-there, and removes it at the end."""
-
-SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
-streams. Requests are answered together, each as if it were alone, and prompts that begin as earlier ones did are not
-read again. SIGINT or SIGTERM ends it in order. It needs the extra `serve`; docs/serving.md has examples."""
-
-EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face transformers
-reads after `import sympow.integrations.transformers`."""
-
-
-CONVERT = """Reads Llama, SmolLM, Qwen2 or Qwen3 and exchanges the softmax attention of its layers for power attention
-or for windows. A pattern of power, window and softmax says which layers; softmax stays as it is. All other weights
-stay. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate, read, evaluate and
-export."""
-
-DISTILL = """Trains a converted model in three stages: first every layer's attention on that of the teacher, then the
-predictions on those of the teacher, at last the model on text. Each field of the run, such as those of its data, is set
-by key=value. Ctrl-C saves a checkpoint; the same command continues. The metrics hold the held-out loss, that of the
-teacher and the gap between them. On several GPUs: torchrun -m sympow.cli distill ..."""
-
-SIZES = """State dimensions, state sizes and weight-state FLOP ratios of power, linear, softmax and window attention,
-for a model shape: a preset, in a body, with single sizes changed."""
-
-MQAR = """Trains models on multi-query associative recall and reports how many queries they answer. A recipe is a Python
-function that returns a RecallConfig, or a Sweep of them. Results go to results.csv in the sweep's folder; the same
-command continues a sweep that was stopped, and repeats no run that has finished."""
-
-MQAR_FIGURES = """Draws accuracy against width, pairs, heads and state, the learning rates, and the capacity of states,
-as far as the results have data for them."""
-
-KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64: a directory a document, cut
-to rows of 65,536 tokens, whole subtrees held out. The source is Debian's package linux-source-6.1, fetched by apt-get,
-or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
-
-DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64: a directory of a manual a document, cut
-to rows of 65,536 tokens, whole packages held out. The source is documentation packages of Debian, fetched by apt-get,
-or --source. The same command continues what was stopped, and leaves a finished corpus as it is."""
-
-DEMO = """Trains a small model with power attention and the same model with softmax attention on the source of Python's
-standard library, evaluates both at four times the context they were trained on, draws the curves, and generates. What
-is done already is not done again."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -329,6 +261,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+
+
+class _ListRecipes(argparse.Action):
+    """Prints the recipes of a command and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        sys.stdout.write(_recipe_list(parser.get_default("recipes")).lstrip())
+        parser.exit()
 
 
 def _recipe_list(returned: Sequence[str]) -> str:
