@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.conversion_report import RESULTS, write_report
+from benchmarks.conversion_report import PAGE, RESULTS, read_rows, write_report
 from benchmarks.measure import commit, processor, write
 from sympow.conversion.distillation import load_teacher
 from sympow.data import Tokenizer, open_corpus
 from sympow.evaluation import context_losses
 from sympow.models import LanguageModel, generate
+from sympow.ops import rotary_frequencies
 from sympow.training import load, override, read_metrics
 from sympow.training.step import autocast, resolve_device
 
@@ -30,10 +32,30 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 QUESTION = "What is the pass key? The pass key is"
 
 
+@contextmanager
+def exact_angles(model: torch.nn.Module) -> Iterator[None]:
+    """Lets a Llama-shaped model of transformers, without a scaling of its frequencies, form its angles in float64."""
+    config, rotary = model.config, model.model.rotary_emb
+    key_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = rotary_frequencies(key_dim, base=config.rope_parameters["rope_theta"])
+
+    def angles(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = position_ids[..., None].double() * frequencies
+        both = torch.cat([half, half], dim=-1)
+        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+    before, rotary.forward = rotary.forward, angles
+    try:
+        yield
+    finally:
+        rotary.forward = before
+
+
 def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the largest differences between the logits in transformers and here, both in float32 on the CPU.
 
-    The native model in float64 tells how far each of the two is from the exact result.
+    The native model in float64 tells how far each of the two is from the exact result. transformers forms the angles of
+    its rotary positions in float32; the difference is also taken with angles that are formed in float64 there.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,11 +72,14 @@ def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row = tokens[:, :length]
         with torch.no_grad():
             expected, found = theirs(row).logits, ours(row)
+            with exact_angles(theirs):
+                same_angles = theirs(row).logits
             exact = ours.double()(row)
             ours.float()
         yield (
             {"kind": "logits", "model": path.stem, "text": options.text.name, "tokens": row.shape[1]}
             | {"difference": (found - expected).abs().max().item(), "largest": expected.abs().max().item()}
+            | {"same_angles": (found - same_angles).abs().max().item()}
             | {"ours_to_exact": (found - exact).abs().max().item()}
             | {"theirs_to_exact": (expected - exact).abs().max().item()}
         )
@@ -138,10 +163,12 @@ def main() -> None:
     one.add_argument("--device", default="auto", help="(default: auto)")
     for command in (logits, one):
         command.add_argument("--json", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")
-    commands.add_parser("report", help="write docs/results/conversion.md")
+    commands.add_parser("report", help="write docs/results/conversion.md and its figures")
     options = parser.parse_args()
     if options.command == "report":
-        print(write_report())
+        from benchmarks.conversion_figures import draw_figures
+
+        print(write_report(), *draw_figures(read_rows(), PAGE.with_suffix("")), sep="\n")
         return
     device = "cpu" if options.command == "logits" else resolve_device(options.device).type
     about = {"processor": processor(device), "torch": torch.__version__, "commit": commit()}

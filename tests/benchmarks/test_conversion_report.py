@@ -4,8 +4,8 @@ from benchmarks.conversion_report import PAGE, SECTIONS, report, write_report
 
 RUN = {"run": "student", "layers": "power,power,softmax", "processor": "a GPU", "torch": "2", "commit": "abc"}
 ROWS = [
-    {"kind": "logits", "model": "smol", "tokens": 64, "difference": 5e-5, "largest": 40.0, "ours_to_exact": 1e-5,
-     "theirs_to_exact": 2e-5},
+    {"kind": "logits", "model": "smol", "tokens": 64, "difference": 5e-5, "same_angles": 3e-5, "largest": 40.0,
+     "ours_to_exact": 1e-5, "theirs_to_exact": 2e-5},
     {"kind": "loss", "context": 2048, "rows": 64, "converted": 2.75, "teacher": 2.7},
     {"kind": "stage", "stage": 1, "step": 100, "tokens": 5000, "seconds": 9.0, "held_out_loss": 3.5,
      "teacher_loss": 2.7, "gap": 0.8},
@@ -28,7 +28,7 @@ def test_every_kind_of_row_has_a_table():
     page = report([RUN | row for row in ROWS])
     assert "Not run yet." not in page
     for line in (
-        "| smol | 64 | 5.0e-05 | 40.0 | 1.0e-05 | 2.0e-05 |",
+        "| smol | 64 | 5.0e-05 | 3.0e-05 | 40.0 | 1.0e-05 | 2.0e-05 |",
         "| student | 2 power, 1 softmax | 2,048 | 64 | 2.7500 | 2.7000 | +0.0500 |",
         "| student | layers | 100 | 5,000 | 9 | 3.5000 | 2.7000 | +0.8000 |",
         "| student | layers | 200 | 10,000 | 19 | 3.0000 | 2.7000 | +0.3000 |",
