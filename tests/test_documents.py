@@ -6,17 +6,15 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from sympow.cli import parse
 from sympow.recipes import load_recipe
 from tests.tiny_runs import finished_runs
 
@@ -70,22 +68,28 @@ def names_of_pages() -> dict[str, object]:
     model, small = (LanguageModel(preset("nano", vocab_size=64), seed=seed).eval() for seed in (0, 1))
     tokens = torch.arange(24)[None] % 7
     given = {"model": model, "small": small, "tokens": tokens, "prompt": tokens[:, :3], "state": model.init_state(1)}
+    given["ModuleConfig"] = SimpleNamespace  # Zoology's, a class of two fields
     return {"__name__": "page", **given}
 
 
-# Not here: Python that asks a server, which tests/serving runs.
 RUNNING = [
     ("docs/index.md", ...), ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/command-line.md", ...),
     ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
 ]  # fmt: skip
 WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/context-files.md", 1)]
+OF_RUNS = ["docs/ar-hits.md", "docs/api/training.md"]
+OF_A_SERVER = ["docs/serving.md"]  # tests/serving runs it
 
 
 @pytest.mark.parametrize(("page", "only"), RUNNING, ids=[page for page, _ in RUNNING])
 def test_python_of_a_page_runs_from_top_to_bottom(page, only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     names, blocks = names_of_pages(), python_of(page)
     for block in blocks if only is ... else [blocks[only]]:
+        if file := re.search(r"# in (\S+\.py)$", block, re.M):
+            (tmp_path / file[1]).parent.mkdir(parents=True)
+            (tmp_path / file[1]).write_text(block)
         exec(compile(block, page, "exec"), names)
     for made in ("run", "sweep"):
         assert made not in names or names[made]()
@@ -102,7 +106,7 @@ def runs(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("page", ["docs/ar-hits.md", "docs/api/training.md"])
+@pytest.mark.parametrize("page", OF_RUNS)
 def test_python_of_a_page_about_runs_runs(page, runs, monkeypatch):
     """`demo:power` is a tiny recipe here, of 4 steps instead of 400."""
     monkeypatch.chdir(runs)
@@ -126,6 +130,11 @@ def test_python_of_a_page_about_transformers_runs(page, number, tmp_path, monkey
     exec(compile(python_of(page)[number], page, "exec"), names)
 
 
+def test_the_python_of_every_page_has_a_test_that_runs_it():
+    tested = {page for page, _ in RUNNING + WITH_TRANSFORMERS} | {"README.md", *OF_RUNS, *OF_A_SERVER}
+    assert {str(page.relative_to(ROOT)) for page in PAGES if python_of(str(page.relative_to(ROOT)))} == tested
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_of_a_page_names_what_there_is(page):
     """Also in blocks that cannot run here."""
@@ -135,18 +144,6 @@ def test_python_of_a_page_names_what_there_is(page):
                 pytest.importorskip("transformers", reason="needs transformers")
             module = importlib.import_module(node.module)
             assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_a_page_have_these_options(page):
-    """Every command of sympow in a block of code, also of those that need a finished run."""
-    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True) if re.match(r"\s*(\$ )?(sympow|python -m) ", line) else []
-        if words[:1] == ["sympow"] and set(words) != {"sympow"}:
-            parse([word for word in words[1:] if word != "..."])
-        elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks"):
-            assert importlib.util.find_spec(words[2]) is not None, line
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
