@@ -170,15 +170,20 @@ def test_the_drawings_of_the_kernels_are_those_of_the_script(tmp_path):
     assert all(f"{rows} rows" in titles for rows in ("4,096", "2,080", "3,072", "2,560"))
 
 
+def public_names() -> Iterator[str]:
+    """Classes and functions that the packages of sympow list as their own; constants have names in capitals.
+
+    The list is read, not imported, as some packages need others that are not here.
+    """
+    for file in sorted((ROOT / "sympow").rglob("__init__.py")):
+        listed = re.search(r"^__all__ = (\[.*?\])$", file.read_text("utf-8"), re.M | re.S)
+        yield from (name for name in ast.literal_eval(listed[1]) if not name.isupper()) if listed else ()
+
+
 def test_every_public_name_has_its_place_in_the_api():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-    missing = []
-    for package in ("", ".ops", ".layers", ".models", ".data", ".training", ".evaluation", ".recall", ".conversion"):
-        module = importlib.import_module(f"sympow{package}")
-        for name in module.__all__:
-            if callable(getattr(module, name)) and not re.search(rf"^::: sympow\S*\.{name}$", pages, re.M):
-                missing.append(f"sympow{package}.{name}")
-    assert not missing
+    entries = {entry.rpartition(".")[2] for entry in re.findall(r"^::: (sympow\S+)$", pages, re.M)}
+    assert set(public_names()) - entries == {"__version__", "ar_hits"}  # the latter is a module
 
 
 def test_words_are_spelled_right():
