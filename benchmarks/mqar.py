@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch every step anew")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     sweep = load_sweep(args.recipe).override(args.overrides)
     folder = args.out or Path("runs") / sweep.name
     if args.csv.is_file():

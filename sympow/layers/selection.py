@@ -164,7 +164,7 @@ class SelectiveAttention(AttentionMixer):
         q are the last T of the S tokens of k [B, G, S, K] and v [B, G, S, V]; selected is bool [B, T].
         """
         (batch, new), total = selected.shape, k.shape[2]
-        most = _most(selected)
+        most = most_rows(selected)
         # The selected rows first, in order; what fills up shorter lists is multiplied by 0.
         rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
         asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:])).to(k.dtype)
@@ -181,7 +181,7 @@ class SelectiveAttention(AttentionMixer):
         return y if gate is None else y * gate.to(y.dtype)
 
 
-def _most(selected: Tensor) -> int:
+def most_rows(selected: Tensor) -> int:
     """Returns the most rows that ask in a sequence; all rows while a CUDA graph is captured, which reads no number."""
     if selected.is_cuda and torch.cuda.is_current_stream_capturing():
         return selected.shape[1]

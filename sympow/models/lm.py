@@ -25,7 +25,7 @@ from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
-_LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
+LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
 @dataclass
@@ -296,7 +296,7 @@ class LanguageModel(nn.Module):
 
     def _logit_rows(self, hidden: Tensor) -> int:
         """Returns the number of tokens in a slice: a power of two, so that slices of long rows are alike."""
-        most = _LOGIT_ELEMENTS["cuda" if hidden.is_cuda else "cpu"] // self.config.vocab_size
+        most = LOGIT_ELEMENTS["cuda" if hidden.is_cuda else "cpu"] // self.config.vocab_size
         return 1 << max(0, most.bit_length() - 1)
 
     def check_tokens(self, tokens: Tensor, targets: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""FLOPs, memory traffic and state size of power, softmax, linear and window attention, in plain numbers.
+"""FLOPs and state size of power, softmax, linear and window attention, in plain numbers.
 
 Conventions, held everywhere below:
 - A multiply-add is 2 FLOPs. Only matrix products count (and the decay of a gated state); the masked half of a
@@ -7,8 +7,6 @@ Conventions, held everywhere below:
   five backward, where the scores are formed again: K + V and 3K + 2V multiply-adds a pair and query head.
 - A token meets a state [D, V + 1] (the normalizer is a column) in two products forward, phi(q) S and phi(k)
   v, and in five backward: the update again, and the gradients of phi(q), S, phi(k) and v.
-- Bytes are the least a fused implementation moves: every input read and every output written once, and
-  float32 states between chunks written once and read once.
 
 Letters as in docs/math.md: T time, H query heads, G key/value heads, K key dim, V value dim, D state dim.
 """
@@ -18,31 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sympow.ops.feature_map import spow_dim, tpow_dim
-
-STATE_BYTES = GATE_BYTES = 4  # float32
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Holds what one attention layer needs for one sequence.
-
-    Costs add up, and multiply by a number of layers or sequences.
-
-    flops: FLOPs; bytes: memory traffic; state: elements held after the last token.
-    """
-
-    flops: int
-    bytes: int
-    state: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.state + other.state)
-
-    def __mul__(self, count: int) -> Cost:
-        return Cost(self.flops * count, self.bytes * count, self.state * count)
-
-    __rmul__ = __mul__
-
 
 # ------------------------------------------------------------------------------------------------- state
 
@@ -146,87 +119,6 @@ def softmax_flops(
     return 2 * heads * attention_pairs(time, window) * width
 
 
-# --------------------------------------------------------------------------------------- cost of a layer
-
-
-def power_cost(
-    time: int,
-    key_dim: int,
-    value_dim: int,
-    p: int,
-    chunk: int | None = None,
-    gated: bool = False,
-    *,
-    heads: int = 1,
-    kv_heads: int = 1,
-    element_bytes: int = 2,
-) -> Cost:
-    """Returns the cost of the forward of power attention in one layer, over one sequence.
-
-    Linear attention is p = 1.
-    """
-    flops = power_flops(time, key_dim, value_dim, p, chunk, gated, heads=heads, kv_heads=kv_heads)
-    boundaries = -(-time // min(chunk or time, time)) - 1
-    return _power_layer(flops, time, boundaries, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
-
-
-def softmax_cost(
-    time: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    window: int | None = None,
-    heads: int = 1,
-    kv_heads: int = 1,
-    element_bytes: int = 2,
-) -> Cost:
-    """Returns the cost of the forward of softmax attention in one layer, over one sequence.
-
-    With `window` it is that of window attention.
-    """
-    flops = softmax_flops(time, key_dim, value_dim, window=window, heads=heads)
-    state = softmax_state(time, key_dim, value_dim, kv_heads=kv_heads, window=window)
-    return Cost(flops, _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes), state)
-
-
-def power_step_cost(
-    key_dim: int,
-    value_dim: int,
-    p: int,
-    gated: bool = False,
-    *,
-    heads: int = 1,
-    kv_heads: int = 1,
-    element_bytes: int = 2,
-) -> Cost:
-    """Returns the cost of one decoded token in one layer.
-
-    The state is read, decayed, updated and written, whatever the context.
-    """
-    flops = power_state(key_dim, value_dim, p) * (2 * heads + (3 if gated else 2) * kv_heads)
-    return _power_layer(flops, 1, 1, key_dim, value_dim, p, gated, heads, kv_heads, element_bytes)
-
-
-def softmax_step_cost(
-    context: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    window: int | None = None,
-    heads: int = 1,
-    kv_heads: int = 1,
-    element_bytes: int = 2,
-) -> Cost:
-    """Returns the cost of one decoded token in one layer, the last of `context`.
-
-    The cache is read, and the token's own entry is written.
-    """
-    state = softmax_state(context, key_dim, value_dim, kv_heads=kv_heads, window=window)
-    seen = min(context, window or context)
-    moved = _io_bytes(1, key_dim, value_dim, heads, kv_heads, element_bytes) + state * element_bytes
-    return Cost(2 * heads * seen * (key_dim + value_dim), moved, state)
-
-
 # ------------------------------------------------------------------------------------------------- models
 
 
@@ -325,29 +217,6 @@ def format_bytes(count: int) -> str:
     while size >= 999.5 and unit < len(units) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {units[unit]}" if size < 9.95 and unit > 0 else f"{size:,.0f} {units[unit]}"
-
-
-def _power_layer(
-    flops: int,
-    time: int,
-    crossings: int,
-    key_dim: int,
-    value_dim: int,
-    p: int,
-    gated: bool,
-    heads: int,
-    kv_heads: int,
-    element_bytes: int,
-) -> Cost:
-    """Returns `flops`, the state, and the traffic of inputs, outputs, gates and of the state (written, then read)."""
-    state = power_state(key_dim, value_dim, p, kv_heads=kv_heads)
-    moved = _io_bytes(time, key_dim, value_dim, heads, kv_heads, element_bytes) + 2 * crossings * state * STATE_BYTES
-    return Cost(flops, moved + (kv_heads * time * GATE_BYTES if gated else 0), state)
-
-
-def _io_bytes(time: int, key_dim: int, value_dim: int, heads: int, kv_heads: int, element_bytes: int) -> int:
-    """Returns the traffic of reading q, k and v and of writing the output."""
-    return time * (heads + kv_heads) * (key_dim + value_dim) * element_bytes
 
 
 def _check(**sizes: int | None) -> None:

@@ -165,7 +165,8 @@ def power_attention_step(
         that was given.
 
     Raises:
-        As `power_attention`; and ValueError if inputs of a step on a DecodingState require gradients.
+        ValueError: as `power_attention`, and if inputs of a step on a DecodingState require gradients.
+        TypeError: as `power_attention`.
     """
     check_inputs(q, k, v, log_g)
     check_options(p, scale, normalize, eps)

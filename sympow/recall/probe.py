@@ -12,7 +12,7 @@ from sympow.data.mqar import RecallTask, generate
 
 PAIRS = (16, 32, 64, 128, 256)
 LENGTH = 8  # tokens of a passage for each of its pairs
-_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a passage
+LOGIT_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a passage
 
 
 class Score(NamedTuple):
@@ -81,7 +81,7 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
     """
     tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)
     device = next(model.parameters()).device
-    size = max(1, _ELEMENTS // (tokens.shape[1] * vocab_size))
+    size = max(1, LOGIT_ELEMENTS // (tokens.shape[1] * vocab_size))
     found = []
     training = model.training
     model.eval()

@@ -1,6 +1,8 @@
 import io
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -91,7 +93,10 @@ def test_save_and_load(tokenizer, tmp_path):
 
 
 def spec(**changes) -> dict:
-    return json.loads(BPE._serialized) | changes
+    """What `BPE` writes to a file, with changes."""
+    with TemporaryDirectory() as folder:
+        BPE.save(folder)
+        return json.loads(Path(folder, "tokenizer.json").read_text("utf-8")) | changes
 
 
 def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(tmp_path):

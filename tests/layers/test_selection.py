@@ -43,8 +43,8 @@ def test_rows_that_do_not_ask_change_nothing(selection, monkeypatch):
     tokens = torch.randint(0, 9, (3, 24), generator=torch.Generator().manual_seed(1))
     ids = {"tokens": tokens} if mixer.reads_tokens else {}
     found = []
-    for most in (module._most, lambda selected: selected.shape[1]):
-        monkeypatch.setattr(module, "_most", most)
+    for most in (module.most_rows, lambda selected: selected.shape[1]):
+        monkeypatch.setattr(module, "most_rows", most)
         x = normal(3, 24, 16).requires_grad_()
         y = mixer(x, **ids)
         assert selected_rows(mixer, y).sum(1).max() < 24

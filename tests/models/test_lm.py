@@ -73,7 +73,7 @@ def test_packed_documents_are_each_alone(mixers):
 
 @pytest.mark.parametrize("elements", [1, 7 * VOCAB, 1 << 25])
 def test_losses_and_gradients_are_those_of_cross_entropy(monkeypatch, elements):
-    monkeypatch.setitem(lm._LOGIT_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(lm.LOGIT_ELEMENTS, "cpu", elements)
     built, x, targets = model().float(), tokens(), tokens(seed=2)
     targets[0, 3:9] = lm.IGNORE
     weight = torch.rand(targets.shape, generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_losses_of_packed_documents():
 @pytest.mark.parametrize("method", ["token_losses", "loss_sum"])
 def test_whole_logits_never_stand_in_memory(monkeypatch, method):
     """No tensor of B T vocab elements is formed, and none of logits is kept for the backward."""
-    monkeypatch.setitem(lm._LOGIT_ELEMENTS, "cpu", 10 * VOCAB)
+    monkeypatch.setitem(lm.LOGIT_ELEMENTS, "cpu", 10 * VOCAB)
     built, x = model().float(), tokens(2, 300)
     largest = 0
 

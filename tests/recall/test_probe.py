@@ -67,7 +67,7 @@ def test_a_model_that_recalls_answers_everything():
 
 def test_slices_of_passages_add_up(monkeypatch):
     whole = probe(Recalls(), VOCAB, 4, queries=40)
-    monkeypatch.setattr("sympow.recall.probe._ELEMENTS", 1)
+    monkeypatch.setattr("sympow.recall.probe.LOGIT_ELEMENTS", 1)
     assert probe(Recalls(), VOCAB, 4, queries=40) == whole
 
 

@@ -27,7 +27,7 @@ HEADS, K = 2, 64
 def kernels(batch: int, length: int, dtype: torch.dtype) -> set[tuple]:
     """Of one layer that reads `batch` prompts of so many tokens behind their states, on an H200."""
     plan.forget_plans()
-    launcher._launchers.clear()
+    launcher.forget_launchers()
     hopper = mock.patch.object(config, "on_hopper", lambda device: True)
     with hopper, mock.patch.object(config, "processors", lambda device: 132), recording() as launches:
         width = 3 * HEADS * K

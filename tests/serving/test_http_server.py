@@ -19,8 +19,10 @@ from sympow.cli.serving import api_keys, load_served
 from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
+from tests.shell_blocks import commands_of
 
 KEY = "a-key"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +95,23 @@ def test_the_client_of_openai(server):
 def test_python_of_the_page_runs(server, capsys):
     pytest.importorskip("openai")
     _, port = server
-    page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     for words, here in (("8000", str(port)), ('"none"', repr(KEY)), ('"demo-power"', '"tiny"')):
         assert words in block
         block = block.replace(words, here)
-    exec(compile(block, page, "exec"), {})
+    exec(compile(block, PAGE, "exec"), {})
     assert capsys.readouterr().out
+
+
+def test_curl_of_the_page(server):
+    """The path, the header and the fields that it sends."""
+    _, port = server
+    (curl,) = (command for command in commands_of(PAGE) if command.words[0] == "curl")
+    address, header, fields = curl.words[1], *(curl.words[i + 1] for i, x in enumerate(curl.words) if x in ("-H", "-d"))
+    assert address.startswith("http://127.0.0.1:8000/") and header == "Content-Type: application/json"
+    asked = json.loads(fields) | {"model": "tiny"}
+    status, answer = send(port, "POST", address.removeprefix("http://127.0.0.1:8000"), asked)
+    assert status == 200 and answer["usage"]["completion_tokens"] == asked["max_tokens"]
 
 
 def test_it_ends_in_order(server):

@@ -138,6 +138,11 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **t
     launcher(**tensors)
 
 
+def forget_launchers() -> None:
+    """Forgets what `launch` has kept: for tests that change what kernels are launched with."""
+    _launchers.clear()
+
+
 def _hooked() -> bool:
     """Whether a profiler looks at launches, through Triton."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -58,7 +58,7 @@ def forward(
     if chunk:
         rows, reads_z = call.plan.rows, p == 2 and (normalize or final)
         if s_init is not None:
-            s_init, z_init = _from_public(rows, s_init, z_init)
+            s_init, z_init = from_public(rows, s_init, z_init)
         ends = launch.new_ends(call, reads_z) if final else None
         s, z = launch.states(call, s_init, z_init, ends, reads_z)
         if ends is not None:
@@ -86,7 +86,7 @@ def backward(
     room = after = ds = dz = starts = through = turned = dlog_g = dpositions = None
     if chunk and s is None:
         if s_init is not None:
-            s_init, z_init = _from_public(plan.rows, s_init, z_init)
+            s_init, z_init = from_public(plan.rows, s_init, z_init)
         # Their gradients take their place: that of the state after a chunk, where the state before the next one was,
         # if the two are multiplied. Where states are turned as well, both are kept.
         shift = int(plan.restarts)
@@ -94,7 +94,7 @@ def backward(
         room = None if turns else (s[shift:], z[shift:])
     dq, dsums_q = launch_gradients.query_gradient(call, dout, factors, s, z, has_init, normalize)
     if chunk:
-        s_end, z_end = (None, None) if ds_final is None else _from_public(plan.rows, ds_final, dz_final)
+        s_end, z_end = (None, None) if ds_final is None else from_public(plan.rows, ds_final, dz_final)
         starts = launch.new_ends(call, reads_z) if has_init else None
         if plan.restarts and s is not None and z is not None:
             through = launch.new_products(call, reads_z)
@@ -122,7 +122,7 @@ def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, 
     return last if z is None or dz is None else last + (z * dz).sum(2)
 
 
-def _from_public(rows: Basis, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def from_public(rows: Basis, s: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
     matrix = rows.matrix_from_public(z).contiguous() if z is not None else None
     return rows.from_public(s).contiguous(), matrix
 

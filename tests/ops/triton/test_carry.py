@@ -38,7 +38,7 @@ def call_of(case: Case, q, k, v, log_g) -> "calls.Call":
 
 def flat(call, s, z) -> torch.Tensor:
     """As `split_rows` has states that come in."""
-    s, z = operators._from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
+    s, z = operators.from_public(call.plan.rows, s, z if call.plan.p == 2 else None)
     return torch.cat([x.flatten() for x in (s, z) if x is not None])
 
 
@@ -78,7 +78,7 @@ def test_states(name):
     own = split_rows._own_states(call)
     s, z = split_rows._all_states(call, *own[:3], flat(call, x["s"], x["z"]))
     public = (x["s"], x["z"] if case.p == 2 else None)
-    direct = launch.states(call, *operators._from_public(call.plan.rows, *public), None, case.p == 2)
+    direct = launch.states(call, *operators.from_public(call.plan.rows, *public), None, case.p == 2)
     exact = exact_states(case, *(y if y is None else y.double() for y in (*tensors, x["s"], x["z"])))[:-1]
     expected = [torch.stack([getattr(state, n) for state in exact]) for n in ("s", "z")][: 2 if case.p == 2 else 1]
     assert_as_exact(case, boundaries(case, call, s, z), boundaries(case, call, *direct), expected)
@@ -94,17 +94,17 @@ def test_gradients_of_states(name):
         for shape in ((case.B, case.T, case.H, case.V), x["s"].shape, x["z"].shape)
     )
 
-    initial = (x["s"], x["z"] if case.p == 2 else None)
-    options = operators.Options(
-        case.p, 0.25, case.divides, EPS, CHUNK, final=False, tf32=False, wide=False, gradient=False
-    )  # fmt: skip
-    out, norm, *_ = operators.power_forward(*tensors, *initial, None, None, None, *options)
+    given = {n: x[n] for n in ("q", "k", "v", "log_g")} | {"s_init": x["s"], "z_init": x["z"] if case.p == 2 else None}
+    options = {"p": case.p, "scale": 0.25, "normalize": case.divides, "eps": EPS, "chunk": CHUNK}
+    options |= dict.fromkeys(("final", "tf32", "wide", "gradient"), False)
+    absent = dict.fromkeys(("cu_seqlens", "positions", "frequencies"))
+    out, norm, *_ = torch.ops.sympow.power_forward(**given, **absent, **options)
     call = call_of(case, *tensors)
     factors = launch_gradients.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
     own = split_rows._own_states(call, gradient)
     ds, dz = split_rows._all_states(call, *own[:3], flat(call, ds_in, dz_in))
-    ends = operators._from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
+    ends = operators.from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
     direct = launch.states(call, *ends, None, case.p == 2, gradient)
 
     doubles = [y if y is None else y.double() for y in tensors]

@@ -42,10 +42,13 @@ def extra_bytes(key_dim: int, monkeypatch, *, gated: bool = True) -> int:
     q, k, v, dout = (torch.empty(*shape, key_dim, device="meta", dtype=torch.bfloat16) for _ in range(4))
     log_g = torch.empty(shape, device="meta") if gated else None
     chunk = config.chunk_size(key_dim, 2, shape[1], gradient=True, reach=gated)
-    options = operators.Options(2, key_dim**-0.5, True, 1e-6, chunk, False, False, False, True)
+    numbers = {"p": 2, "scale": key_dim**-0.5, "normalize": True, "eps": 1e-6, "chunk": chunk, "gradient": True}
+    options = operators.Options(**numbers, final=False, tf32=False, wide=False)
+    given = {"q": q, "k": k, "v": v, "log_g": log_g, **dict.fromkeys(("s_init", "z_init", "cu_seqlens"))}
+    absent = dict.fromkeys(("ds_final", "dz_final", "frequencies"))
     with Allocated() as allocated:
-        result = operators.forward(q, k, v, log_g, None, None, None, options)
-        grads = operators.backward(dout, None, None, q, k, v, log_g, None, None, None, None, result, options)
+        result = operators.forward(**given, options=options)
+        grads = operators.backward(dout=dout, result=result, options=options, **given, **absent)
     return allocated.peak - sum(x.nbytes for x in (result.out, *grads) if x is not None)
 
 

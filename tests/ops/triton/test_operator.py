@@ -180,9 +180,12 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     tensors = [x.detach()[:, :, :1].requires_grad_() for x in inputs(T=110, K=16, dtype=torch.float32)]
     cu_seqlens = None if documents is None else torch.tensor(documents, device=DEVICE)
 
-    def forward(*x, gradient=True):
-        options = operators.Options(2, 0.2, True, 1e-6, 32, final=False, tf32=False, wide=False, gradient=gradient)
-        return operators.power_forward(*x, None, None, *options)
+    def forward(q, k, v, log_g, cu_seqlens, gradient=True):
+        given = {"q": q, "k": k, "v": v, "log_g": log_g, "cu_seqlens": cu_seqlens}
+        absent = dict.fromkeys(("s_init", "z_init", "positions", "frequencies"))
+        options = {"p": 2, "scale": 0.2, "normalize": True, "eps": 1e-6, "chunk": 32, "gradient": gradient}
+        options |= dict.fromkeys(("final", "tf32", "wide"), False)
+        return torch.ops.sympow.power_forward(**given, **absent, **options)
 
     def call(*x):
         return power_attention(*x, cu_seqlens=cu_seqlens, chunk_size=32, impl="triton").out
@@ -190,7 +193,7 @@ def test_states_are_kept_for_the_backward_or_formed_again(documents, monkeypatch
     def shapes(outputs):
         return [(x.shape, x.dtype) for x in outputs]
 
-    arguments = [*tensors, None, None, cu_seqlens]
+    arguments = [*tensors, cu_seqlens]
     with FakeTensorMode() as mode:
         fakes = [None if x is None else mode.from_tensor(x) for x in arguments]
         promised, unkept = shapes(forward(*fakes)), shapes(forward(*fakes, gradient=False))

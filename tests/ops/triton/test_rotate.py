@@ -19,6 +19,7 @@ from tests.ops.contract import DEVICE, EPS32
 
 pytest.importorskip("triton", reason="needs triton")
 from sympow.ops.triton import rotate as kernel
+from sympow.ops.triton.launcher import Launcher
 
 GPU = DEVICE == "cuda"
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -254,8 +255,8 @@ def layer_results(layer, x):
 
 def take_kernels(monkeypatch) -> list:
     """Kernels are taken on the CPU as well; the list grows by one entry a launch."""
-    launched, launch = [], kernel._launch
-    monkeypatch.setattr(kernel, "_launch", lambda *x, **options: launched.append(1) or launch(*x, **options))
+    launched, launch = [], Launcher.__call__
+    monkeypatch.setattr(Launcher, "__call__", lambda self, **tensors: launched.append(1) or launch(self, **tensors))
     monkeypatch.setattr(rotary, "has_kernels", lambda device, dtype: True)
     return launched
 
