@@ -1,6 +1,7 @@
 """For every test: one thread a process, so that parallel workers do not fight, reproducible examples and random
 numbers, and a way to run kernels."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -16,6 +17,7 @@ from hypothesis import settings
 from sympow import progress
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 20)  # the compiler and the interpreter make many small objects, and few cycles
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore: tests send it
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     from tests import interpreter

@@ -9,24 +9,25 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
 _PLACES = [tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base]  # where functions are replaced
-_as_imported = [(place, dict(vars(place))) for place in _PLACES]
+_language: list[tuple] = []  # each of them with its names, before the interpreter replaces any
 _replaced = set()  # device functions whose language the interpreter has replaced
 
 
 def restore_language() -> None:
     """Undoes what the interpreter has left replaced in triton.language, so that a kernel can be compiled."""
-    for place, names in _as_imported:
+    for place, names in _language:
         for name in [name for name, value in vars(place).items() if names.get(name) is not value]:
             setattr(place, name, names[name]) if name in names else delattr(place, name)
     _replaced.clear()
 
 
 def speed_up() -> None:
-    """Leaves out three things, in this process.
+    """Leaves out four things, in this process.
 
     The interpreter replaces the functions of triton.language by its own at every call of a device function. The first
     call is enough: the kernel around it does so too. It checks every sum and product of integers for an overflow,
-    which no index of a test's small shapes can have. And it makes a table of all dtypes wherever it needs one of them.
+    which no index of a test's small shapes can have. It makes a table of all dtypes wherever it needs one of them. And
+    for every number it makes the type again, each size in it an object with a type of its own.
     """
     builder = triton_interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -50,6 +51,39 @@ def speed_up() -> None:
         return of_any(kind) if isinstance(kind, tl.pointer_type) else of_numbers(kind)
 
     triton_interpreter._get_np_dtype = numpy_dtype
+    _make_types_once()
+    _language[:] = [(place, dict(vars(place))) for place in _PLACES]
+
+
+def _make_types_once() -> None:
+    """Lets types of the same element and shape, and tensors of the same type, share what is made of the shape."""
+    block_type, tensor, semantic = tl.core.block_type, tl.tensor, type(triton_interpreter.interpreter_semantic)
+    new_type, new_tensor, broadcast, equal = (
+        block_type.__init__, tensor.__init__, semantic.broadcast_impl_value, tl.dtype.__eq__
+    )  # fmt: skip
+    types: dict[tuple, dict] = {}
+    tensors: dict[tuple, dict] = {}
+
+    def init_type(self, element_ty, shape):
+        key = (element_ty.name, *(x.value if isinstance(x, tl.constexpr) else x for x in shape))
+        if key not in types:
+            new_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def init_tensor(self, handle, type):
+        key = tuple(type.shape) if isinstance(type, block_type) else None
+        if key not in tensors:
+            new_tensor(self, handle, type)
+            tensors[key] = dict(vars(self))
+        vars(self).update(tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    def broadcast_impl_value(self, a, b):
+        alike = isinstance(a.type, block_type) and isinstance(b.type, block_type) and a.shape is b.shape
+        return (a, b) if alike else broadcast(self, a, b)
+
+    block_type.__init__, tensor.__init__, semantic.broadcast_impl_value = init_type, init_tensor, broadcast_impl_value
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def compute_in_bfloat16() -> None:

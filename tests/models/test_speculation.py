@@ -92,7 +92,7 @@ def test_any_drafts_give_the_tokens_without(case, temperature, tail, eager, monk
     if tail:
         monkeypatch.setattr(power, "keeps_tail", lambda *_: True)
     built, options = model(case), {"temperature": temperature, "top_p": 0.9, "seed": 3}
-    for seed in range(3):
+    for seed in range(2):
         x = prompt(seed=seed)
         expected = generate(built, x, 40, **options).tokens
         drafts = Knowing(x, expected, seed)
