@@ -363,6 +363,7 @@ def test_forward_compiles_as_one_graph(tokens):
 
 def test_trainer(tmp_path):
     """The loss falls, and a folder of the Trainer loads."""
+    pytest.importorskip("accelerate", reason="needs accelerate")
     model = SympowForCausalLM(SympowConfig(model=small_config("power")))
     row = torch.arange(16) % 7
     data = [{"input_ids": row, "labels": row}] * 8
