@@ -38,7 +38,6 @@ read again. SIGINT or SIGTERM ends it in order. It needs the extra `serve`; docs
 EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face transformers
 reads after `import sympow.integrations.transformers`."""
 
-
 CONVERT = """Reads Llama, SmolLM, Qwen2 or Qwen3 and exchanges the softmax attention of its layers for power attention
 or for windows. A pattern of power, window and softmax says which layers; softmax stays as it is. All other weights
 stay. The result is a run's folder with the model's tokenizer, for `sympow distill`, generate, read, evaluate and
