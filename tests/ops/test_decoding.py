@@ -58,10 +58,12 @@ def decode(case: Case, inputs: dict, impl: str, tokens: int = 1, capacity: int =
     return {"out": torch.cat(outs, 1), "s": after.s, "z": after.z}
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("impl", ["eager", "auto", "reference"])
+@pytest.mark.parametrize(
+    ("impl", "tokens"), [("eager", 1), ("eager", 7), ("reference", 1), ("reference", 7), ("auto", 7)]
+)
 def test_steps_are_the_sequence(impl, name, tokens):
+    """In float64 "auto" is "eager" whatever the number of tokens."""
     case = WHOLE[name]
     inputs = make_inputs(case)
     before = initial_state(case, inputs).folded() if case.state else None
