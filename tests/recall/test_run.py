@@ -227,9 +227,9 @@ def test_auxiliary_losses_are_not_lost_in_compiled_steps(small, compilations):
 def test_models_and_shapes_are_compiled_apart(small, compilations):
     """More of them than a function may have variants."""
     with torch._dynamo.config.patch(recompile_limit=1):
-        for width in (1, 2, 3):
+        for width in (1, 2):
             trainer(replace(small, width=width, examples=32, epochs=1), compiled=True).take(0)
-    assert len(compilations) == 3
+    assert len(compilations) == 2
 
 
 def test_what_cannot_be_compiled_is_trained_as_it_is(small, monkeypatch):
