@@ -1,10 +1,11 @@
 """Compiles every kernel that a call launches, without a GPU: `python -m tests.ops.triton.compile_kernels cuda|hip`.
 
-The launches of real calls are recorded instead of made. Each kernel and each of its branches is compiled, in a few
-shapes. For Hopper these are the shapes with the most registers and the largest spills: K = 64 and 128 for p = 2, the
-widest K for p = 3, the K that spills most for p = 4. For an AMD GPU it is one launch of each kernel and dtype with
-the smallest tiles. Prints JSON, a list of {kernel, key_dim, tiles, stack, registers}: TILES, if the kernel has such;
-of a thread, the bytes of local memory that it spills to and its registers, null where the toolchain does not tell.
+The launches of real calls are recorded instead of made. Each kernel is compiled in a few shapes. For Hopper these are K
+= 64 and 128 for p = 2, where decoding and the key pass spill most; for p = 3 the widest K, whose state pass holds fewer
+tiles; for p = 4 the K that spills most. Other shapes are not compiled, so the limit on spilled registers is not held
+for them. For an AMD GPU it is one launch of each kernel and dtype with the smallest tiles. Prints JSON, a list of
+{kernel, key_dim, tiles, stack, registers}: TILES, if the kernel has such; of a thread, the bytes of local memory that
+it spills to and its registers, null where the toolchain does not tell.
 """
 
 from __future__ import annotations
