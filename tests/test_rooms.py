@@ -9,10 +9,9 @@ TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "sympow"
 FILES = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 LONGEST = 400  # lines
-# What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it; and two passes of
-# the kernels for split rows, which their own tests and the compiler take one by one.
+# What tests may take of named tuples, Python, PyTorch and Triton, which have no public name for it.
 PRIVATE = {"_replace", "_asdict", "_getframe", "_exit", "_cdata", "_dynamo", "_subclasses", "_python_dispatch",
-           "_runtime", "_get_np_dtype", "_own_states", "_all_states"}  # fmt: skip
+           "_runtime", "_get_np_dtype"}  # fmt: skip
 REPLACING = ("setattr", "delattr", "getattr", "patch", "object")
 
 

@@ -83,8 +83,8 @@ def _ends(shapes: Shapes, message: Tensor) -> tuple[Tensor, Tensor]:
     return message[:first].view(s), message[first : first + math.prod(z)].view(z)
 
 
-def _own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S and Z from none, the decays to them (empty without a gate), and the message."""
+def own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns S and Z without an incoming state, the decays to the chunks (empty without a gate), and the message."""
     plan = call.plan
     message = call.gate.sums.new_empty(_message_length(plan, plan.gated))
     s, z = launch.states(call, None, None, _ends(plan, message), plan.p == 2, gradient)
@@ -95,7 +95,7 @@ def _own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tens
     return s, z, decays, message
 
 
-def _all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
+def all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
     """Returns S and Z, given those without an incoming state and the incoming ones."""
     came = _ends(call.plan, incoming)
     s, z = (carried(x, y, decays if call.plan.gated else None) for x, y in zip((s, z), came, strict=True))
@@ -111,7 +111,7 @@ def context_states(
     The sums are empty without a gate.
     """
     call = Call(k, k, v, log_g, None, p, scale, chunk, tf32, gradient)
-    s, z, decays, message = _own_states(call)
+    s, z, decays, message = own_states(call)
     return s, z, call.gate.sums, decays, message
 
 
@@ -157,7 +157,7 @@ def context_output(
     and the last ones, flat. Each is empty where the backward does not need it.
     """
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, Gate(sums, None, None))
-    s, z = _all_states(call, s, z, decays, incoming)
+    s, z = all_states(call, s, z, decays, incoming)
     out, norm = launch.output(call, s, z, True, normalize, eps, wide)
     if not gradient or not Shapes(q, k, v, None, p, chunk, True).keeps(True):
         s, z = s.new_empty(0), z.new_empty(0)
@@ -213,7 +213,7 @@ def context_query_gradient(
     dq, dsums = launch_gradients.query_gradient(call, dout, factors, s, z, True, normalize)
     if s_kept.numel() or not call.plan.restarts:
         s, z = s_kept.new_empty(0), z_kept.new_empty(0)
-    ds, dz, decays, message = _own_states(call, (dout, factors.factor, factors.delta))
+    ds, dz, decays, message = own_states(call, (dout, factors.factor, factors.delta))
     return dq, factors.factor, factors.delta, dsums, s, z, ds, dz, call.gate.sums, decays, message
 
 
@@ -255,7 +255,7 @@ def context_key_gradient(
     s, z: the states before each chunk, where `Plan.restarts`; `last`: the last states of the forward.
     """
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True, gate=Gate(sums, None, None))
-    ds, dz = _all_states(call, ds, dz, decays, incoming)
+    ds, dz = all_states(call, ds, dz, decays, incoming)
     none = factor.new_empty(0)
     factors = launch_gradients.RowFactors(factor, none, none, delta)
     dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, True, p == 2)

@@ -87,8 +87,8 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
         gate = torch.empty(2, 2048, 2)
         for log_g, gradient in ((gate, None), (gate, backward), (None, backward)):
             call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
-            s, z, decays, message = split_rows._own_states(call, gradient)
-            split_rows._all_states(call, s, z, decays, message)
+            s, z, decays, message = split_rows.own_states(call, gradient)
+            split_rows.all_states(call, s, z, decays, message)
             split_rows.launch_gradients.through_states(call, s, z, s, z, True)
     names = ("state_pass", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]

@@ -75,8 +75,8 @@ def test_states(name):
     case, x = CASES[name], inputs_of(CASES[name])
     tensors = [x[n] for n in ("q", "k", "v", "log_g")]
     call = call_of(case, *tensors)
-    own = split_rows._own_states(call)
-    s, z = split_rows._all_states(call, *own[:3], flat(call, x["s"], x["z"]))
+    own = split_rows.own_states(call)
+    s, z = split_rows.all_states(call, *own[:3], flat(call, x["s"], x["z"]))
     public = (x["s"], x["z"] if case.p == 2 else None)
     direct = launch.states(call, *operators.from_public(call.plan.rows, *public), None, case.p == 2)
     exact = exact_states(case, *(y if y is None else y.double() for y in (*tensors, x["s"], x["z"])))[:-1]
@@ -102,8 +102,8 @@ def test_gradients_of_states(name):
     call = call_of(case, *tensors)
     factors = launch_gradients.row_factors(call, dout, out, norm, case.divides)
     gradient = (dout, factors.factor, factors.delta)
-    own = split_rows._own_states(call, gradient)
-    ds, dz = split_rows._all_states(call, *own[:3], flat(call, ds_in, dz_in))
+    own = split_rows.own_states(call, gradient)
+    ds, dz = split_rows.all_states(call, *own[:3], flat(call, ds_in, dz_in))
     ends = operators.from_public(call.plan.rows, ds_in, dz_in if case.p == 2 else None)
     direct = launch.states(call, *ends, None, case.p == 2, gradient)
 
