@@ -1,9 +1,7 @@
 """Compiles every kernel that a call launches, without a GPU: `python -m tests.ops.triton.compile_kernels cuda|hip`.
 
-The launches of real calls are recorded instead of made. Each kernel is compiled in a few shapes. For Hopper these are K
-= 64 and 128 for p = 2, where decoding and the key pass spill most; for p = 3 the widest K, whose state pass holds fewer
-tiles; for p = 4 the K that spills most. Other shapes are not compiled, so the limit on spilled registers is not held
-for them. For an AMD GPU it is one launch of each kernel and dtype with the smallest tiles. Prints JSON, a list of
+The launches of real calls are recorded instead of made. For Hopper these are the variants of all key dims, because a
+limit on spilled registers holds for each; for an AMD GPU one launch of each kernel and dtype. Prints JSON, a list of
 {kernel, key_dim, tiles, stack, registers}: TILES, if the kernel has such; of a thread, the bytes of local memory that
 it spills to and its registers, null where the toolchain does not tell.
 """
@@ -77,34 +75,33 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the states that a rank forms and sends, and of what comes in from other ranks, added to states and to their
-    gradients; with a gate, and the backward without one: the branches on the two do not depend on each other."""
+    gradients; with a gate and without."""
     config.on_hopper = lambda device: hopper
     plan.forget_plans()
     few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
     with few, recording() as recorded:
         k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)
-        backward = (k, torch.empty(2, 4096), torch.empty(2, 4096))
-        gate = torch.empty(2, 2048, 2)
-        for log_g, gradient in ((gate, None), (gate, backward), (None, backward)):
+        for log_g in (torch.empty(2, 2048, 2), None):
             call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
-            s, z, decays, message = split_rows.own_states(call, gradient)
-            split_rows.all_states(call, s, z, decays, message)
+            for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
+                s, z, decays, message = split_rows.own_states(call, gradient)
+                split_rows.all_states(call, s, z, decays, message)
             split_rows.launch_gradients.through_states(call, s, z, s, z, True)
     names = ("state_pass", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
 
 def decoding_launches(key_dim: int) -> list[tuple]:
-    """Of a gated step of a token: a batch of one, and one with many heads, in bfloat16 and float32, and heads that
-    share."""
-    shapes = ((1, 2, torch.bfloat16), (4, 2, torch.float32), (4, 12, torch.bfloat16))
+    """Of a gated step: a batch of one, also of two tokens, and one with many heads, in bfloat16 and float32, and heads
+    that share."""
+    shapes = ((1, 2, 2, torch.bfloat16), (4, 1, 2, torch.float32), (4, 1, 12, torch.bfloat16))
     with recording() as recorded:
-        for batch, heads, dtype in shapes:
+        for batch, time, heads, dtype in shapes:
             before = PowerState.zeros(batch, 2, key_dim, key_dim)
             state = DecodingState.from_state(before, dtype=dtype)
-            q, k, v = (torch.empty(batch, 1, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
+            q, k, v = (torch.empty(batch, time, h, key_dim, dtype=dtype) for h in (heads, 2, 2))
             options = {"p": 2, "scale": 0.5, "normalize": True, "eps": 1e-6}
-            step_with_tail(q, k, v, torch.empty(batch, 1, 2), state, **options)
+            step_with_tail(q, k, v, torch.empty(batch, time, 2), state, **options)
     return recorded
 
 
@@ -177,17 +174,17 @@ def first_of_each(launches: list[tuple]) -> list[tuple]:
 def main() -> None:
     target = TARGETS[sys.argv[1]]
     hopper = target.backend == "cuda"
-    smallest = 64 if hopper else 16
     launches: list[tuple] = []
-    for key_dim in (smallest, 128) if hopper else (smallest,):
+    for key_dim in (32, 64, 128) if hopper else (64,):
         for chunk_size in (512, 4096):
             launches += [(key_dim, *launch) for launch in attention_launches(key_dim, chunk_size, hopper)]
-    others = (*context_launches(smallest, hopper), *decoding_launches(smallest), *rotation_launches(smallest))
-    launches += [(smallest, *launch) for launch in others]
+        if key_dim > 32:  # a smaller K needs fewer registers
+            others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
+            launches += [(key_dim, *launch) for launch in others]
     launches += [(0, *launch) for launch in convolution_launches()]
     if not hopper:
         launches = first_of_each(launches)
-    for p, key_dim in ((3, 64), (4, 16)) if hopper else ():
+    for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 24), (4, 32)) if hopper else ():
         launches += [(key_dim, *launch) for launch in attention_launches(key_dim, 512, hopper, p)]
     results = []
     for key_dim, function, bound, options in launches:
