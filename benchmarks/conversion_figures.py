@@ -1,4 +1,4 @@
-"""Figures of the page of converted models: the gap to the teacher while they learn, and the loss by position."""
+"""Figures of the page of converted models: gaps while they learn, losses by position, and recall of passkeys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from sympow.evaluation.passkey import PasskeyRow, plot_passkeys
 from sympow.evaluation.plot import COLOURS, MARKERS
 
 Row = dict[str, Any]
@@ -15,12 +16,19 @@ FIRST = 512  # positions up to here are left out: their losses are high and woul
 
 
 def draw_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws gap.png and positions.png into a folder; returns the files."""
+    """Draws gap.png, positions.png and passkeys.png into a folder; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"gap": _gap(rows), "positions": _positions(rows)}
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png")
-    return [folder / f"{name}.png" for name in figures]
+    plot_passkeys(_depths(rows), folder / "passkeys.png")
+    return [folder / f"{name}.png" for name in (*figures, "passkeys")]
+
+
+def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
+    found = [[row[name] for name in PasskeyRow._fields] for row in rows if row["kind"] == "depths"]
+    return [PasskeyRow(model, int(context), float(depth), int(texts), float(accuracy), float(digits))
+            for model, context, depth, texts, accuracy, digits in found]  # fmt: skip
 
 
 def _gap(rows: Sequence[Row]) -> Figure:
@@ -42,12 +50,23 @@ def _gap(rows: Sequence[Row]) -> Figure:
 
 
 def _positions(rows: Sequence[Row]) -> Figure:
-    """The held-out loss against the position in a row, a curve a student, and one for the teacher."""
-    figure, axis = _panel()
-    curves = {row["run"] if row["model"] == "converted" else "teacher": row
-              for row in rows if row["kind"] == "positions"}  # fmt: skip
+    """The held-out loss against the position in a row, a panel for each number of held-out rows."""
+    found = [row for row in rows if row["kind"] == "positions"]
+    counts = sorted({row["rows"] for row in found}, reverse=True)
+    figure = Figure(figsize=(8 * max(1, len(counts)), 4.6), dpi=110, layout="constrained")
+    for n, count in enumerate(counts):
+        axis = figure.add_subplot(1, len(counts), n + 1)
+        axis.grid(color="0.9")
+        _curves(axis, [row for row in found if row["rows"] == count], _styles(rows))
+        axis.set_title(f"Loss by position, {count} held-out rows: the teacher was made for 8,192 tokens")
+    return figure
+
+
+def _curves(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, str]]) -> None:
+    """Draws a curve a student, and one for the teacher."""
+    curves = {row["run"] if row["model"] == "converted" else "teacher": row for row in rows}
     ends: list[int] = []
-    styles = _styles(rows) | {"teacher": {"color": "0.4", "linestyle": "dotted"}}
+    styles = styles | {"teacher": {"color": "0.4", "linestyle": "dotted"}}
     for name, row in sorted(curves.items(), key=lambda item: item[0] == "teacher"):
         bins = [each for each in row["bins"] if each["end"] > FIRST]
         ends = [each["end"] for each in bins]
@@ -57,9 +76,7 @@ def _positions(rows: Sequence[Row]) -> Figure:
     axis.minorticks_off()
     axis.set_xlabel("position in the row, up to")
     axis.set_ylabel("held-out loss, nats a token")
-    axis.set_title("Loss by position: the teacher was made for 8,192 tokens")
     axis.legend()
-    return figure
 
 
 def _panel() -> tuple[Figure, Any]:

@@ -12,6 +12,9 @@ ROWS = [
     {"kind": "stage", "stage": 1, "step": 200, "tokens": 10000, "seconds": 19.0, "held_out_loss": 3.0,
      "teacher_loss": 2.7, "gap": 0.3},
     {"kind": "passkey", "model": "converted", "length": 4096, "count": 40, "right": 30, "accuracy": 0.75},
+    *({"kind": "depths", "model": model, "context": context, "depth": depth, "texts": "10", "accuracy": accuracy,
+       "digits": accuracy} for model, context, depth, accuracy in (
+        ("student", "1024", "0.0", "0.5"), ("student", "1024", "1.0", "1.0"), ("teacher", "2048", "0.0", "1.0"))),
     {"kind": "positions", "model": "teacher", "rows": 8, "bins": [
         {"start": 0, "end": 512, "loss": 9.0}, {"start": 512, "end": 1024, "loss": 2.5}]},
     {"kind": "decoding", "model": "teacher, growing cache", "context": 2048, "batch": 32, "tokens_per_second": 1000.0,
@@ -33,11 +36,14 @@ def test_every_kind_of_row_has_a_table():
         "| student | layers | 100 | 5,000 | 9 | 3.5000 | 2.7000 | +0.8000 |",
         "| student | layers | 200 | 10,000 | 19 | 3.0000 | 2.7000 | +0.3000 |",
         "| student | converted | 4,096 | 30 | 40 | 75% |",
-        "| run | model | to 1,024 |",
-        "| student | teacher | 2.5000 |",
+        "| run | model | rows | to 1,024 |",
+        "| student | teacher | 8 | 2.5000 |",
+        "| model | 1,024 tokens | 2,048 tokens |",
+        "| student | 75% | not run |",
+        "| teacher | not run | 100% |",
         "| teacher, whole cache | 2,048 | 32 |  | out of memory |  |  |",
         "| power | 2,048 | 32 | graph | 3,500 | 3.50x | 1 |",
-        "| student | pages | 4 | bits_per_byte | 1.235 |",
+        "| student | abc | pages | 4 | bits_per_byte | 1.235 |",
         "a GPU; torch 2, commit abc.",
     ):
         assert line in page
