@@ -2,12 +2,13 @@
 # make test   everything CI checks: lint, types, tests
 # make lint   lint and types only
 # make docs   the documentation site, in site/
+# make test-transformers   the Hugging Face models, with the oldest and the newest transformers that they support
 # make PYTHON=python3.12 test   another interpreter (the first time: .venv remembers it)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint docs
+.PHONY: demo test lint docs test-transformers
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -20,6 +21,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-@$(BIN)/python -m benchmarks.tables --stale
+
+test-transformers: $(INSTALLED)
+	for version in '==5.17.*' '>=5.17'; do \
+	  rm -rf .venv/transformers; \
+	  $(BIN)/python -m pip install -q --target .venv/transformers "transformers$$version" gguf && \
+	  $(BIN)/python -m pip install -q --target .venv/transformers --no-deps accelerate peft psutil && \
+	  PYTHONPATH=.venv/transformers $(BIN)/python -m pytest -q -n auto tests/integrations || exit 1; \
+	done
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --site-dir site

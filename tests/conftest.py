@@ -3,8 +3,10 @@ numbers, and a way to run kernels."""
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 import signal
+from multiprocessing import forkserver
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by subprocesses
 if not any(os.path.exists(x) for x in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd")):
@@ -15,6 +17,7 @@ import torch
 from hypothesis import settings
 
 from sympow import progress
+from tests.ranks import PRELOAD
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)  # the compiler and the interpreter make many small objects, and few cycles
@@ -26,6 +29,13 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     interpreter.compute_in_bfloat16()
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
+
+
+def pytest_configure():
+    """Lets every worker have one server of forked processes, with all that the processes of any test import."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,12 @@
 """Functions run on several ranks: processes on this machine, joined by gloo, and on GPUs of their own by NCCL as well.
 
-They are forked from a server that has the packages imported, as torch's own import takes seconds.
+They are forked from a server that has the packages imported, as torch's own import takes seconds. A test process
+has one such server: what is preloaded when it starts stays.
 """
 
+import importlib.util
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-PRELOAD = ["sympow.cli.commands", "torch.utils.tensorboard", "torch._dynamo", "torch.distributed.fsdp",
-           "torch.distributed.checkpoint"]  # fmt: skip
+PRELOAD = ["sympow.cli.commands", "sympow.sweeps.worker", "safetensors.torch", "torch.utils.tensorboard",
+           "torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch.distributed.fsdp",
+           "torch.distributed.checkpoint", "torch.distributed.tensor.experimental"]  # fmt: skip
 
 
 def run_ranks(function: Callable, size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
@@ -36,6 +40,10 @@ def run_ranks(function: Callable, size: int, *arguments: Any, device: str = "cpu
 
 def _rank(rank: int, function: Callable, size: int, folder: str, arguments: tuple, device: str) -> None:
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        from tests import interpreter
+
+        interpreter.speed_up()
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # as `launched` does

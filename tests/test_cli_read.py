@@ -14,6 +14,7 @@ import torch
 
 from sympow.cli import main, reading
 from sympow.models.context_file import read_header
+from tests.ranks import PRELOAD
 from tests.tiny_runs import finished_runs
 
 RECIPE = """
@@ -212,7 +213,7 @@ def read_slowly(folder: str, out: str) -> None:
 def test_signals_and_kills(folder, tmp_path):
     assert read(folder, "hybrid", tmp_path / "whole.ctx", "--chunk", "20") == 0
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload(["sympow.cli.commands", "safetensors.torch"])
+    forked.set_forkserver_preload(PRELOAD)
     part, draw, seen = tmp_path / "m.ctx.part", random.Random(0), [0]
     signals = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}
     for number, code in signals.items():

@@ -18,6 +18,7 @@ import torch
 
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import latest_step
+from tests.ranks import PRELOAD
 
 STEPS, EVERY = 120, 3
 RECIPE = f"""
@@ -43,8 +44,7 @@ class Trainer:
     def __init__(self, patch: pytest.MonkeyPatch):
         self.patch = patch
         self.context = multiprocessing.get_context("forkserver")
-        # torch._dynamo: torch imports it at the first step of an optimizer
-        self.context.set_forkserver_preload(["sympow.cli.commands", "torch.utils.tensorboard", "torch._dynamo"])
+        self.context.set_forkserver_preload(PRELOAD)
 
     def start(self, run: Path):
         self.patch.setattr(sys, "argv", ["sympow", "train", "tiny.py", "--out", str(run), "--quiet"])  # inherited
