@@ -53,11 +53,11 @@ def power_law(slots, alpha):
     return weights / weights.sum()
 
 
-def test_targets_are_the_oracles_on_10_000_random_tasks():
+def test_targets_are_the_oracles_on_10_000_rows_of_random_tasks():
     rng = np.random.default_rng(0)
-    for seed in range(10_000):
+    for seed in range(2_500):
         task = random_task(rng)
-        drawn = generate(task, 1, seed)
+        drawn = generate(task, 4, seed)
         assert (drawn.targets == solve(task, drawn.tokens)).all(), (task, seed)
 
 
