@@ -56,13 +56,20 @@ def speed_up() -> None:
 
 
 def _make_types_once() -> None:
-    """Lets types of the same element and shape, and tensors of the same type, share what is made of the shape."""
+    """Lets types of the same element and shape, and tensors of the same type, share what is made of the shape.
+
+    Two numbers of the same type need no conversion and no broadcast, and a whole number is made a tensor once.
+    """
     block_type, tensor, semantic = tl.core.block_type, tl.tensor, type(triton_interpreter.interpreter_semantic)
-    new_type, new_tensor, broadcast, equal = (
-        block_type.__init__, tensor.__init__, semantic.broadcast_impl_value, tl.dtype.__eq__
+    new_type, new_tensor, broadcast, check, equal = (
+        block_type.__init__, tensor.__init__, semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl,
+        tl.dtype.__eq__,
     )  # fmt: skip
+    convert, constant = semantic.to_tensor, semantic.scalar_constant
     types: dict[tuple, dict] = {}
     tensors: dict[tuple, dict] = {}
+    numbers: dict[int, tl.tensor] = {}
+    constants: dict[tuple[int, str], tl.tensor] = {}
 
     def init_type(self, element_ty, shape):
         key = (element_ty.name, *(x.value if isinstance(x, tl.constexpr) else x for x in shape))
@@ -82,7 +89,31 @@ def _make_types_once() -> None:
         alike = isinstance(a.type, block_type) and isinstance(b.type, block_type) and a.shape is b.shape
         return (a, b) if alike else broadcast(self, a, b)
 
+    def binary_op_type_checking_impl(self, a, b, a_ptr=False, b_ptr=False, arithmetic_check=True, div_or_mod=False):
+        if not div_or_mod and isinstance(a, tensor) and isinstance(b, tensor):
+            alike = a.type is b.type or (isinstance(a.type, block_type) and isinstance(b.type, block_type)
+                                         and a.type.shape is b.type.shape)  # fmt: skip
+            if alike and not a.dtype.is_ptr():
+                return a, b
+        return check(self, a, b, a_ptr, b_ptr, arithmetic_check, div_or_mod)
+
+    def to_tensor(self, x, check_type=True):
+        if type(x) is not int:
+            return convert(self, x, check_type)
+        if x not in numbers:
+            numbers[x] = convert(self, x, check_type)
+        return numbers[x]
+
+    def scalar_constant(self, value, dtype):
+        if type(value) is not int:
+            return constant(self, value, dtype)
+        if (value, dtype.name) not in constants:
+            constants[value, dtype.name] = constant(self, value, dtype)
+        return constants[value, dtype.name]
+
     block_type.__init__, tensor.__init__, semantic.broadcast_impl_value = init_type, init_tensor, broadcast_impl_value
+    semantic.to_tensor, semantic.scalar_constant = to_tensor, scalar_constant
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 

@@ -77,6 +77,8 @@ LARGE_QUADRATIC = {
 
 def smaller(case: Case) -> Case:
     """One row and few heads of at most 70 tokens, which the interpreter runs one after another."""
+    if case.p > 2:
+        case = replace(case, H=1, G=1)  # of the many rows of a state
     groups = min(case.G, 2 if case.H > 2 else 1)
     case = replace(case, H=groups * min(case.H // case.G, 2), G=groups, B=1, T=min(case.T, 70))
     return replace(case, T=9, ends=(0, 8, 9, 9)) if case.p > 2 and case.ends else case
