@@ -27,6 +27,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
     interpreter.speed_up()
     interpreter.compute_in_bfloat16()
+LONG = ("test_ranks.py", "test_documents.py", "test_cli_resume.py", "test_shell_blocks.py", "test_serving.py",
+        "test_context.py", "test_sweep.py", "test_release.py", "test_compile.py")  # fmt: skip
 settings.register_profile("sympow", derandomize=True, deadline=None, database=None)
 settings.load_profile("sympow")
 
@@ -36,6 +38,11 @@ def pytest_configure():
     if "PYTEST_XDIST_WORKER" in os.environ:
         multiprocessing.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
+
+
+def pytest_collection_modifyitems(items):
+    """Puts files with long tests first, so that no worker waits for a long test of the other at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import report, sections, tables, verdicts
@@ -117,6 +119,7 @@ def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, ca
     page = tmp_path / "page.md"
     page.write_text(program.PAGE.read_text())
     words = ("report", "--results", str(folder), "--page", str(page))
+    monkeypatch.setattr(Figure, "savefig", partialmethod(Figure.savefig, dpi=20))
     monkeypatch.setattr(sys, "argv", ["context_scaling", *words])
     assert program.main() == 0
     drawn = {file.stem for file in (tmp_path / "page").iterdir()}
