@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-PRELOAD = ["sympow.cli.commands", "sympow.sweeps.worker", "safetensors.torch", "torch.utils.tensorboard",
-           "torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch.distributed.fsdp",
-           "torch.distributed.checkpoint", "torch.distributed.tensor.experimental"]  # fmt: skip
+# On a machine with a GPU nothing is preloaded: some of these packages initialize CUDA, which forked processes then
+# cannot use.
+PRELOAD = [] if torch.cuda.is_available() else [
+    "sympow.cli.commands", "sympow.sweeps.worker", "safetensors.torch", "torch.utils.tensorboard",
+    "torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "torch.distributed.tensor.experimental",
+]  # fmt: skip
 
 
 def run_ranks(function: Callable, size: int, *arguments: Any, device: str = "cpu") -> list[Any]:

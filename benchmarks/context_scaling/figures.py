@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.context_scaling.found import Found, baseline_of, runs_of, setting_of, varying
-from benchmarks.context_scaling.grid import DOCUMENT, Run
+from benchmarks.context_scaling.found import Found, baseline_of, runs_of, varying
+from benchmarks.context_scaling.grid import DOCUMENT, Run, setting_of
 from benchmarks.context_scaling.labels import LOOKS, label, setting
 from benchmarks.context_scaling.paired import Interval
 from benchmarks.context_scaling.studies import STUDIES

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.grid import SETTING, Run
 from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.results import Row, read, run_of
 from benchmarks.context_scaling.speed import SPEED
@@ -80,16 +80,21 @@ class Found:
         return interval([row[name] for row in self.rows(run).values() if row[name] is not None])
 
     def difference(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
-        """Returns the mean of a column less that of another run, seed by seed."""
+        """Returns the mean of a column less that of another run, seed by seed on the same corpus."""
         return self._paired(run, base, name, sub)
 
     def ratio(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
-        """Returns the mean of a column over that of another run, seed by seed."""
+        """Returns the mean of a column over that of another run, seed by seed on the same corpus."""
         return self._paired(run, base, name, truediv)
 
     def _paired(self, run: Run, base: Run, name: str, how: Callable[[Any, Any], Any]) -> Interval | None:
         ours, theirs = self.rows(run), self.rows(base)
-        seeds = [seed for seed in ours if seed in theirs and None not in (ours[seed][name], theirs[seed][name])]
+        seeds = [
+            seed
+            for seed in sorted(ours.keys() & theirs.keys())
+            if None not in (ours[seed][name], theirs[seed][name])
+            and ours[seed]["corpus"] == theirs[seed]["corpus"]
+        ]
         return interval([how(ours[seed][name], theirs[seed][name]) for seed in seeds])
 
 
@@ -111,14 +116,6 @@ def baseline_of(run: Run, study: str) -> Run:
     """Returns the run of the study's baseline in the same setting, at its own learning rate."""
     base = replace(run, variant=STUDIES[study].baseline, learning_rate=Run.learning_rate)
     return with_rate(base, STUDIES[study])
-
-
-def setting_of(run: Run) -> tuple[Any, ...]:
-    """Returns what a run is trained on and how large it is, without its variant, rate and seed."""
-    return tuple(getattr(run, name) for name in SETTING)
-
-
-SETTING = tuple(field.name for field in fields(Run) if field.name not in ("variant", "learning_rate", "seed"))
 
 
 def varying(runs: Sequence[Run]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from sympow.layers import FLA_MIXERS, MIXERS
 from sympow.models import ModelConfig, preset
@@ -146,3 +147,12 @@ class Run:
                 checkpoint_every=steps,
             ),
         )
+
+
+# The fields of what a run is trained on and how large it is: all but its variant, rate and seed.
+SETTING = tuple(field.name for field in fields(Run) if field.name not in ("variant", "learning_rate", "seed"))
+
+
+def setting_of(run: Run) -> tuple[Any, ...]:
+    """Returns what a run is trained on and how large it is, the values of SETTING."""
+    return tuple(getattr(run, name) for name in SETTING)

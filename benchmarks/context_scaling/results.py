@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling.grid import Run
+from benchmarks.context_scaling.grid import Run, setting_of
 from benchmarks.context_scaling.work import DONE, NOT_FINITE
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
@@ -66,16 +67,19 @@ def read(folder: Path) -> Results:
 def merge(source: Path, target: Path) -> int:
     """Adds the finished runs of one folder to the tables of another, sorted; returns how many.
 
-    Raises ValueError for a run that both have finished, and for runs at another scale or of another corpus than those
-    that the target has.
+    Raises ValueError for a run that both have finished, for runs at another scale than those that the target has, and
+    for runs of several corpora in one setting.
     """
     new, old = read(source), read(target)
     rows = [row for row in new.runs if row["status"] in FINISHED]
     doubles = sorted(run.name for run in old.finished() & {run_of(row) for row in rows})
     if doubles:
         raise ValueError(f"{target} has {len(doubles)} of these runs already, {doubles[0]} for one")
-    for name in ("scale", "corpus"):
-        values = {row[name] for row in [*old.runs, *rows]}
+    scales, corpora = set(), defaultdict(set)
+    for row in [*old.runs, *rows]:
+        scales.add(row["scale"])
+        corpora[setting_of(run_of(row))].add(row["corpus"])
+    for name, values in (("scale", scales), *(("corpus", values) for values in corpora.values())):
         if len(values) > 1:
             raise ValueError(f"runs to compare share their {name}; {source} and {target} have {sorted(values)}")
     positions = [row for row in new.positions if row["run"] in {run_of(each).name for each in rows}]

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.context_scaling import figures, tables, verdicts
-from benchmarks.context_scaling.found import Found, baseline_of, runs_of, setting_of
+from benchmarks.context_scaling.found import Found, baseline_of, runs_of
+from benchmarks.context_scaling.grid import setting_of
 from benchmarks.context_scaling.studies import STUDIES
 
 SWEEPS = ("rates_1024", "rates")  # the studies that compare learning rates, not variants

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from benchmarks.context_scaling.found import Found, baseline_of, pick, runs_of, setting_of, varying
-from benchmarks.context_scaling.grid import DOCUMENT, Run
+from benchmarks.context_scaling.found import Found, baseline_of, pick, runs_of, varying
+from benchmarks.context_scaling.grid import DOCUMENT, Run, setting_of
 from benchmarks.context_scaling.labels import label, setting
 from benchmarks.context_scaling.paired import Interval
 from benchmarks.context_scaling.results import Row

@@ -86,13 +86,17 @@ def time_to_reach(found: Found, run: Run, base: Run) -> list[float]:
 
 
 def tokens_4096(found: Found) -> list[str]:
-    sentences = over_softmax(found, "tokens_4096", {"power": 1.03, "power4": 1.00}, tokens=MIDDLE)
-    for variant in ("power", "power4"):
-        means = [found.ratio(*(pick("tokens_4096", each, tokens=tokens) for each in (variant, "softmax")))
-                 for tokens in (SHORT, MIDDLE, LONG)]  # fmt: skip
-        if None not in means:
-            trend = ", ".join(value.text() for value in means if value)
-            sentences.append(f"{label(variant)} over softmax attention at 30, 100 and 300 million tokens: {trend}.")
+    bounds = {"power": 1.03, "power4": 1.00}
+    sentences = over_softmax(found, "tokens_4096", bounds, tokens=MIDDLE)
+    for variant, most in bounds.items():
+        ratios = [found.ratio(*(pick("tokens_4096", each, tokens=tokens) for each in (variant, "softmax")))
+                  for tokens in (SHORT, MIDDLE, LONG)]  # fmt: skip
+        known = [value for value in ratios if value is not None]
+        if len(known) == len(ratios):
+            trend = " and ".join(", ".join(value.text() for value in known).rsplit(", ", 1))
+            reached = sum(value.mean <= most for value in known)
+            sentences.append(f"After 30, 100 and 300 million tokens, the ratio of {label(variant)} is {trend}: "
+                             f"at most {most:.2f} at {reached or 'none'} of the three.")  # fmt: skip
     return sentences
 
 

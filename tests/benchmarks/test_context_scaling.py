@@ -152,13 +152,14 @@ def test_what_fails_or_diverges_is_a_row_and_does_not_stop_the_others(corpus, tm
     assert results.merge(tmp_path, tmp_path / "known") == 1
 
 
-def test_runs_of_another_corpus_are_not_merged(tmp_path):
-    for name, seed in (("a", 0), ("b", 1)):
-        row = {**{key: None for key in results.COLUMNS}, **vars(Run("power", 1024, seed=seed)), "scale": "full",
+def test_runs_of_another_corpus_are_not_merged_into_a_setting(tmp_path):
+    for name, seed, context in (("a", 0, 1024), ("b", 1, 1024), ("c", 0, 4096)):
+        row = {**{key: None for key in results.COLUMNS}, **vars(Run("power", context, seed=seed)), "scale": "full",
                "status": "done", "corpus": f"900 rows, {name}"}  # fmt: skip
         results.Results([row]).write(tmp_path / name)
     with pytest.raises(ValueError, match=r"runs to compare share their corpus; .* have"):
         results.merge(tmp_path / "a", tmp_path / "b")
+    assert results.merge(tmp_path / "c", tmp_path / "b") == 1
 
 
 def test_gain_and_what_is_evaluated():

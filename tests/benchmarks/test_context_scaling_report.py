@@ -40,6 +40,16 @@ def made_up(run: Run) -> tuple[dict, list[dict]]:
     return row, positions
 
 
+def test_runs_are_paired_within_one_corpus(tmp_path):
+    ours, theirs = Run("power", 1024), Run("softmax", 1024)
+    others = [replace(run, seed=1) for run in (ours, theirs)]
+    rows = [made_up(run)[0] | {"corpus": name}
+            for run, name in zip((ours, theirs, *others), ("a", "a", "a", "b"), strict=True)]  # fmt: skip
+    Results(rows, []).write(tmp_path)
+    difference = Found(tmp_path).difference(ours, theirs)
+    assert difference.count == 1 and math.isclose(difference.mean, OFFSETS["power"])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
