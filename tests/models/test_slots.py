@@ -86,7 +86,9 @@ def test_what_a_slot_was_made_of_is_not_changed():
     slots.put(context.state, context.tokens)
     for token in range(9):
         slots.step(torch.tensor([token]))
-    assert all(map(torch.equal, before, context.state.tensors()))
+    # Bytes, as the spare room of a cache is not initialized: it may hold NaN, which equals nothing.
+    bytes_before, bytes_after = ([x.view(torch.uint8) for x in each] for each in (before, context.state.tensors()))
+    assert all(map(torch.equal, bytes_before, bytes_after))
 
 
 @pytest.mark.parametrize("case", ["power", "rwkv7 body of windows", "rwkv7 body"])
