@@ -74,6 +74,7 @@ class WindowCache(KVCache):
     length: int | Tensor = 0  # type: ignore[assignment]
 
     def with_all_room(self) -> WindowCache:
+        """Returns the cache with room for all tokens that it can hold, zeros where none is held yet."""
         if self.limit is None:
             raise RuntimeError("the cache of a window has a limit")
         k, v = (_with_room(x, self.limit) for x in self.filled())

@@ -65,6 +65,7 @@ class ProgrammaticConv(_InputDependentConv):
     earlier occurrence, which in associative recall is its value. Found from the token ids in O(T log T).
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         matching: a lag acts on the tokens that set it alone, so that a token gets what stood behind its own last
             occurrence, and zero if it is the first of its kind. False: on all tokens, as in the source.
         filler: id of a token whose repeats set no tap; None: all tokens set theirs. Filler stands so often that it
@@ -78,6 +79,7 @@ class ProgrammaticConv(_InputDependentConv):
         self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d] with the token ids `tokens`, int64 [B, T]; see `Mixer.forward`."""
         self.check_input(x, self.bias)
         return self._gated(x, per_document(self._convolved, cu_seqlens, x, checked_tokens(tokens, x)))
 
@@ -104,6 +106,7 @@ class AutocorrelationConv(_InputDependentConv):
     over the lags gives it, in O(T top_k d), and through it queries and keys learn. They start as the same projection.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         top_k: lags kept.
         matching: as said above. False: x is correlated with itself and the filter is one for all tokens, as in the
             source.
@@ -125,6 +128,7 @@ class AutocorrelationConv(_InputDependentConv):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         super().reset_own_parameters(generator)
         if self.query is not None and self.key is not None:
             draw_normal(self.query.weight, self.d_model**-0.5, generator)
@@ -132,6 +136,7 @@ class AutocorrelationConv(_InputDependentConv):
                 self.key.weight.copy_(self.query.weight)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; `tokens` are needed with `filler`. See `Mixer.forward`."""
         self.check_input(x, self.bias)
         ids = [checked_tokens(tokens, x)] if self.reads_tokens else []
         return self._gated(x, per_document(self._convolved, cu_seqlens, x, *ids))

@@ -40,6 +40,7 @@ class RWKV4(Mixer):
     exponent, so that no exponential overflows.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         depth: where in the model the layer stands, layer / (layers - 1), 0 the first and 1 the last: the published
             initialisation of decays, and of the token shift of values, depends on it.
         shift_depth: layer / layers, never 1, on which all token shifts depend: the last layer keeps some of the token
@@ -76,22 +77,26 @@ class RWKV4(Mixer):
             self.bonus.copy_(log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.mix)
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RWKV4State:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         shape = (batch_size, self.d_model)
         last = torch.zeros(shape, **state_options(self.mix, device, dtype))
         zeros = torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True))
         return RWKV4State(last, zeros, zeros.clone(), torch.full_like(zeros, -torch.inf))
 
     def step(self, x: Tensor, state: RWKV4State) -> tuple[Tensor, RWKV4State]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.mix)
         return self._mixed(x, state)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 4 * self.d_model
 
     def _start(self, x: Tensor) -> RWKV4State:

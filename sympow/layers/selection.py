@@ -56,6 +56,7 @@ class SelectiveAttention(AttentionMixer):
     sub-quadratic, in training too.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         selection: "random": by random scores, drawn anew in training, fixed by the position otherwise.
             "programmatic": every token that occurred before (needs `tokens`; as many as repeat, without a limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
@@ -97,6 +98,7 @@ class SelectiveAttention(AttentionMixer):
         return y
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
@@ -104,11 +106,13 @@ class SelectiveAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
     def mix_step(
         self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, SelectionState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
@@ -116,6 +120,7 @@ class SelectiveAttention(AttentionMixer):
         return self._gated(y, gate), SelectionState(cache, choice)
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         return cache + (capacity(context) if self.reads_tokens else self.top_k + 1)
 

@@ -114,10 +114,12 @@ class PreNormBlock(Block):
             self.mlp_out = nn.Linear(config.mlp_width, config.d_model, bias=bias)
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
+        """Continues sequences by x [B, T', d]; see `Block.step`."""
         y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
         return self.with_mlp(x + y), state
 
     def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         y, after = self.mixer.try_step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
         return self.with_mlp(x + y), after
 
