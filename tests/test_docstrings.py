@@ -22,12 +22,12 @@ FILES = [
 VERBS = (
     "Adds Answers Applies Asks Builds Calls Checks Chooses Claims Closes Collects Compares Computes "
     "Continues Converts Convolves Copies Corrects Counts Cuts Decodes Delivers Describes Divides Does "
-    "Draws Encodes Ends Fetches Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches Learns "
-    "Lets Lists Loads Makes Maps Measures Mixes Moves Multiplies Names Norms Opens Orders Packs Parses "
-    "Permutes Places Plans Prepares Prints Projects Proposes Puts Queues Raises Reads Records Refuses Registers Reports "
-    "Removes Returns Rotates Rounds Runs Saves Says Scans Scores Selects Sends Serves Sets Shows Sorts "
-    "Splits Starts Steps Stops Stores Sums Swaps Takes Tells Trains Translates Tries Turns Validates "
-    "Waits Wraps Writes Yields "
+    "Draws Encodes Ends Fetches Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches "
+    "Learns Lets Lists Loads Makes Maps Measures Mixes Moves Multiplies Names Norms Opens Orders "
+    "Packs Parses Permutes Places Plans Prepares Prints Projects Proposes Puts Queues Raises Reads "
+    "Records Refuses Registers Removes Reports Returns Rotates Rounds Runs Saves Says Scans Scores "
+    "Selects Sends Serves Sets Shows Sorts Splits Starts Steps Stops Stores Sums Swaps Takes Tells "
+    "Trains Translates Tries Turns Validates Waits Wraps Writes Yields "
 )
 
 

@@ -44,8 +44,8 @@ class HeadOptions(TypedDict, total=False):
 class AttentionMixer(Mixer):
     """Mixes by queries, keys and values in heads, with a rotation.
 
-    Around what a subclass computes (`mix`) stand three optional parts, none of them by default: a short convolution
-    of x in front, a norm of every head's output, and a gate on it. With all three,
+    A subclass computes `mix`. Around it there can be three parts, by default none: a short convolution of x in front,
+    a norm of every head's output, and an output gate. With all three,
 
         c = convolution(x),  y = mix(c) in heads,  out = W_o (RMSNorm(y) * silu(W_g c)).
 
@@ -55,12 +55,12 @@ class AttentionMixer(Mixer):
         n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
         head_dim: K; d / H if None.
         value_dim: V; K if None.
-        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
-            lists what the mixer knows.
+        rotation: "fixed" rotates queries and keys by their position (rotary), "none" does not; `rotations` lists what
+            the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        rotary_fraction: share of the channels of every query and key that turns, the first ones, rounded down to an
-            even number, 2 at least.
+        rotary_fraction: share of the channels of every query and key that are rotated, the first ones, rounded down to
+            an even number, at least 2.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: what that norm adds to the mean square.

@@ -18,7 +18,7 @@ class BaseConv(Mixer):
 
     Args:
         d_model, n_heads: as in `Mixer`.
-        max_length: taps of the filter; what lies further back is not seen.
+        max_length: taps of the filter; tokens further back are not seen.
         filter: "implicit", computed from the position of a tap by Hyena's network, "relu", by that of the paper's
             Listing 2, or "explicit", a weight a tap. The paper's models alternate a long implicit filter and an
             explicit one of 3 taps.

@@ -56,7 +56,7 @@ class DepthwiseConvolution(nn.Module):
     def forward(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, context_group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Convolves x [B, T, C]; zeros stand before the first token, of each document of `cu_seqlens`.
+        """Convolves x [B, T, C], as if zeros preceded the first token of each document of `cu_seqlens`.
 
         With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
         """

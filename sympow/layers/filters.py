@@ -131,7 +131,7 @@ class ImplicitFilter(PositionFilter):
 
     Args:
         channels: C.
-        max_length: taps; what lies further back is not seen.
+        max_length: taps; tokens further back are not seen.
         order: width of the network.
         bands: frequencies of the positional features.
         frequency: w, that of the sines at the start.

@@ -1,8 +1,8 @@
 """Mamba-2, GLA, DeltaNet and Gated DeltaNet, from the package flash-linear-attention: thin adapters to the contract.
 
-They need a GPU and the extra `fla`. Tests hold them to the contract where both are there, and elsewhere against a
-stand-in for the package: what they pass on and give back. Its kernels compute in half precision alone: train under
-autocast, or with weights in bfloat16.
+They need a GPU and the extra `fla`. Where both exist, the tests check them against the contract. Elsewhere the tests
+check what they pass to a substitute of the package, and what they return. The kernels compute in half precision only,
+so train under autocast, or with weights in bfloat16.
 """
 
 from __future__ import annotations

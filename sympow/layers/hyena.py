@@ -31,12 +31,12 @@ class Hyena(Mixer):
     """Computes W_o (q * (h (*) (k * v))); q, k, v are short convolutions of projections (Poli et al., "Hyena", 2023).
 
     With `multi_head`, as in MultiHyena (Massaroli et al., "Laughing Hyena Distillery", 2023, section 4): a head of
-    width d / n_heads has one filter, k v^T takes the place of k * v, and y = q^T (h (*) k v^T). There is no
-    recurrence: stepping keeps what the convolution has seen and costs O(max_length) a token.
+    width d / n_heads has one filter, k v^T replaces k * v, and y = q^T (h (*) k v^T). There is no recurrence: a step
+    keeps the inputs of the convolution and costs O(max_length) a token.
 
     Args:
         d_model, n_heads: as in `Mixer`.
-        max_length: taps of the filter; what lies further back is not seen.
+        max_length: taps of the filter; tokens further back are not seen.
         multi_head: n_heads heads; a single filter a channel otherwise.
         order: width of the filter's network.
         bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
@@ -59,7 +59,7 @@ class Hyena(Mixer):
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
         self.heads = n_heads if multi_head else d_model
-        self.held = d_model if self.heads == d_model else 2 * d_model  # elements a token leaves behind
+        self.held = d_model if self.heads == d_model else 2 * d_model  # elements of the cache for each token
         self.projections = nn.Linear(d_model, 3 * d_model)
         self.short = DepthwiseConvolution(3 * d_model, _SHORT)
         self.filter = ImplicitFilter(self.heads, max_length, order, bands, frequency, decays)

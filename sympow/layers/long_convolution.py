@@ -20,7 +20,7 @@ class LongConvolution(Mixer):
 
     Args:
         d_model, n_heads: as in `Mixer`.
-        max_length: taps of the filter; what lies further back is not seen.
+        max_length: taps of the filter; tokens further back are not seen.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, max_length: int):

@@ -34,9 +34,9 @@ from sympow.ops.feature_map import spow_dim
 
 @dataclass
 class PowerAttentionState(MixerState):
-    """Holds the op's state, and where the rotation stands.
+    """Holds the state of the op, and the position of the next token for the rotation.
 
-    That is the tokens so far (int64 [B] where rows differ), or float64 [B, G] if positions are data-dependent.
+    The position is the number of tokens so far (int64 [B] where rows differ), or float64 [B, G] if data-dependent.
     """
 
     counters: ClassVar[tuple[str, ...] | None] = ("position",)
@@ -124,8 +124,8 @@ class PowerAttention(AttentionMixer):
         """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         with torch.no_grad():
             if self.qkv_start is not None and not self.qkv_start.is_meta:
-                # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
-                # as roundings of one that is most of all scores would be the same for all tokens.
+                # In the channels with the lowest frequencies, so that the score is the same at long distances. In
+                # several channels: the rounding errors of a single large one would be the same for all tokens.
                 qk = self.qkv_start.zero_()[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5

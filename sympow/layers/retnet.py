@@ -28,8 +28,8 @@ class RetNet(AttentionMixer):
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
-        chunk_size: the form of a whole sequence: T or more parallel, 1 recurrent, between them chunked; None the
-            cheapest. All give the same numbers, and so does `step`.
+        chunk_size: chooses the form for a whole sequence: T or more is parallel, 1 is recurrent, others are chunked;
+            None takes the cheapest. All give the same numbers, and so does `step`.
         rotation: "fixed" or "none".
         impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`, with other defaults: value_dim 2 K, bias False.

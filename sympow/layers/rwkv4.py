@@ -41,7 +41,7 @@ class RWKV4(Mixer):
 
     Args:
         d_model, n_heads: as in `Mixer`.
-        depth: where in the model the layer stands, layer / (layers - 1), 0 the first and 1 the last: the published
+        depth: the depth of the layer in the model, layer / (layers - 1): 0 for the first, 1 for the last. The published
             initialisation of decays, and of the token shift of values, depends on it.
         shift_depth: layer / layers, never 1, on which all token shifts depend: the last layer keeps some of the token
             before. None: `depth`, with which a layer of depth 1 starts without a shift.
@@ -159,10 +159,10 @@ class _Sums(NamedTuple):
 
 
 def _scan(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
-    """What was summed before each of the items [B, n, d], and after the last one; `start` and the latter are [B, 1, d].
+    """Returns the sums before each of the items [B, n, d], and the sum after the last [B, 1, d], as `start` is.
 
-    Every item multiplies what was before it by e^-decay. Neighbours are merged, and the half as many sums scanned in
-    turn, until they are few: 2 n merges in 2 log n steps of whole tensors.
+    Every item multiplies the sum before it by e^-decay. Neighbours are merged, and then the half as many sums are
+    scanned in the same way, until they are few: 2 n merges in 2 log n steps of whole tensors.
     """
     count = items.exponent.shape[1]
     if count <= _FEW:

@@ -80,8 +80,8 @@ class RWKV7(Mixer):
 
     Args:
         d_model, n_heads: as in `Mixer`.
-        depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
-            and token shifts depends on it.
+        depth: the depth of the layer in the model: 0 for the first, 1 for the last. The published initialisation of
+            decays and token shifts depends on it.
         impl: how several tokens are computed (one always is "plain"). "plain": token by token in float32 at least.
             "fla": by the chunked kernel of flash-linear-attention, in the dtype of x or autocast. "auto": "fla" in
             half precision on CUDA devices if the package is installed, otherwise "plain".

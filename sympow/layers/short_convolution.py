@@ -21,13 +21,14 @@ class ShortConvolution(Mixer):
     It lets a mixer compare a token with the one before another, which one layer of attention cannot (Arora et al.,
     "Zoology", 2023, section 4; Fu et al., "Hungry Hungry Hippos", 2022, use a shift for the same).
 
-    In front of a mixer the convolution starts near the identity, 1 added to a token's own weight and no bias: with
-    torch's initialisation alone the mixer behind sees tokens blurred into each other and learns to recall more slowly.
+    In front of a mixer the convolution starts near the identity: 1 is added to the weight of the token itself, and
+    there is no bias. With torch's initialisation alone, the mixer would get averages of tokens and learn to recall more
+    slowly.
 
     Args:
         d_model, n_heads: as in `Mixer`.
         width: k, the tokens seen, the token itself included.
-        mixer: the name of the mixer behind, one of `sympow.layers.MIXERS`; None for none.
+        mixer: the name of the mixer that follows, one of `sympow.layers.MIXERS`; None for none.
         options: options of that mixer.
     """
 
@@ -60,7 +61,7 @@ class ShortConvolution(Mixer):
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Computes what `Mixer.forward` does; `tokens` are for a mixer behind that reads them."""
+        """Computes what `Mixer.forward` does; `tokens` are for a following mixer that reads them."""
         self.check_input(x, self.convolution.weight)
         y = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         return y if self.mixer is None else self.mixer(y, cu_seqlens=cu_seqlens, **self.extras(tokens))

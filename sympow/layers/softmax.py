@@ -210,7 +210,7 @@ def empty_cache(
 
 
 def _cut(before: KVCache, after: Any, n: int) -> KVCache:
-    """Returns the cache `after` without the tokens behind the first n that it has more than `before`."""
+    """Returns the cache `before` with the first n of the tokens that `after` has in addition."""
     return before if n == 0 else replace(after, length=before.length + n)
 
 

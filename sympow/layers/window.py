@@ -99,7 +99,7 @@ class WindowAttention(WindowMixer):
         return both_ways(time, self, self.window)
 
     def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Maps [B, H, T', K], [B, G, T', K], [B, G, T', V] behind the tokens of `past` to [B, H, T', V]."""
+        """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
         seen = min(past.length, self.window - 1)
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
         k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)

@@ -61,7 +61,7 @@ class NgramDrafts(Drafts):
             raise ValueError(f"1 <= shortest <= longest is expected; got {shortest=}, {longest=}")
         self.sizes = range(longest, shortest - 1, -1)
         self._text: list[int] = []
-        self._next: dict[tuple[int, ...], int] = {}  # where the last occurrence before the end of the text goes on
+        self._next: dict[tuple[int, ...], int] = {}  # the position after the last occurrence before the end of the text
 
     def begin(self, model: LanguageModel) -> None:
         """Forgets the last text and its n-grams; see `Drafts.begin`."""
@@ -80,7 +80,7 @@ class NgramDrafts(Drafts):
         if found is None:
             return []
         draft: list[int] = []
-        for at in range(found, found + most):  # behind the end of the text the draft itself goes on: a period
+        for at in range(found, found + most):  # after the end of the text, it continues the draft: a period
             draft.append(text[at] if at < len(text) else draft[at - len(text)])
         return draft
 
