@@ -1,7 +1,10 @@
 """Docstrings of public names begin with a verb. ruff (pydocstyle) holds the rest of their form."""
 
 import ast
+import dataclasses
 import importlib
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sympow"
-PARTS = ("ops", "layers", "models", "data", "training", "evaluation", "recall", "conversion")
+PARTS = ("ops", "layers", "models", "data", "training", "evaluation", "recall", "conversion", "serving", "sweeps")
 # Recipes are listed by the command line with their docstrings; kernels are no public names.
 FILES = [
     path
@@ -19,12 +22,12 @@ FILES = [
 VERBS = (
     "Adds Answers Applies Asks Builds Calls Checks Chooses Claims Closes Collects Compares Computes "
     "Continues Converts Convolves Copies Corrects Counts Cuts Decodes Delivers Describes Divides Does "
-    "Draws Encodes Ends Fetches Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches Learns "
-    "Lets Lists Loads Makes Maps Measures Mixes Moves Multiplies Names Norms Opens Orders Packs Parses "
-    "Permutes Places Plans Prepares Prints Projects Proposes Puts Queues Raises Reads Records Refuses Registers "
-    "Removes Returns Rotates Rounds Runs Saves Says Scans Scores Selects Sends Serves Sets Shows Sorts "
-    "Splits Starts Steps Stops Stores Sums Swaps Takes Tells Trains Translates Tries Turns Validates "
-    "Waits Wraps Writes Yields "
+    "Draws Encodes Ends Fetches Fills Finds Forgets Forms Frees Gives Hashes Holds Keeps Launches "
+    "Learns Lets Lists Loads Makes Maps Measures Mixes Moves Multiplies Names Norms Opens Orders "
+    "Packs Parses Permutes Places Plans Prepares Prints Projects Proposes Puts Queues Raises Reads "
+    "Records Refuses Registers Removes Reports Returns Rotates Rounds Runs Saves Says Scans Scores "
+    "Selects Sends Serves Sets Shows Sorts Splits Starts Steps Stops Stores Sums Swaps Takes Tells "
+    "Trains Translates Tries Turns Validates Waits Wraps Writes Yields "
 )
 
 
@@ -59,3 +62,20 @@ def test_what_a_package_offers_says_what_it_does(part):
         offered = getattr(module, name)
         if callable(offered):
             assert begins_with_a_verb(offered.__doc__ or "-"), f"{name}: {offered.__doc__}"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_constructors_list_their_arguments(part):
+    """In the docstring of the class or of `__init__`: ruff checks those of functions alone."""
+    module, missing = importlib.import_module(f"sympow.{part}"), []
+    for name in module.__all__:
+        offered = getattr(module, name)
+        if not inspect.isclass(offered) or "__init__" not in vars(offered):
+            continue
+        if dataclasses.is_dataclass(offered) or getattr(offered, "_is_protocol", False):
+            continue
+        text = f"{offered.__doc__}\n{offered.__init__.__doc__}"
+        arguments = list(inspect.signature(offered).parameters)
+        entry = r"^ +[*\w, ]*\b{}\b[*\w, ]*:"  # also of several arguments
+        missing += [f"{name}: {each}" for each in arguments if not re.search(entry.format(each), text, re.M)]
+    assert missing == []

@@ -44,8 +44,8 @@ class HeadOptions(TypedDict, total=False):
 class AttentionMixer(Mixer):
     """Mixes by queries, keys and values in heads, with a rotation.
 
-    Around what a subclass computes (`mix`) stand three optional parts, none of them by default: a short convolution
-    of x in front, a norm of every head's output, and a gate on it. With all three,
+    A subclass computes `mix`. Around it there can be three parts, by default none: a short convolution of x in front,
+    a norm of every head's output, and an output gate. With all three,
 
         c = convolution(x),  y = mix(c) in heads,  out = W_o (RMSNorm(y) * silu(W_g c)).
 
@@ -55,12 +55,12 @@ class AttentionMixer(Mixer):
         n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
         head_dim: K; d / H if None.
         value_dim: V; K if None.
-        rotation: "fixed" turns queries and keys by their position (rotary), "none" does not; `rotations`
-            lists what the mixer knows.
+        rotation: "fixed" rotates queries and keys by their position (rotary), "none" does not; `rotations` lists what
+            the mixer knows.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
-        rotary_fraction: share of the channels of every query and key that turns, the first ones, rounded down to an
-            even number, 2 at least.
+        rotary_fraction: share of the channels of every query and key that are rotated, the first ones, rounded down to
+            an even number, at least 2.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: what that norm adds to the mean square.
@@ -150,6 +150,7 @@ class AttentionMixer(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
+        """Draws all weights anew; see `Mixer.reset_parameters`."""
         super().reset_parameters(std=std, out_std=out_std, generator=generator)
         if self.convolution is not None:
             self.convolution.reset_parameters(generator)
@@ -177,6 +178,7 @@ class AttentionMixer(Mixer):
         """Counts the elements that the state of `mix_step` holds per sequence after `context` tokens."""
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **extras: Tensor | None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.qkv.weight)
         if self.convolution is not None:
             x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
@@ -185,12 +187,14 @@ class AttentionMixer(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> MixerState:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         behind = self.mix_state(batch_size, device=device, dtype=dtype)
         if self.convolution is None:
             return behind
         return ShortConvolutionState(self.convolution.init_state(batch_size, device, dtype), behind)
 
     def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.qkv.weight)
         if self.convolution is None:
             y, state = self.mix_step(x, state, **extras)
@@ -200,6 +204,7 @@ class AttentionMixer(Mixer):
         return self.output(x, y), ShortConvolutionState(past, behind)
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_input(x, self.qkv.weight)
         if self.convolution is None:
             y, after = self.try_mix_step(x, state, **extras)
@@ -209,6 +214,7 @@ class AttentionMixer(Mixer):
         return self.output(x, y), lambda n: ShortConvolutionState(past(n), behind(n))
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         convolution = 0 if self.convolution is None else self.convolution.state_size()
         return self.mix_state_size(context) + convolution
 
@@ -271,6 +277,7 @@ class AttentionMixer(Mixer):
         return position, frequencies(*key, device=x.device)
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return (
             f"heads={self.n_heads}, kv_heads={self.n_kv_heads}, key_dim={self.head_dim}, "
             f"value_dim={self.value_dim}, rotation={self.rotation!r}"

@@ -32,7 +32,7 @@ class Mixer(nn.Module, ABC):
     Attributes:
         causal: row t of the output depends on rows 0..t of the input only. A mixer of which this is not true has
             no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
-        reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids that x stands for.
+        reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids of the tokens of x.
         shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
         holds_mixer: the options `mixer` and `options` name another mixer, which this one has inside.
 
@@ -97,8 +97,8 @@ class Mixer(nn.Module, ABC):
     def split_context(self, group: dist.ProcessGroup) -> None:
         """Makes `forward` take this rank's part of every row from now on, and return that part of the row's result.
 
-        The parts lie on the ranks of `group` in their order, all of one length. Every rank calls `forward`, and
-        its backward. `step` still takes whole rows, and packed documents (`cu_seqlens`) are refused.
+        The ranks of `group` have the parts in their order, all of one length. Every rank calls `forward`, and its
+        backward. `step` still takes whole rows, and packed documents (`cu_seqlens`) are refused.
 
         Raises ValueError where the mixer does not know how; those that do override this.
         """

@@ -17,7 +17,8 @@ class BaseConv(Mixer):
     There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
 
     Args:
-        max_length: taps of the filter; what lies further back is not seen.
+        d_model, n_heads: as in `Mixer`.
+        max_length: taps of the filter; tokens further back are not seen.
         filter: "implicit", computed from the position of a tap by Hyena's network, "relu", by that of the paper's
             Listing 2, or "explicit", a weight a tap. The paper's models alternate a long implicit filter and an
             explicit one of 3 taps.
@@ -45,24 +46,29 @@ class BaseConv(Mixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.filter.reset_parameters(generator)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.projection.weight)
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> InputCache:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         return self.filter.init_state(batch_size, device, dtype)
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.projection.weight)
         y, state = self.filter.step(x, state)
         return self._gated(x, y), state
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:

@@ -30,15 +30,18 @@ class BlockedWindowAttention(WindowMixer):
     """
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         return per_document(self._blocked, cu_seqlens, q, k, v)
 
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> BlockedWindowState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         return BlockedWindowState(empty_cache(self, batch_size, device, dtype, limit=self.window), 0)
 
     def mix_step(self, x: Tensor, state: BlockedWindowState) -> tuple[Tensor, BlockedWindowState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         block, position, outs = state.block, state.position, []
@@ -55,6 +58,7 @@ class BlockedWindowAttention(WindowMixer):
         return y, BlockedWindowState(block, position)
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         held = (context - 1) % self.window + 1 if context else 0
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
 

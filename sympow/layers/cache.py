@@ -30,7 +30,7 @@ class KVCache(MixerState):
     """Rotated keys and values of `length` tokens; with a `limit`, of the last `limit` ones, as a ring.
 
     k is [B, G, room, K] and v [B, G, room, V], room = capacity(length, limit), or more where tokens were taken
-    back; token t lies at t, or at t % limit.
+    back. Token t has index t, or t % limit.
     """
 
     k: Tensor
@@ -41,8 +41,8 @@ class KVCache(MixerState):
     def extend(self, k: Tensor, v: Tensor) -> Self:
         """Returns the cache with k [B, G, T', K] and v [B, G, T', V] added, cast to its dtype.
 
-        Written in place where there is room; where gradients are on, into a copy, because autograd needs the
-        old one.
+        The tensors are changed in place if they have room. With gradients on, a copy is changed, because autograd needs
+        the old tensors.
         """
         return replace(
             self,
@@ -74,13 +74,14 @@ class WindowCache(KVCache):
     length: int | Tensor = 0  # type: ignore[assignment]
 
     def with_all_room(self) -> WindowCache:
+        """Returns the cache with room for all tokens that it can hold, zeros where none is held yet."""
         if self.limit is None:
             raise RuntimeError("the cache of a window has a limit")
         k, v = (_with_room(x, self.limit) for x in self.filled())
         return replace(self, k=k, v=v)
 
     def of_one_more(self, k: Tensor, v: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes k [B, G, 1, K] and v [B, G, 1, V] behind `length` tokens, int64 [B], in place.
+        """Writes k [B, G, 1, K] and v [B, G, 1, V] after `length` tokens, int64 [B], in place.
 
         Returns all keys and values, and the mask [B, 1, 1, room] of those that hold a token.
         """
@@ -118,7 +119,7 @@ class InputCache(MixerState):
 
 
 def _with_room(held: Tensor, room: int) -> Tensor:
-    """Returns `held` [B, G, room now, C] with zeros behind it, up to `room`."""
+    """Returns `held` [B, G, room now, C], filled up to `room` with zeros."""
     if held.shape[2] >= room:
         return held
     grown = held.new_zeros(*held.shape[:2], room, held.shape[3])

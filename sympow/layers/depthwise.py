@@ -41,6 +41,7 @@ class DepthwiseConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws taps and biases within 1 / sqrt(width); with `identity` the last tap is 1 more."""
         bound = 1 / sqrt(self.width)
         draw_uniform(self.weight, -bound, bound, generator)
         if self.identity:
@@ -55,7 +56,7 @@ class DepthwiseConvolution(nn.Module):
     def forward(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, context_group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Convolves x [B, T, C]; zeros stand before the first token, of each document of `cu_seqlens`.
+        """Convolves x [B, T, C], as if zeros preceded the first token of each document of `cu_seqlens`.
 
         With `context_group` x is this rank's part of a row, and the tokens before it come from the rank before.
         """
@@ -86,9 +87,11 @@ class DepthwiseConvolution(nn.Module):
         return self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
 
     def state_size(self) -> int:
+        """Returns the number of elements of the state of one sequence: the last width - 1 inputs."""
         return self.weight.shape[0] * (self.width - 1)
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return f"channels={self.weight.shape[0]}, width={self.width}"
 
 

@@ -24,6 +24,10 @@ class LongFilter(nn.Module, ABC):
     """Holds a filter of `max_length` taps for every channel, and convolves causally with it.
 
     There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+
+    Args:
+        channels: C.
+        max_length: taps of the filter.
     """
 
     def __init__(self, channels: int, max_length: int):
@@ -55,6 +59,7 @@ class LongFilter(nn.Module, ABC):
         return last_outputs(seen, self(seen.shape[1]), x.shape[1]), cache.extend(x)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements that the cache has for a sequence of `context` tokens."""
         return self.channels * capacity(context, self.max_length)
 
 
@@ -62,6 +67,9 @@ class ExplicitFilter(LongFilter):
     """A weight for every tap and channel, [max_length, C], drawn as torch's convolutions are: within 1 / sqrt(taps).
 
     Published code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
+
+    Args:
+        channels, max_length: as in `LongFilter`.
     """
 
     def __init__(self, channels: int, max_length: int):
@@ -69,10 +77,12 @@ class ExplicitFilter(LongFilter):
         self.weight = nn.Parameter(torch.empty(max_length, channels))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the taps uniformly within 1 / sqrt(max_length)."""
         bound = 1 / sqrt(self.max_length)
         draw_uniform(self.weight, -bound, bound, generator)
 
     def forward(self, length: int) -> Tensor:
+        """Returns the first taps [min(length, max_length), C]; see `LongFilter.forward`."""
         return self.weight[:length]
 
 
@@ -81,6 +91,11 @@ class PositionFilter(LongFilter):
 
     The features of tap i are i / (max_length - 1), and the cosines and sines of 2 pi f i / max_length for `bands`
     frequencies f from 1e-4 to bands - 1.
+
+    Args:
+        channels, max_length: as in `LongFilter`.
+        order: width of the network.
+        bands: frequencies of the features.
     """
 
     def __init__(self, channels: int, max_length: int, order: int, bands: int):
@@ -103,6 +118,7 @@ class PositionFilter(LongFilter):
         return torch.cat([position / max(1, self.max_length - 1), angle.cos(), angle.sin()], dim=1)
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return f"channels={self.channels}, max_length={self.max_length}"
 
 
@@ -115,7 +131,7 @@ class ImplicitFilter(PositionFilter):
 
     Args:
         channels: C.
-        max_length: taps; what lies further back is not seen.
+        max_length: taps; tokens further back are not seen.
         order: width of the network.
         bands: frequencies of the positional features.
         frequency: w, that of the sines at the start.
@@ -145,6 +161,7 @@ class ImplicitFilter(PositionFilter):
         self.skip = nn.Parameter(torch.empty(channels))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the network as torch's layers do and the skip connection from N(0, 1); sets the sines' frequency."""
         _draw_layers((*self.layers, self.last), generator)
         nn.init.constant_(self.frequency, self.first_frequency)
         draw_normal(self.skip, 1.0, generator)
@@ -175,6 +192,7 @@ class ReluFilter(PositionFilter):
         self.last = nn.Linear(order, channels)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the network as torch's layers do."""
         _draw_layers((self.first, self.last), generator)
 
     def forward(self, length: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Mamba-2, GLA, DeltaNet and Gated DeltaNet, from the package flash-linear-attention: thin adapters to the contract.
 
-They need a GPU and the extra `fla`. Tests hold them to the contract where both are there, and elsewhere against a
-stand-in for the package: what they pass on and give back. Its kernels compute in half precision alone: train under
-autocast, or with weights in bfloat16.
+They need a GPU and the extra `fla`. Where both exist, the tests check them against the contract. Elsewhere the tests
+check what they pass to a substitute of the package, and what they return. The kernels compute in half precision only,
+so train under autocast, or with weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class FlaState(MixerState):
         return {"recurrent_state": self.recurrent, "conv_state": self.conv, "attn_state": None, "ffn_state": None}
 
     def update(self, *, recurrent_state: Any = None, conv_state: Any = None, **_: Any) -> dict[str, Any]:
+        """Sets the state, as the package's layers do with their caches, and returns it."""
         self.recurrent, self.conv = recurrent_state, conv_state
         return self[0]
 
@@ -46,6 +47,9 @@ class FlaMixer(Mixer):
 
     Its linear weights are drawn as `Mixer.reset_parameters` does, everything else as its constructor does. Packed
     documents are computed one after another, and so are new tokens on a state.
+
+    Args:
+        d_model, n_heads: as in `Mixer`.
     """
 
     layer_name: ClassVar[str]
@@ -69,6 +73,7 @@ class FlaMixer(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
+        """Draws all weights anew; see `Mixer.reset_parameters`."""
         if not self.out.weight.is_meta:
             # Its constructor draws from torch's default generator: seeded from ours, and put back.
             seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
@@ -79,15 +84,18 @@ class FlaMixer(Mixer):
         super().reset_parameters(std=std, out_std=out_std, generator=generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.out.weight)
         return per_document(lambda document: self.layer(document)[0], cu_seqlens, x)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> FlaState:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         return FlaState()
 
     def step(self, x: Tensor, state: FlaState) -> tuple[Tensor, FlaState]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.out.weight)
         state = FlaState(state.recurrent, state.conv)
         pieces = x.split(1, dim=1) if len(state) else (x,)
@@ -95,6 +103,7 @@ class FlaMixer(Mixer):
         return torch.cat(outs, dim=1), state
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self._elements() if context else 0
 
     def _elements(self) -> int:
@@ -136,6 +145,7 @@ class GatedDeltaNet(FlaMixer):
     with head_dim H = 3 d / 4.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         head_dim: width of a head's keys; d / H if None.
         expand_v: width of its values over that of keys.
     """
@@ -147,6 +157,7 @@ class GatedDeltaNet(FlaMixer):
         super().__init__(d_model, n_heads)
 
     def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the package's layer."""
         return {"head_dim": self._key_dim(), "expand_v": self.expand_v}
 
     def _key_dim(self) -> int:
@@ -164,6 +175,7 @@ class Mamba2(FlaMixer):
     Without the package mamba-ssm the layer forms T / 256 squares of 256 x 256 x H x N numbers: slow, and large.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         state_dim: N, states of every inner channel.
     """
 
@@ -174,6 +186,7 @@ class Mamba2(FlaMixer):
         super().__init__(d_model, n_heads)
 
     def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the package's layer."""
         return {"head_dim": 2 * self.d_model // self.n_heads, "expand": 2, "state_size": self.state_dim}
 
     def _elements(self) -> int:

@@ -1,4 +1,4 @@
-"""Sliding-window attention on GPUs by torch's flex_attention: a kernel that never meets blocks outside the windows."""
+"""Sliding-window attention on GPUs by torch's flex_attention: its kernel skips blocks outside the windows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
         window: tokens that a token sees, itself included.
     """
     time, grouped = q.shape[2], q.shape[1] != k.shape[1]
-    # Keys behind the end lie in the future of every query, and whole blocks need no kernels of their own.
+    # Padded keys are in the future of every query, so the mask hides them. Whole blocks need no kernels of their own.
     q, k, v = (F.pad(x, (0, 0, 0, -time % _BLOCK)) for x in (q, k, v))
     mask = _block_mask(q.shape[2] // _BLOCK, window, q.device)
     return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)[:, :, :time]
@@ -58,16 +58,16 @@ def _block_mask(blocks: int, window: int, device: torch.device) -> Any:
         return (query >= key) & (query - key < window)
 
     number = torch.arange(blocks, device=device)
-    apart = (number[:, None] - number) * _BLOCK  # distances of two blocks lie less than a block from this
+    apart = (number[:, None] - number) * _BLOCK  # distances of tokens differ from this by less than a block
     whole = (apart >= _BLOCK) & (apart + _BLOCK <= window)
     partly = (apart >= 0) & (apart - _BLOCK + 1 < window) & ~whole
     return BlockMask.from_kv_blocks(*_listed(partly), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=seen)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many key blocks each query block of bool [queries, keys] has, and which: these stand first.
+    """Returns the number of key blocks of each query block, and their indices, which come first in a row.
 
-    Both are int32, with two axes in front for batch and heads.
+    `blocks` is bool [queries, keys]. Both results are int32, with two axes in front for batch and heads.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

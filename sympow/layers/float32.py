@@ -35,9 +35,11 @@ class Float32Linear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., d] to x W^T + b [..., width], computed in float32."""
         return linear_float32(self, x)
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return f"in_features={self.weight.shape[1]}, out_features={len(self.weight)}, bias={self.bias is not None}"
 
 

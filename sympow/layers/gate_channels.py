@@ -67,15 +67,15 @@ class _Gated(torch.autograd.Function):
 
     Its backward adds up the gradient of log_g.
 
-    With D_ij the gradient of a score, that of log_g_t is A(t) = sum_{i >= t > j} D_ij. Rows of D add up to 0, so it
-    is minus the sum of the columns from t on. But a kernel gives sums of columns rounded to its dtype, of a D whose
-    rows add up to 0 only nearly, and sums over thousands of tokens would be sums of roundings where gates forget
-    within a few. Therefore further channels, which add 0 to every score, read more of D:
+    With D_ij the gradient of a score, that of log_g_t is A(t) = sum_{i >= t > j} D_ij. Rows of D add up to 0, so A(t)
+    is minus the sum of the columns from t on. But a kernel rounds the sums of columns to its dtype, and the rows of its
+    D add up to 0 only nearly. Where gates forget within a few tokens, sums over thousands of tokens would therefore
+    consist of rounding errors. Additional channels, which add 0 to every score, give more sums of D:
 
-    - where a query holds 0 and a key a constant, the gradient of the query is the sum of a row: what is left of it.
-      A(t) - A(t + 1) is the sum of row t less that of column t, whatever the roundings of D;
-    - where a key holds 0 and a query a constant from token e on, the gradient of the key is the sum of D_ij over
-      i >= e, and all j < e add up to A(e): the sum begins anew at e.
+    - where a query is 0 and a key is a constant, the gradient of the query is the sum of a row of D. A(t) - A(t + 1)
+      is the sum of row t less that of column t, whatever the rounding errors of D are;
+    - where a key is 0 and a query is a constant from token e on, the gradient of the key is the sum of D_ij over
+      i >= e. These gradients of all j < e add up to A(e), so the sum starts again at e.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Gated(torch.autograd.Function):
         step = _steps(ctx, time, dk)
         later = (step < torch.arange(1, dk.shape[-1] - row, device=dk.device))[:, None]  # tokens before each restart
         anew = torch.where(later, dk[..., row + 1 :], 0).sum(1, dtype=torch.float64)  # [B, G, restarts]
-        # Sums from every token to the end, and to where the next ones begin anew.
+        # Sums from every token to the end, and to the next restart.
         net = F.pad((rows - columns).flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
         ends = (torch.arange(1, anew.shape[-1] + 2, device=dk.device) * length).clamp(max=time)
         after = F.pad(anew.transpose(1, 2), (0, 0, 0, 1)) - net[:, ends]
@@ -112,5 +112,5 @@ class _Gated(torch.autograd.Function):
 
 
 def _steps(ctx: Any, time: int, like: Tensor) -> Tensor:
-    """Returns for every token the number of the stretch between restarts that it lies in, [T, 1]."""
+    """Returns for every token the number of restarts before it, [T, 1]."""
     return (torch.arange(time, device=like.device) // ctx.sizes[2])[:, None]

@@ -31,6 +31,7 @@ class H3(Mixer):
     Every channel of the diagonal model has an A and a B of its own, as in the published code (`n_ssm=None`).
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         state_dim: N, of both models, even.
         head_dim: K, channels of a head; 1 multiplies keys and values channel by channel.
     """
@@ -48,24 +49,28 @@ class H3(Mixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.shift.reset_parameters(generator)
         draw_normal(self.shift.weight.data[:, -1], 1.0, generator)
         self.diagonal.reset_parameters(generator)
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.out.weight)
         return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> H3State:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         return H3State(
             self.shift.init_state(batch_size, device, dtype),
             self.diagonal.init_state(batch_size, self.head_dim**2, device, dtype),
         )
 
     def step(self, x: Tensor, state: H3State) -> tuple[Tensor, H3State]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.out.weight)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, shift = self.shift.step(k, state.shift)
@@ -74,6 +79,7 @@ class H3(Mixer):
         return self.out(self._read(q, kv, past)), H3State(shift, diagonal)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.shift.state_size() + self.diagonal.state_size(self.head_dim**2)
 
     def _mixed(self, qkv: Tensor) -> Tensor:

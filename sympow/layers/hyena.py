@@ -31,11 +31,12 @@ class Hyena(Mixer):
     """Computes W_o (q * (h (*) (k * v))); q, k, v are short convolutions of projections (Poli et al., "Hyena", 2023).
 
     With `multi_head`, as in MultiHyena (Massaroli et al., "Laughing Hyena Distillery", 2023, section 4): a head of
-    width d / n_heads has one filter, k v^T takes the place of k * v, and y = q^T (h (*) k v^T). There is no
-    recurrence: stepping keeps what the convolution has seen and costs O(max_length) a token.
+    width d / n_heads has one filter, k v^T replaces k * v, and y = q^T (h (*) k v^T). There is no recurrence: a step
+    keeps the inputs of the convolution and costs O(max_length) a token.
 
     Args:
-        max_length: taps of the filter; what lies further back is not seen.
+        d_model, n_heads: as in `Mixer`.
+        max_length: taps of the filter; tokens further back are not seen.
         multi_head: n_heads heads; a single filter a channel otherwise.
         order: width of the filter's network.
         bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
@@ -58,7 +59,7 @@ class Hyena(Mixer):
         if multi_head and d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads; got {d_model=}, {n_heads=}")
         self.heads = n_heads if multi_head else d_model
-        self.held = d_model if self.heads == d_model else 2 * d_model  # elements a token leaves behind
+        self.held = d_model if self.heads == d_model else 2 * d_model  # elements of the cache for each token
         self.projections = nn.Linear(d_model, 3 * d_model)
         self.short = DepthwiseConvolution(3 * d_model, _SHORT)
         self.filter = ImplicitFilter(self.heads, max_length, order, bands, frequency, decays)
@@ -66,21 +67,25 @@ class Hyena(Mixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.short.reset_parameters(generator)
         self.filter.reset_parameters(generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.out.weight)
         return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> HyenaState:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         options = state_options(self.out.weight, device, dtype)
         long = InputCache.empty(batch_size, self.held, self.filter.max_length, options)
         return HyenaState(self.short.init_state(batch_size, device, dtype), long)
 
     def step(self, x: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.out.weight)
         projected, short = self.short.step(self.projections(x), state.short)
         q, new = self._gated(projected)
@@ -88,6 +93,7 @@ class Hyena(Mixer):
         return self.out(self._long(q, seen)), HyenaState(short, state.long.extend(new))
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
 
     def _mixed(self, projected: Tensor) -> Tensor:

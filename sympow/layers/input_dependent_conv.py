@@ -1,8 +1,8 @@
-"""BaseConv with a filter that the sequence itself determines. It looks at the whole of it, so it is not causal.
+"""BaseConv with a filter that depends on the sequence. The filter depends on all tokens, so the mixer is not causal.
 
-The source's filter is one for all tokens of a row: a lag that one token calls for moves all of them, and what one token
-asks for and what the others ask for are added up. With `matching` every lag is applied by itself, to the tokens that
-match so far back (the blocks of Zoology's H.38): what does not match gets exactly zero, or a small weight.
+The source has one filter for all tokens of a row: a lag that one token needs is applied to all tokens, and the lags of
+all tokens are added up. With `matching`, every lag is applied alone, and only to the tokens that match at that distance
+(the blocks of Zoology's H.38). Tokens that do not match get exactly zero, or a small weight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sympow.ops.convolution import causal_convolution
 class _InputDependentConv(Mixer):
     """Computes (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones, one a sequence.
 
-    The lags that a late token calls for act on early tokens too: the mixer is not causal, cannot be stepped, and serves
-    tasks whose inputs are known at once.
+    The lags that a late token needs are applied to early tokens too. So the mixer is not causal and cannot be stepped.
+    It is for tasks whose inputs are known as a whole.
     """
 
     causal = False
@@ -59,16 +59,18 @@ class _InputDependentConv(Mixer):
 
 
 class ProgrammaticConv(_InputDependentConv):
-    """Applies a BaseConv whose filter points behind earlier occurrences (Arora et al., "Zoology", 2023, (19)).
+    """Applies a BaseConv whose filter selects what followed earlier occurrences (Arora et al., "Zoology", 2023, (19)).
 
-    h_l = 1 if some token stood last l + 1 tokens before: where a key stands again, lag l is the token behind its
-    earlier occurrence, which in associative recall is its value. Found from the token ids in O(T log T).
+    h_l = 1 if the last occurrence of some token was l + 1 tokens before it. When a key occurs again, lag l leads to the
+    token after its earlier occurrence, which in associative recall is its value. The lags are found from the token ids
+    in O(T log T).
 
     Args:
-        matching: a lag acts on the tokens that set it alone, so that a token gets what stood behind its own last
-            occurrence, and zero if it is the first of its kind. False: on all tokens, as in the source.
-        filler: id of a token whose repeats set no tap; None: all tokens set theirs. Filler stands so often that it
-            would set most of the filter.
+        d_model, n_heads: as in `Mixer`.
+        matching: applies a lag only to the tokens that set it. A token then gets the token after its own last
+            occurrence, or zero if it has not occurred before. False: applies it to all tokens, as in the source.
+        filler: id of a token whose repeats set no tap; None: all tokens set theirs. Filler occurs so often that it
+            would set most taps of the filter.
     """
 
     reads_tokens = True
@@ -78,6 +80,7 @@ class ProgrammaticConv(_InputDependentConv):
         self.reset_parameters()
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d] with the token ids `tokens`, int64 [B, T]; see `Mixer.forward`."""
         self.check_input(x, self.bias)
         return self._gated(x, per_document(self._convolved, cu_seqlens, x, checked_tokens(tokens, x)))
 
@@ -99,16 +102,17 @@ class AutocorrelationConv(_InputDependentConv):
     h_l = 1 for the `top_k` lags l >= 1 where the sum over t of x_t . x_{t-l} is largest, by FFT in O(T log T). Which
     lags they are has no gradient.
 
-    With `matching` queries x W_q are crossed with keys, x W_k of the token before: a lag then leads to the token behind
-    an earlier one that is alike. Token t takes each of the lags l by the weight that softmax(q_t . k_{t-l} / sqrt(d))
-    over the lags gives it, in O(T top_k d), and through it queries and keys learn. They start as the same projection.
+    With `matching`, the correlation is that of queries x W_q with keys, x W_k of the token before. A lag then leads to
+    the token after a similar earlier token. Token t weighs its lags l by softmax(q_t . k_{t-l} / sqrt(d)) over them, in
+    O(T top_k d). Queries and keys learn by these weights. They start as the same projection.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         top_k: lags kept.
-        matching: as said above. False: x is correlated with itself and the filter is one for all tokens, as in the
+        matching: as described above. False: x is correlated with itself, and one filter serves all tokens, as in the
             source.
-        filler: id of a token that neither asks nor is a key; None for none. Filler is alike everywhere, and where it
-            fills most of a row the largest lags are its. Needs `matching`, and makes the mixer read tokens.
+        filler: id of a token that is neither query nor key; None for none. All filler tokens are alike, so the largest
+            correlations would be theirs where they fill most of a row. Needs `matching`; the mixer then reads tokens.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class AutocorrelationConv(_InputDependentConv):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         super().reset_own_parameters(generator)
         if self.query is not None and self.key is not None:
             draw_normal(self.query.weight, self.d_model**-0.5, generator)
@@ -132,6 +137,7 @@ class AutocorrelationConv(_InputDependentConv):
                 self.key.weight.copy_(self.query.weight)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; `tokens` are needed with `filler`. See `Mixer.forward`."""
         self.check_input(x, self.bias)
         ids = [checked_tokens(tokens, x)] if self.reads_tokens else []
         return self._gated(x, per_document(self._convolved, cu_seqlens, x, *ids))
@@ -170,7 +176,7 @@ def cross_correlation(q: Tensor, k: Tensor) -> Tensor:
 def at_lags(x: Tensor, lags: Tensor) -> Tensor:
     """Returns x_{t-l} for the lags l of token t, [B, T, L, d].
 
-    x is [B, T, d], lags are int64 [B, T, L]. Before the start stands x_0.
+    x is [B, T, d], lags are int64 [B, T, L]. Lags beyond the start give x_0.
     """
     at = (torch.arange(x.shape[1], device=x.device)[:, None] - lags).clamp(min=0)
     return x.gather(1, at.flatten(1)[..., None].expand(-1, -1, x.shape[2])).unflatten(1, lags.shape[1:])

@@ -39,6 +39,7 @@ class LinearAttention(AttentionMixer):
     """Computes linear attention without a gate (Katharopoulos et al., 2020); with a gate it is `PowerAttention(p=1)`.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         feature_map: "identity": weights are q . k, and `head_norm` is on unless it is given. "elu+1": weights
             are phi(q) . phi(k) with phi(x) = elu(x) + 1 > 0, divided by their sum.
         rotation: "fixed" or "none". Features of elu + 1 are rotated in the numerator alone, so that the sum
@@ -67,6 +68,7 @@ class LinearAttention(AttentionMixer):
         self.reset_parameters()
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v, features = self._inputs(x, self.first_position(x))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         y = power_attention(q, k, v, **self._options() | split).out
@@ -81,12 +83,14 @@ class LinearAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         device = self.out.weight.device if device is None else torch.device(device)
         memory = initial_memory(self, 1, self.impl, batch_size, device, dtype)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)
 
     def mix_step(self, x: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v, features = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, None, state.memory, **self._options())
         y, sums = self._divided(y, features, state)
@@ -94,6 +98,7 @@ class LinearAttention(AttentionMixer):
         return y, LinearAttentionState(memory, state.position + x.shape[1], feature_sum)
 
     def try_mix_step(self, x: Tensor, state: LinearAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, features = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, None, state.memory, **self._options())
         y, sums = self._divided(y, features, state)
@@ -105,13 +110,16 @@ class LinearAttention(AttentionMixer):
         return y, after
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         feature_sum = 0 if self.feature_map == "identity" else self.head_dim
         return memory_size(self, 1, self.impl) + self.n_kv_heads * feature_sum
 
     def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return least_power_flops(time, self.head_dim, self.value_dim, 1, heads=self.n_heads, kv_heads=self.n_kv_heads)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
+        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
     def _inputs(

@@ -35,6 +35,7 @@ class LiquidS4(Mixer):
     first_t = a first_{t-1} + b x_t and second_t = a second_{t-1} + b x_t first_{t-1}. They agree.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         state_dim: N, even.
     """
 
@@ -46,20 +47,24 @@ class LiquidS4(Mixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.ssm.reset_parameters(generator)
         draw_normal(self.skip, 1.0, generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.skip)
         return self._output(x, per_document(self._convolved, cu_seqlens, x))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LiquidS4State:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         first, second = (self.ssm.init_state(batch_size, 1, device, dtype) for _ in range(2))
         return LiquidS4State(first, second)
 
     def step(self, x: Tensor, state: LiquidS4State) -> tuple[Tensor, LiquidS4State]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.skip)
         a, b, c = (part[:, None] for part in self.ssm.coefficients())
         first, second = torch.view_as_complex(state.first), torch.view_as_complex(state.second)
@@ -72,6 +77,7 @@ class LiquidS4(Mixer):
         return self._output(x, y), LiquidS4State(torch.view_as_real(first), torch.view_as_real(second))
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 2 * self.ssm.state_size(1)
 
     def _convolved(self, x: Tensor) -> Tensor:

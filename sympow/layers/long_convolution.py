@@ -19,7 +19,8 @@ class LongConvolution(Mixer):
     no recurrence: stepping keeps the inputs and costs O(max_length) a token.
 
     Args:
-        max_length: taps of the filter; what lies further back is not seen.
+        d_model, n_heads: as in `Mixer`.
+        max_length: taps of the filter; tokens further back are not seen.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, max_length: int):
@@ -29,23 +30,28 @@ class LongConvolution(Mixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         self.filter.reset_parameters(generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.filter.weight)
         return self._output(per_document(self.filter.convolve, cu_seqlens, x))
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> InputCache:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         return self.filter.init_state(batch_size, device, dtype)
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.filter.weight)
         y, state = self.filter.step(x, state)
         return self._output(y), state
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
 
     def _output(self, y: Tensor) -> Tensor:

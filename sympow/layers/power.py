@@ -34,9 +34,9 @@ from sympow.ops.feature_map import spow_dim
 
 @dataclass
 class PowerAttentionState(MixerState):
-    """Holds the op's state, and where the rotation stands.
+    """Holds the state of the op, and the position of the next token for the rotation.
 
-    That is the tokens so far (int64 [B] where rows differ), or float64 [B, G] if positions are data-dependent.
+    The position is the number of tokens so far (int64 [B] where rows differ), or float64 [B, G] if data-dependent.
     """
 
     counters: ClassVar[tuple[str, ...] | None] = ("position",)
@@ -55,6 +55,7 @@ class PowerAttention(AttentionMixer):
     learns to use its context: docs/decisions/0007-block.md.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         p: the power; the state has spow_dim(K, p) rows of V values for each key/value head.
         gate: multiplies the past of every key/value head by sigmoid(W x + b) at every token.
         gate_bias: the initial biases b of the first and the last key/value head. Those between lie on a line; a
@@ -120,10 +121,11 @@ class PowerAttention(AttentionMixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         with torch.no_grad():
             if self.qkv_start is not None and not self.qkv_start.is_meta:
-                # In the pairs that turn most slowly, so that the score holds over long distances; in several channels,
-                # as roundings of one that is most of all scores would be the same for all tokens.
+                # In the channels with the lowest frequencies, so that the score is the same at long distances. In
+                # several channels: the rounding errors of a single large one would be the same for all tokens.
                 qk = self.qkv_start.zero_()[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
@@ -134,6 +136,7 @@ class PowerAttention(AttentionMixer):
                 self.beta.weight.zero_()
 
     def projected(self, x: Tensor) -> Tensor:
+        """Projects x [B, T, d] and adds `qkv_start`, the source of the initial score: [B, T, H K + G K + G V]."""
         if self.qkv_start is None:
             return self.qkv(x)
         if _is_product(self.qkv):
@@ -149,6 +152,7 @@ class PowerAttention(AttentionMixer):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
         return power_attention(q, k, v, log_g, **self._options() | split).out
@@ -156,6 +160,7 @@ class PowerAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         device = self.out.weight.device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":
@@ -163,6 +168,7 @@ class PowerAttention(AttentionMixer):
         return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
 
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
         return y, PowerAttentionState(memory, _moved(state.position, positions, x.shape[1]))
@@ -170,19 +176,23 @@ class PowerAttention(AttentionMixer):
     def try_mix_step(
         self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None
     ) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, log_g, state.memory, **self._options())
         return y, lambda n: PowerAttentionState(memory(n), _moved(state.position, positions, n))
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         position = self.n_kv_heads if self.rotation == "data" else 0
         return memory_size(self, self.p, self.impl) + position
 
     def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
         return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
+        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
     def _inputs(

@@ -52,7 +52,7 @@ def imported(path: str, what: str) -> Any:
 
 
 def check_mixer(name: str, options: Mapping[str, Any]) -> None:
-    """Raises as `mixer_class`, and ValueError for an option that does not exist; a mixer behind a convolution too."""
+    """Raises as `mixer_class`, and ValueError for an unknown option, also of a mixer within a `short_convolution`."""
     mixer = mixer_class(name)
     known = mixer.option_names()
     for option in options:
@@ -70,7 +70,7 @@ def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]
 
 
 def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds those of `given` that the mixer has and `options` do not name, also of a mixer behind a convolution."""
+    """Adds those of `given` that the mixer has and `options` do not name, also to a mixer within a convolution."""
     mixer = mixer_class(name)
     known = mixer.option_names()
     filled = {option: value for option, value in given.items() if option in known} | dict(options)
@@ -83,10 +83,10 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
 
 
 def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options that mean today what `options` meant in version 0.1, also of a mixer behind a convolution.
+    """Returns options that mean today what `options` meant in version 0.1, also of a mixer within a convolution.
 
-    There power attention had no short convolution and no output gate, a norm of every head's output only where it did
-    not divide by the sum of the weights, and a rotation of all channels, by data-dependent positions.
+    In version 0.1 power attention had no short convolution and no output gate. It had a norm of every head's output
+    only if it did not divide by the sum of the weights. It rotated all channels, by data-dependent positions.
     """
     behind = options.get("mixer")
     if name == "short_convolution" and behind is not None:

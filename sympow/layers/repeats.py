@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def distance_to_previous(tokens: Tensor) -> Tensor:
-    """Returns how many tokens ago each of tokens [B, T] stood last, int64 [B, T]; 0 where it is the first of its kind.
+    """Returns the distances of tokens [B, T] to their last occurrences, int64 [B, T]; 0 for a first occurrence.
 
     By sorting: O(T log T).
     """

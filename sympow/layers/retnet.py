@@ -27,8 +27,9 @@ class RetNet(AttentionMixer):
     values and gates are drawn as published, Xavier-uniform with gain 2**-2.5, without biases.
 
     Args:
-        chunk_size: the form of a whole sequence: T or more parallel, 1 recurrent, between them chunked; None the
-            cheapest. All give the same numbers, and so does `step`.
+        d_model, n_heads: as in `AttentionMixer`.
+        chunk_size: chooses the form for a whole sequence: T or more is parallel, 1 is recurrent, others are chunked;
+            None takes the cheapest. All give the same numbers, and so does `step`.
         rotation: "fixed" or "none".
         impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`, with other defaults: value_dim 2 K, bias False.
@@ -57,32 +58,38 @@ class RetNet(AttentionMixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         for weight in (*self.qkv.weight.data.split(self._split), self.gate.weight):
             bound = 2**-2.5 * sqrt(6 / sum(weight.shape))
             draw_uniform(weight, -bound, bound, generator)
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         return power_attention(q, k, v, self._decay(k), cu_seqlens=cu_seqlens, **self._options()).out
 
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         options = state_options(self.out.weight, device, dtype, sums=True)
         memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
         return PowerAttentionState(memory, 0)
 
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = continue_power(q, k, v, self._decay(k), state.memory, **self._options())
         return y, PowerAttentionState(memory, state.position + x.shape[1])
 
     def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v = self.rotated_heads(x, state.position)
         y, memory = try_power(q, k, v, self._decay(k), state.memory, **self._options())
         return y, lambda n: PowerAttentionState(memory(n), state.position + n)
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
 
     def _decay(self, k: Tensor) -> Tensor:
@@ -95,4 +102,5 @@ class RetNet(AttentionMixer):
         return {"p": 1, "normalize": False, "chunk_size": self.chunk_size, "impl": self.impl}
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
+        """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
         return self.out(F.silu(self.gate(x)) * head_normed(self.out_norm, y))

@@ -40,7 +40,8 @@ class RWKV4(Mixer):
     exponent, so that no exponential overflows.
 
     Args:
-        depth: where in the model the layer stands, layer / (layers - 1), 0 the first and 1 the last: the published
+        d_model, n_heads: as in `Mixer`.
+        depth: the depth of the layer in the model, layer / (layers - 1): 0 for the first, 1 for the last. The published
             initialisation of decays, and of the token shift of values, depends on it.
         shift_depth: layer / layers, never 1, on which all token shifts depend: the last layer keeps some of the token
             before. None: `depth`, with which a layer of depth 1 starts without a shift.
@@ -76,22 +77,26 @@ class RWKV4(Mixer):
             self.bonus.copy_(log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.mix)
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RWKV4State:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         shape = (batch_size, self.d_model)
         last = torch.zeros(shape, **state_options(self.mix, device, dtype))
         zeros = torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True))
         return RWKV4State(last, zeros, zeros.clone(), torch.full_like(zeros, -torch.inf))
 
     def step(self, x: Tensor, state: RWKV4State) -> tuple[Tensor, RWKV4State]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.mix)
         return self._mixed(x, state)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 4 * self.d_model
 
     def _start(self, x: Tensor) -> RWKV4State:
@@ -154,10 +159,10 @@ class _Sums(NamedTuple):
 
 
 def _scan(items: _Sums, start: _Sums, decay: Tensor) -> tuple[_Sums, _Sums]:
-    """What was summed before each of the items [B, n, d], and after the last one; `start` and the latter are [B, 1, d].
+    """Returns the sums before each of the items [B, n, d], and the sum after the last [B, 1, d], as `start` is.
 
-    Every item multiplies what was before it by e^-decay. Neighbours are merged, and the half as many sums scanned in
-    turn, until they are few: 2 n merges in 2 log n steps of whole tensors.
+    Every item multiplies the sum before it by e^-decay. Neighbours are merged, and then the half as many sums are
+    scanned in the same way, until they are few: 2 n merges in 2 log n steps of whole tensors.
     """
     count = items.exponent.shape[1]
     if count <= _FEW:

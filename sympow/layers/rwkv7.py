@@ -35,7 +35,14 @@ class RWKV7State(MixerState):
 
 
 class LowRank(nn.Module):
-    """Maps x to f(x A) B + c, with A at 0, B orthogonal times 0.1 and c given."""
+    """Maps x to f(x A) B + c, with A at 0, B orthogonal times 0.1 and c given.
+
+    Args:
+        d_model: d, the width of input and output.
+        rank_factor: what `low_rank` multiplies; it gives the columns of A.
+        activation: f; None: the identity.
+        bias: whether there is a c.
+    """
 
     def __init__(self, d_model: int, rank_factor: float, activation: nn.Module | None = None, bias: bool = True):
         super().__init__()
@@ -45,6 +52,7 @@ class LowRank(nn.Module):
         self.activation = nn.Identity() if activation is None else activation
 
     def reset_parameters(self, c: Tensor | None, generator: torch.Generator | None) -> None:
+        """Fills A with 0, draws an orthogonal B, and sets c [d] where the module has one."""
         nn.init.zeros_(self.a)
         rank, d = self.b.shape
         draw_orthogonal(self.b, 0.1 * max(1, sqrt(rank / d)), generator)
@@ -53,6 +61,7 @@ class LowRank(nn.Module):
                 self.c.copy_(c)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., d] to f(x A) B + c [..., d]."""
         y = self.activation(x @ self.a) @ self.b
         return y if self.c is None else y + self.c
 
@@ -70,8 +79,9 @@ class RWKV7(Mixer):
     would tie layers together.
 
     Args:
-        depth: where in the model the layer stands, 0 the first and 1 the last: the published initialisation of decays
-            and token shifts depends on it.
+        d_model, n_heads: as in `Mixer`.
+        depth: the depth of the layer in the model: 0 for the first, 1 for the last. The published initialisation of
+            decays and token shifts depends on it.
         impl: how several tokens are computed (one always is "plain"). "plain": token by token in float32 at least.
             "fla": by the chunked kernel of flash-linear-attention, in the dtype of x or autocast. "auto": "fla" in
             half precision on CUDA devices if the package is installed, otherwise "plain".
@@ -125,21 +135,25 @@ class RWKV7(Mixer):
             nn.init.constant_(self.bonus, -0.04)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.mix)
         return per_document(lambda document: self._mixed(document, self._start(document))[0], cu_seqlens, x)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RWKV7State:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         last = torch.zeros(batch_size, self.d_model, **state_options(self.mix, device, dtype))
         shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
         return RWKV7State(last, torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True)))
 
     def step(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.mix)
         return self._mixed(x, state)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.d_model * (1 + self.head_dim)
 
     def _start(self, x: Tensor) -> RWKV7State:

@@ -46,18 +46,19 @@ class SelectionState(MixerState):
 
 
 class SelectiveAttention(AttentionMixer):
-    """Computes causal softmax attention in which only selected tokens ask; the others get 0.
+    """Computes causal softmax attention in which only selected tokens have queries; the output of the others is 0.
 
     Source: Arora et al., "Zoology", 2023, section 5 and appendix. Every token can be attended to. Rotary.
 
-    The source selects the k largest scores of the whole sequence, which looks at later tokens. Here a token is
-    selected if its score is among the k largest so far, and no more than k (1 + ln(1 + t / k)) of the first t + 1
-    tokens are, as many as there are on average in random order. So the layer is causal, and at O(T k log T) products
-    sub-quadratic, in training too.
+    The source selects the k largest scores of the whole sequence, which depends on later tokens. Here a token is
+    selected if its score is among the k largest so far. At most k (1 + ln(1 + t / k)) of the first t + 1 tokens are
+    selected, the average number for scores in random order. So the layer is causal, and costs O(T k log T) products,
+    also in training.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         selection: "random": by random scores, drawn anew in training, fixed by the position otherwise.
-            "programmatic": every token that occurred before (needs `tokens`; as many as repeat, without a limit).
+            "programmatic": every token that occurred before (needs `tokens`; their number has no limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
         top_k: k, of random and learned selection.
@@ -97,6 +98,7 @@ class SelectiveAttention(AttentionMixer):
         return y
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         inputs = [x, q, k, v, *self._ids(x, tokens)]
         return per_document(self._whole, cu_seqlens, *inputs)
@@ -104,11 +106,13 @@ class SelectiveAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
     def mix_step(
         self, x: Tensor, state: SelectionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, SelectionState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.cache.length)
         selected, gate, choice = self._select(x, state.choice, *self._ids(x, tokens))
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
@@ -116,6 +120,7 @@ class SelectiveAttention(AttentionMixer):
         return self._gated(y, gate), SelectionState(cache, choice)
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         return cache + (capacity(context) if self.reads_tokens else self.top_k + 1)
 
@@ -182,7 +187,10 @@ class SelectiveAttention(AttentionMixer):
 
 
 def most_rows(selected: Tensor) -> int:
-    """Returns the most rows that ask in a sequence; all rows while a CUDA graph is captured, which reads no number."""
+    """Returns the largest number of selected rows in a sequence.
+
+    While a CUDA graph is captured, numbers cannot be read, so the result is the number of all rows.
+    """
     if selected.is_cuda and torch.cuda.is_current_stream_capturing():
         return selected.shape[1]
     return int(selected.sum(1).max())

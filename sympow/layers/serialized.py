@@ -19,8 +19,8 @@ from sympow.ops import DecodingState, PowerState
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 
-# (type, field): kept as held at any dtype. Sums that others are divided by, the sums of gates that stand in
-# the keys of a gated cache, and inputs of a few tokens, which are small.
+# (type, field): never rounded. These are sums that others are divided by, the keys of a gated cache, which include
+# sums of gates, and the inputs of a few tokens, which are small.
 _KEPT = {
     ("PowerState", "z"),
     ("LinearAttentionState", "feature_sum"),

@@ -21,12 +21,14 @@ class ShortConvolution(Mixer):
     It lets a mixer compare a token with the one before another, which one layer of attention cannot (Arora et al.,
     "Zoology", 2023, section 4; Fu et al., "Hungry Hungry Hippos", 2022, use a shift for the same).
 
-    In front of a mixer the convolution starts near the identity, 1 added to a token's own weight and no bias: with
-    torch's initialisation alone the mixer behind sees tokens blurred into each other and learns to recall more slowly.
+    In front of a mixer the convolution starts near the identity: 1 is added to the weight of the token itself, and
+    there is no bias. With torch's initialisation alone, the mixer would get averages of tokens and learn to recall more
+    slowly.
 
     Args:
+        d_model, n_heads: as in `Mixer`.
         width: k, the tokens seen, the token itself included.
-        mixer: the name of the mixer behind, one of `sympow.layers.MIXERS`; None for none.
+        mixer: the name of the mixer that follows, one of `sympow.layers.MIXERS`; None for none.
         options: options of that mixer.
     """
 
@@ -53,12 +55,13 @@ class ShortConvolution(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
+        """Draws all weights anew; see `Mixer.reset_parameters`."""
         self.convolution.reset_parameters(generator)
         if self.mixer is not None:
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Computes what `Mixer.forward` does; `tokens` are for a mixer behind that reads them."""
+        """Computes what `Mixer.forward` does; `tokens` are for a following mixer that reads them."""
         self.check_input(x, self.convolution.weight)
         y = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         return y if self.mixer is None else self.mixer(y, cu_seqlens=cu_seqlens, **self.extras(tokens))
@@ -66,6 +69,7 @@ class ShortConvolution(Mixer):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> ShortConvolutionState:
+        """Returns the state before the first token; see `Mixer.init_state`."""
         past = self.convolution.init_state(batch_size, device, dtype)
         behind = None if self.mixer is None else self.mixer.init_state(batch_size, device=device, dtype=dtype)
         return ShortConvolutionState(past, behind)
@@ -73,6 +77,7 @@ class ShortConvolution(Mixer):
     def step(
         self, x: Tensor, state: ShortConvolutionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, ShortConvolutionState]:
+        """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.convolution.weight)
         y, past = self.convolution.step(x, state.past)
         behind = state.behind
@@ -81,6 +86,7 @@ class ShortConvolution(Mixer):
         return y, ShortConvolutionState(past, behind)
 
     def try_step(self, x: Tensor, state: ShortConvolutionState, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_input(x, self.convolution.weight)
         y, past = self.convolution.try_step(x, state.past)
         if self.mixer is None or state.behind is None:
@@ -89,10 +95,12 @@ class ShortConvolution(Mixer):
         return y, lambda n: ShortConvolutionState(past(n), behind(n))
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         behind = 0 if self.mixer is None else self.mixer.state_size(context)
         return self.convolution.state_size() + behind
 
     def split_context(self, group: dist.ProcessGroup) -> None:
+        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
         if self.mixer is not None:
             self.mixer.split_context(group)

@@ -38,6 +38,7 @@ class SoftmaxAttention(AttentionMixer):
     Packed documents are computed one after another.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         gate: adds log sigmoid(W x + b) of every later token to a token's scores, for each key/value head (Lin et al.,
             "Forgetting Transformer", 2025): the gate of `PowerAttention`.
         gate_bias: as in `PowerAttention`.
@@ -62,11 +63,13 @@ class SoftmaxAttention(AttentionMixer):
         self.reset_parameters()
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         if self.gate is not None and self.gate.bias is not None:
             with torch.no_grad():
                 self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         if self.gate is None:
             return per_document(_causal, cu_seqlens, q, k, v)
@@ -76,12 +79,14 @@ class SoftmaxAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> KVCache | GatedCache:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         if self.gate is None:
             return empty_cache(self, batch_size, device, dtype)
         cache = empty_cache(self, batch_size, device, dtype, key_dim=gated_key_dim(self.head_dim))
         return GatedCache(cache, torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=cache.k.device))
 
     def mix_step(self, x: Tensor, state: KVCache | GatedCache) -> tuple[Tensor, KVCache | GatedCache]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         if self.gate is not None:
             y, cache, sums = self._gated_step(x, state, self.gate)
             return y, GatedCache(cache, sums[:, -1].clone())  # a view would hold all sums
@@ -93,6 +98,7 @@ class SoftmaxAttention(AttentionMixer):
         return y.transpose(1, 2).to(x.dtype), state
 
     def try_mix_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         if self.gate is None:
             before: KVCache = state
             y, cache = self.mix_step(x, before)
@@ -102,12 +108,14 @@ class SoftmaxAttention(AttentionMixer):
         return y, lambda n: GatedCache(_cut(state.cache, cache, n), sums[:, n].clone())
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         if self.gate is None:
             return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         key_dim = gated_key_dim(self.head_dim)
         return self.n_kv_heads * ((key_dim + self.value_dim) * capacity(context) + 1)
 
     def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self)
 
     def _gated_step(
@@ -202,7 +210,7 @@ def empty_cache(
 
 
 def _cut(before: KVCache, after: Any, n: int) -> KVCache:
-    """Returns the cache `after` without the tokens behind the first n that it has more than `before`."""
+    """Returns the cache `before` with the first n of the tokens that `after` has in addition."""
     return before if n == 0 else replace(after, length=before.length + n)
 
 

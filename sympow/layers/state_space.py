@@ -42,6 +42,7 @@ class DiagonalSSM(nn.Module):
         self.log_dt = nn.Parameter(torch.empty(channels))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws A, B, C and dt as S4D-Lin does."""
         half = self.state_dim // 2
         with torch.no_grad():
             nn.init.constant_(self.log_decay, log(0.5))
@@ -86,9 +87,11 @@ class DiagonalSSM(nn.Module):
         return y.to(u.dtype), torch.view_as_real(powers[:, None, :, -1] * x + entered)
 
     def state_size(self, signals: int) -> int:
+        """Returns the number of elements of the state of one sequence with `signals` inputs a channel."""
         return self.channels * signals * self.state_dim
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return f"channels={self.channels}, state_dim={self.state_dim}"
 
 

@@ -23,6 +23,7 @@ class WindowMixer(AttentionMixer):
     """Attends by softmax to `window` tokens at most; subclasses choose which.
 
     Args:
+        d_model, n_heads: as in `AttentionMixer`.
         window: in tokens; at least 1.
         rotation: "fixed" or "none".
         **heads: options of `AttentionMixer`.
@@ -53,6 +54,7 @@ class WindowAttention(WindowMixer):
     """
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
         q, k, v = self.rotated_heads(x)
         if cu_seqlens is None and x.shape[1] > self.window and suits_flex(q, v):  # documents have too many lengths
             y = flex_attend_in_window(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.window)
@@ -62,10 +64,12 @@ class WindowAttention(WindowMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> WindowCache:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         empty = empty_cache(self, batch_size, device, dtype)
         return WindowCache(empty.k, empty.v, limit=self.window)
 
     def mix_step(self, x: Tensor, state: WindowCache) -> tuple[Tensor, WindowCache]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(state.length, Tensor):
@@ -81,18 +85,21 @@ class WindowAttention(WindowMixer):
         return y.transpose(1, 2).to(x.dtype), state
 
     def try_mix_step(self, x: Tensor, state: WindowCache, **extras: Tensor | None) -> tuple[Tensor, After]:
+        """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v = (part.transpose(1, 2) for part in self.rotated_heads(x, state.length))
         y = self._behind(state, q, k, v).transpose(1, 2).to(x.dtype)
         return y, lambda n: state.extend(k[:, :, :n], v[:, :, :n]) if n else state
 
     def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context, self.window)
 
     def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
         return both_ways(time, self, self.window)
 
     def _behind(self, past: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Maps [B, H, T', K], [B, G, T', K], [B, G, T', V] behind the tokens of `past` to [B, H, T', V]."""
+        """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
         seen = min(past.length, self.window - 1)
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
         k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)

@@ -64,7 +64,7 @@ class ModelConfig:
         mixers: a pattern repeated over the layers; of length 1 all layers are alike, longer ones make
             hybrids.
         mlp_ratio: hidden width of the MLP over d_model; 0 for blocks without one. Not in the llama body.
-        body: "gpt2", "llama" or "rwkv7": norms, MLP, and what stands around the mixers.
+        body: "gpt2", "llama" or "rwkv7": norms, MLP, and the other parts around the mixers.
         n_kv_heads: key/value heads of every mixer that has such heads and whose options do not name them.
             None leaves the choice to the mixers.
         mlp_hidden: hidden width of the MLP of the llama body; 0 for blocks without one. None takes 8/3 of
@@ -129,8 +129,8 @@ class ModelConfig:
     def mixer_options(self, layer: int) -> dict[str, Any]:
         """Gives the options of the mixer of a layer, with those that the model gives all its mixers.
 
-        These are `n_kv_heads`, and in the rwkv7 body `depth`, where the layer stands. They do not replace what
-        the mixer's own options name.
+        These are `n_kv_heads`, and in the rwkv7 body `depth`, from 0 for the first layer to 1 for the last. They do not
+        replace what the mixer's own options name.
         """
         given: dict[str, Any] = {} if self.n_kv_heads is None else {"n_kv_heads": self.n_kv_heads}
         if self.body == "rwkv7":
@@ -140,7 +140,7 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Gives the fields of the body as plain values, as JSON keeps them; `from_dict` gives back an equal config."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self) if self.has(entry.name)}
-        # The body stands first: configs of different bodies differ in other fields because of it.
+        # The body comes first, because the other fields depend on it.
         return {"body": self.body} | values | {"mixers": [mixer.to_dict() for mixer in self.mixers]}
 
     @classmethod

@@ -1,8 +1,8 @@
 """What a model has read, as a value that can be continued (`Context`) and as one safetensors file.
 
 A file holds the state of every layer, the logits after the last token, how many tokens were read, a hash of
-them, and fingerprints of the model's config and weights. A SHA-256 stands over all its bytes. It is written
-beside its place and then renamed, so that a kill leaves the old file or the new one.
+them, and fingerprints of the model's config and weights. A SHA-256 covers all its bytes. It is written under
+a temporary name and then renamed, so that a kill leaves the old file or the new one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Context:
 
 @dataclass(frozen=True)
 class ContextHeader:
-    """Holds what a context file says of itself.
+    """Holds the header of a context file.
 
     Attributes:
         tokens, digest: as of `Context`.
@@ -110,7 +110,7 @@ class ContextHeader:
 
 
 def extended_digest(digest: str, tokens: Tensor) -> str:
-    """Hashes int64 tokens [B, T] behind those that `digest` stands for: any cut gives the same."""
+    """Hashes int64 tokens [B, T] that follow those with the hash `digest`; any cut of the tokens gives the same."""
     if not tokens.numel():
         return digest
     columns = (
@@ -137,8 +137,8 @@ def save_context(
         path: of the file to write.
         model: the one that has read the context.
         context: what the model has read.
-        dtype: "float32" keeps every tensor as it is held, so that continuing is as if the model had never
-            stopped. "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
+        dtype: "float32" keeps every tensor exactly, so that the model continues as if it had never stopped.
+            "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
         known: the `fingerprint` of the model, if it was taken before.
 
     Raises ValueError for another dtype, ContextError where the disk refuses, ImportError without safetensors.
@@ -202,7 +202,7 @@ def load_context(
 
 
 def read_header(path: str | os.PathLike[str]) -> ContextHeader:
-    """Checks the checksum of a context file, and reads what it says of itself. Raises as `load_context`."""
+    """Checks the checksum of a context file, and reads its header. Raises as `load_context`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no context file at {path}")
@@ -297,7 +297,7 @@ def _seal(path: Path) -> None:
 
 
 def _header(file: BinaryIO, path: Path) -> tuple[bytes, re.Match[bytes]]:
-    """Returns the file's beginning up to its tensors, and where the checksum stands in it."""
+    """Returns the bytes of the file before its tensors, and the match of the checksum in them."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
@@ -315,7 +315,7 @@ def _header(file: BinaryIO, path: Path) -> tuple[bytes, re.Match[bytes]]:
 
 
 def _checksum(file: BinaryIO, header: bytes, seal: re.Match[bytes]) -> str:
-    """SHA-256 of the whole file, with zeros where the checksum stands."""
+    """Returns the SHA-256 of the whole file, with zeros in place of the checksum."""
     hashed = hashlib.sha256(header[: seal.start(1)] + _UNSEALED.encode() + header[seal.end(1) :])
     while block := file.read(_BLOCK):
         hashed.update(block)

@@ -1,10 +1,10 @@
-"""Losses behind a large vocabulary: the sum over all tokens, its gradient formed slice by slice of the tokens.
+"""Sums of losses over a large vocabulary, whose gradients are computed for one slice of the tokens after another.
 
-They are the cross-entropy of tokens, and the divergence from what another model predicts. The gradient of a sum of
-losses is known as soon as the logits are, but for the factor that comes from above. So the forward forms it, slice by
-slice, in three matrix products; the backward only multiplies by the factor. Recomputing the logits in the backward
-would take a fourth product, and keeping them T x V elements (as Liger's fused linear cross-entropy, Hsu et al., 2024,
-arXiv 2410.10989).
+The losses are the cross-entropy of tokens, and the divergence from the prediction of another model. The gradient of a
+sum of losses is known as soon as the logits are, up to the incoming gradient, which is a factor. So the forward
+computes it, slice by slice, in three matrix products, and the backward only multiplies by the factor. Recomputing the
+logits in the backward would take a fourth product, and keeping them would take T x V elements (as in Liger's fused
+linear cross-entropy, Hsu et al., 2024, arXiv 2410.10989).
 """
 
 from __future__ import annotations

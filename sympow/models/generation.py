@@ -111,7 +111,7 @@ def stream(
 
     Args:
         model: the model that continues.
-        prompt: int64 [B, T], T >= 1; T may be 0 behind a context.
+        prompt: int64 [B, T], T >= 1; T may be 0 after a context.
         max_new_tokens: tokens to draw, at least 1.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from the k likeliest tokens only.

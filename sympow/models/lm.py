@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draws the weights: embedding and head N(0, 0.02), the rest as the docstring of the body's block says.
+        """Draws the weights: embedding and head N(0, 0.02), the rest as the docstring of the body's block describes.
 
         In the gpt2 and the llama body it is GPT-2's initialisation: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into
         the residual stream.
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
 
         The dtype is float32, or float64 of such a model.
 
-        Only a slice of the logits stands in memory at a time; the backward recomputes them.
+        Only a slice of the logits is in memory at a time; the backward recomputes them.
 
         Args:
             tokens: as for `forward`.

@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 
 class LayerNorm(nn.LayerNorm):
-    """A LayerNorm that can be compiled by itself: torch.compile skips a forward that lies in torch.nn."""
+    """A LayerNorm that can be compiled alone: torch.compile skips a forward whose code is in torch.nn."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Returns the norm of `input`, as torch.nn.LayerNorm does."""
         return super().forward(input)
 
 
@@ -35,9 +36,11 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the norm of x [..., d], of the same shape and dtype."""
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # nothing is rounded between: one kernel
         return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
 
     def extra_repr(self) -> str:
+        """Returns the options that `repr` of the module shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"

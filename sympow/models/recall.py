@@ -34,7 +34,7 @@ class RecallModel(LanguageModel):
             draw_normal(self.positions.data, 0.02, generator)
 
     def query_logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Returns logits [B, Q, vocab_size] of what follows tokens [B, T] at places [B, Q] of every row; both int64.
+        """Returns logits [B, Q, vocab_size] of what follows the positions [B, Q] of tokens [B, T]; both int64.
 
         The head is the largest product of a small model: with Q of T tokens labelled it costs Q / T of `forward`'s.
         """

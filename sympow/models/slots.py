@@ -32,9 +32,13 @@ class Steps(Protocol):
 
     embedding: nn.Embedding
 
-    def init_state(self, batch_size: int) -> ModelState: ...
+    def init_state(self, batch_size: int) -> ModelState:
+        """Returns the state before the first token; see `LanguageModel.init_state`."""
+        ...
 
-    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]: ...
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """Continues sequences by tokens; see `LanguageModel.step`."""
+        ...
 
 
 class Slots:

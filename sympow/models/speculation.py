@@ -61,13 +61,15 @@ class NgramDrafts(Drafts):
             raise ValueError(f"1 <= shortest <= longest is expected; got {shortest=}, {longest=}")
         self.sizes = range(longest, shortest - 1, -1)
         self._text: list[int] = []
-        self._next: dict[tuple[int, ...], int] = {}  # where the last occurrence before the end of the text goes on
+        self._next: dict[tuple[int, ...], int] = {}  # the position after the last occurrence before the end of the text
 
     def begin(self, model: LanguageModel) -> None:
+        """Forgets the last text and its n-grams; see `Drafts.begin`."""
         super().begin(model)
         self._text, self._next = [], {}
 
     def propose(self, new: Sequence[int], most: int) -> list[int]:
+        """Returns at most `most` tokens that followed the longest earlier occurrence; see `Drafts.propose`."""
         text = self._text
         for token in new:
             for size in self.sizes:
@@ -78,7 +80,7 @@ class NgramDrafts(Drafts):
         if found is None:
             return []
         draft: list[int] = []
-        for at in range(found, found + most):  # behind the end of the text the draft itself goes on: a period
+        for at in range(found, found + most):  # after the end of the text, it continues the draft: a period
             draft.append(text[at] if at < len(text) else draft[at - len(text)])
         return draft
 
@@ -99,6 +101,7 @@ class ModelDrafts(Drafts):
         self._unread: list[int] = []
 
     def begin(self, model: LanguageModel) -> None:
+        """Forgets the last text. Raises ValueError if the vocabulary of `model` is not that of the draft model."""
         super().begin(model)
         own, other = self.model.config.vocab_size, model.config.vocab_size
         if own != other:
@@ -107,6 +110,7 @@ class ModelDrafts(Drafts):
 
     @torch.no_grad()
     def propose(self, new: Sequence[int], most: int) -> list[int]:
+        """Returns the `most` likeliest next tokens of the draft model, one after another; see `Drafts.propose`."""
         self._unread += new
         if most == 0:
             return []

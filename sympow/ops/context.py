@@ -43,7 +43,7 @@ def exclusive_scan_of_message(
     *,
     reverse: bool = False,
 ) -> Tensor:
-    """Scans tensors [N, width] of several widths that lie one behind the other in a flat message.
+    """Scans tensors [N, width] of several widths, one after the other in a flat message.
 
     See `exclusive_scan`. The sums are returned in the same form. log_decay: [N] or None.
     """

@@ -64,7 +64,7 @@ def convolve_by_taps(x: Tensor, h: Tensor) -> Tensor:
 def convolve_by_transforms(x: Tensor, h: Tensor) -> Tensor:
     """Convolves x [B, T, ...] with h [1 or B, S <= T, ...] by fast Fourier transforms."""
     time, taps = x.shape[1], h.shape[1]
-    # Zeros behind both keep what a circular convolution would bring round to the start out of sight.
+    # Zeros after both: a circular convolution would otherwise add its end to its start.
     size = 1 << (time + taps - 2).bit_length()
     product = torch.fft.rfft(x, n=size, dim=1) * torch.fft.rfft(h, n=size, dim=1)
     return torch.fft.irfft(product, n=size, dim=1)[:, :time]

@@ -3,9 +3,9 @@
 Conventions, held everywhere below:
 - A multiply-add is 2 FLOPs. Only matrix products count (and the decay of a gated state); the masked half of a
   causal product does not count, nor do exponentials, row sums and the forming of phi.
-- Pairs (i, j), j <= i, meet in two products forward, q . k of width K and the sum of v of width V, and in
+- Pairs (i, j), j <= i, are in two products forward, q . k of width K and the sum of v of width V, and in
   five backward, where the scores are formed again: K + V and 3K + 2V multiply-adds a pair and query head.
-- A token meets a state [D, V + 1] (the normalizer is a column) in two products forward, phi(q) S and phi(k)
+- A token and a state [D, V + 1] (the normalizer is a column) are in two products forward, phi(q) S and phi(k)
   v, and in five backward: the update again, and the gradients of phi(q), S, phi(k) and v.
 
 Letters as in docs/math.md: T time, H query heads, G key/value heads, K key dim, V value dim, D state dim.
@@ -181,7 +181,7 @@ def weight_state_flop_ratio(
     - window attention: as softmax attention at a context of min(context, window). The source counts it so;
       a long sequence costs up to twice that, since its windows are full (`softmax_flops` counts them);
     - power attention, linear attention with p = 1: 2 D V for each of 3 products a query head and 4 a
-      key/value head, and chunk / 2 pairs within chunks. Every token is taken to meet a state.
+      key/value head, and chunk / 2 pairs within chunks. Every token is counted as reading a state.
     Normalizers are left out on all sides.
 
     The source does not spell its definition out. This one gives its Table 2 (124M GPT-2) when values below 10

@@ -5,12 +5,13 @@ attended to score by score; when a step finds no room, the tail's tokens are fol
 
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
-L the log decay since the state was written, b_j that since token j. How full a tail is, only the device knows, so a
-step never waits for it and can be captured in a CUDA graph. The state is in `decoding_state.py`. Here
-is the step in plain torch; that of the kernels is in `triton/decode.py`.
+L the log decay since the state was written, b_j that since token j. The number of tokens in the tail is
+kept on the device, so a step never waits for it and can be captured in a CUDA graph. The state is in
+`decoding_state.py`. This file has the step in plain torch; that of the kernels is in `triton/decode.py`.
 
-What stands in the tail can be taken back (`DecodingState.rollback`), which a state alone cannot. So a step of several
-tokens, at most as many as the tail has room for, folds before it and not within: all its tokens stand in the tail.
+Tokens in the tail can be taken back (`DecodingState.rollback`); tokens in the state cannot. So a step of several
+tokens, at most as many as the tail has room for, folds only before its first token. All its tokens are then in the
+tail.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def step_with_tail(
         now = slice(start, start + state.capacity)
         new = k[:, :, now].shape[2]
         full = state.count + new > state.capacity
-        # What a GPU counts is not known here, and to ask would be to wait.
+        # A count on a GPU is not known here, and reading it would wait for the GPU.
         if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
             after = state.folded()
             s.copy_(torch.where(full[..., None, None], after.s, s))

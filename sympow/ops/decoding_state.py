@@ -215,9 +215,9 @@ class DecodingState:
     def rollback(self, tokens: int) -> None:
         """Takes back the last `tokens` tokens, in place, as if they had never been read.
 
-        Those of the last step always stand in the tail, if they were at most C.
+        The tokens of the last step are always in the tail, if they were at most C.
 
-        Raises ValueError where the tail holds fewer. On a GPU, where to count would be to wait, it is emptied instead.
+        Raises ValueError if the tail has fewer. On a GPU the tail is emptied instead, as a check would wait for it.
         """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")

@@ -1,9 +1,10 @@
 """Power attention in plain torch, fast on any device: the chunked form (M11), (M12) with a backward of its own.
 
-A chunk attends to itself through its scores and to everything before through the state. phi is never formed for more
-than a chunk and a tile of the state's rows, and no state is kept for the backward: it walks the chunks twice, forwards
-with the state (for dq) and backwards with the state's gradient (for dk, dv), and recomputes both. One chunk that covers
-the sequence is the quadratic form; phi is then formed only for an incoming state, or one to return.
+A chunk attends to its own tokens by scores, and to all tokens before it by the state. phi is computed for one chunk
+and one tile of the state's rows at a time. No state is kept for the backward. The backward walks over the chunks twice:
+from first to last with the state (for dq), and from last to first with the gradient of the state (for dk, dv). It
+recomputes both. One chunk that covers the sequence is the quadratic form; phi is then needed only for an incoming
+state, or for one to return.
 
 Inside, the state is kept as sums of plain monomials x_i1 ... x_ip, time runs along the last axis of features, and the
 normalizer is one more value column. The multinomial weights of (M7) multiply the state, once a chunk.
@@ -177,7 +178,7 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
         d = d / normalizer[:, span, :, None]
         return sequence.queries(torch.cat([d, -(d * out[:, span]).sum(3, keepdim=True)], dim=3))
 
-    # Forwards, with the state: what reaches q through it.
+    # First token to last, with the state: the gradient of q.
     state = None if s is None else sequence.state(s, z)
     for span in sequence.spans:
         chunk = sequence.chunk(span)
@@ -229,7 +230,7 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
 
 
 def _own_gradients(chunk: Chunk, dtotal: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq [N, K, R, C], dk [N, K, C] and dv [N, V + 1, C] through the chunk's own scores."""
+    """Returns the parts of dq [N, K, R, C], dk [N, K, C] and dv [N, V + 1, C] that come from the chunk's own scores."""
     dq, dk, dv = torch.zeros_like(chunk.q), torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
     for block in score_blocks(chunk):
         d = block.decayed_rows(dtotal)

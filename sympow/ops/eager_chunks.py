@@ -45,7 +45,12 @@ class Chunk(NamedTuple):
 
 
 class ChunkedSequence:
-    """The inputs of one call and the walk over their chunks."""
+    """Holds the inputs of one call, and cuts them into chunks.
+
+    Args:
+        q: [B, T, H, K]. k: [B, T, G, K]. v: [B, T, G, V]. log_g: [B, T, G], or None.
+        options: of the call.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, options: Options):
         self.q, self.k, self.v, self.log_g, self.options = q, k, v, log_g, options
@@ -58,6 +63,7 @@ class ChunkedSequence:
         self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
 
     def chunk(self, span: slice) -> Chunk:
+        """Returns the tensors of the chunk at `span`."""
         q = self.queries(self.q[:, span]).mul_(self.options.scale)
         k, v = self.keys(self.k[:, span]), self.keys(self.v[:, span], ones=True)
         if self.log_g is None:
@@ -169,9 +175,14 @@ class ChunkedSequence:
 class Block:
     """Scores of some query rows with some keys: s [M, n, R c], keys along dim 1, rows of the group's heads along dim 2.
 
-    Either all blocks on the diagonal as one batch, M = N blocks of c rows and n = c keys, with a decay (or just a mask)
-    for each score; or one block of rows, M = N, with all n keys before it. Then the decay from key to row is that from
-    the key to the block's start times that from there to the row, both at most 1, and no score needs an exponential.
+    There are two kinds. One holds all blocks on the diagonal as one batch, M = N blocks of c rows and n = c keys, with
+    a decay (or only a mask) for each score. The other is one block of rows, M = N, with all n keys before it. The decay
+    from a key to a row is then the product of two decays, each at most 1: from the key to the start of the block, and
+    from there to the row. So no score needs an exponential.
+
+    Args:
+        chunk: the chunk that the block is part of.
+        index: the number of the block of rows, from 1; None: all blocks on the diagonal.
     """
 
     def __init__(self, chunk: Chunk, index: int | None):
@@ -195,6 +206,7 @@ class Block:
             self.v = self.v * self.key_decay
 
     def scores(self) -> Tensor:
+        """Returns the products of all keys with all queries of the block."""
         return self.k.transpose(1, 2) @ self.q
 
     def decayed(self, scores: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def spow_indices(key_dim: int, p: int) -> Tensor:
 
 
 def spow_offset(key_dim: int, p: int, a: int) -> int:
-    """Returns where the multi-indices with i1 >= a begin in the lexicographic list."""
+    """Returns the index of the first multi-index with i1 >= a in the lexicographic list."""
     return spow_dim(key_dim, p) - (spow_dim(key_dim - a, p) if a < key_dim else 0)
 
 

@@ -1,4 +1,4 @@
-"""What stands behind the heads of a mixer: a norm of every head's output, and a gate on it.
+"""The norm of every head's output, and the output gate.
 
 On a GPU both are one kernel each way (`sympow.ops.triton.gated_norm`); elsewhere they are plain torch.
 """

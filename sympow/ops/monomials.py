@@ -31,11 +31,15 @@ class Group(NamedTuple):
 
 
 class Basis:
-    """The rows of the state while it is worked on, for one K and p.
+    """Holds the rows that the state has during computation, for one K and p.
 
-    Row (a, t) is the monomial x_a x_t1 ... x_t(p-1), for t sorted. First indices stand in groups, [first, last), that
-    share the tuples t from x_first on: a group is one product of a few rows with many, at the price that a monomial
-    with several factors in one group has a row for each. Such rows share its weight.
+    Row (a, t) is the monomial x_a x_t1 ... x_t(p-1), for t sorted. First indices form groups [first, last). All rows of
+    a group share the tuples t from x_first on, so a group is one product of a few rows with many. The price is that a
+    monomial with several factors in one group has a row for each of them. Such rows share the monomial's weight.
+
+    Args:
+        key_dim: K.
+        p: the power.
     """
 
     def __init__(self, key_dim: int, p: int):
@@ -72,10 +76,14 @@ def basis(key_dim: int, p: int) -> Basis:
 
 
 class Features:
-    """The monomials of x [N, K, C] (heads, channels, time), formed a tile of rows at a time.
+    """Forms the monomials of x [N, K, C] (heads, channels, time), a tile of rows at a time.
 
-    Three things are done with them, for a state [N, V', D] and values [N, V', C]: `read`, `accumulate`, and the
-    gradient of `read` with respect to x.
+    They have three uses, for a state [N, V', D] and values [N, V', C]: `read`, `accumulate`, and the gradient of `read`
+    with respect to x.
+
+    Args:
+        x: [N, K, C].
+        p: the power.
     """
 
     def __init__(self, x: Tensor, p: int):

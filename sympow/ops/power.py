@@ -66,13 +66,13 @@ def power_attention(
         initial_state: what came before, of batch B (of batch N with cu_seqlens). Gradients reach it.
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
-            of which sees another. Documents may be empty. The kernels do not check values that lie on a GPU.
+            of which sees another. Documents may be empty. Values on a GPU are not checked.
         context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
             the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
             one kind. Not with cu_seqlens, initial_state or return_state, with T = 0, nor with impl="reference".
-        rotation: how q and k were rotated. The gradient of its positions comes from this call, and not through q and k.
-            On long rows this is against rounding: the kernels begin its sum anew at every chunk. Not with cu_seqlens or
-            context_group.
+        rotation: how q and k were rotated. This call then computes the gradient of the positions, not the backward of
+            the rotation. On long rows this has smaller rounding errors, because the kernels start its sum again at
+            every chunk. Not with cu_seqlens or context_group.
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
             float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 
@@ -256,7 +256,7 @@ _IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "re
 
 
 def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
-    """Returns the implementation. `chunked` says whether the call needs states, which some lack for some p and K."""
+    """Returns the implementation. `chunked` tells whether the call needs states, which some lack for some p and K."""
     if impl == "auto":
         return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
     if impl not in _IMPLEMENTATIONS:
@@ -278,5 +278,5 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
 
 
 def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Inputs of the specification: whoever asks for it by name wants no rounding but that of the inputs."""
+    """Returns the inputs in float64: the specification must add no rounding to that of the inputs."""
     return q.double(), k.double(), v.double(), None if log_g is None else log_g.double()

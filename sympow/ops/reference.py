@@ -111,7 +111,7 @@ def recurrent(
 
 
 def _group(q: Tensor, k: Tensor) -> Tensor:
-    """Maps [B, T, H, K] to [B, T, G, R, K]: the R query heads that share a key/value head stand together."""
+    """Maps [B, T, H, K] to [B, T, G, R, K]: the R query heads that share a key/value head are adjacent."""
     return q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
 
 

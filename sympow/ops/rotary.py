@@ -1,7 +1,7 @@
 """Rotary positions, fixed or data-dependent (conformal): (M13)-(M15).
 
-A position is a float64 number, the sum of the steps beta taken so far; fixed rotary takes steps of 1. Precision is the
-whole point of this file: at 1,000,000 tokens an angle formed in float32 is off by a tenth of a radian. Positions are
+A position is a float64 number, the sum of the steps beta taken so far; fixed rotary takes steps of 1. Precision
+matters: at 1,000,000 tokens an angle computed in float32 is wrong by a tenth of a radian. Positions are
 accumulated in float64 and reduced to a fraction of a turn before sine and cosine.
 """
 
@@ -52,12 +52,12 @@ def rotary_frequencies(
             longest document (Kumar et al., 2025).
         max_length: N of the conformal rule; not taken by the standard one.
         base: N of the standard rule, 10,000 if None; not taken by the conformal one.
-        rotary_dim: the channels that turn, even and at most K: theta is that of so many channels in the first pairs,
-            and 0 in the others. None: all.
+        rotary_dim: the number of channels that are rotated, even and at most K. The first pairs have the theta of so
+            many channels, the others 0. None: all.
         device: of the result.
     """
     if key_dim < 2 or key_dim % 2:
-        raise ValueError(f"rotary positions turn pairs of channels: key_dim must be even; got {key_dim}")
+        raise ValueError(f"rotary positions rotate pairs of channels: key_dim must be even; got {key_dim}")
     if rule not in RULES:
         raise ValueError(f"the rotation's frequency rule is one of {', '.join(RULES)}; got {rule!r}")
     if (rule == "conformal") != (max_length is not None):
@@ -91,10 +91,10 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
 
 
 def _running_sums(x: Tensor) -> Tensor:
-    """x.cumsum(-1), no sum of which is longer than SUM_BLOCK: within blocks, and likewise of the blocks' last ones.
+    """Returns x.cumsum(-1) by sums of at most SUM_BLOCK elements: within blocks, and over the last sums of the blocks.
 
-    A GPU would take one thread block a row, and rows are few. torch.compile splits sums of more than 128 elements that
-    do not lie together ("split scan"), and with torch 2.11 fails on such a sum to which something is added.
+    A GPU would use one thread block for each row, and rows are few. torch.compile splits sums of more than 128 elements
+    that are not contiguous ("split scan"); with torch 2.11 it fails if something is added to such a sum.
     """
     length = x.shape[-1]
     if length <= SUM_BLOCK:
@@ -106,13 +106,13 @@ def _running_sums(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotates (M15): turns the channel pairs (2m - 1, 2m) of x by positions * theta_m.
+    """Rotates the channel pairs (2m - 1, 2m) of x by the angles positions * theta_m (M15).
 
     Differentiable in x and positions.
 
     Args:
         x: [B, T, H, K].
-        positions: float64 [T], or [B, T], or [B, T, G] with G dividing H (heads of a group turn together).
+        positions: float64 [T], or [B, T], or [B, T, G] with G dividing H (heads of a group have the same positions).
         frequencies: float64 [K/2], radians per unit of position.
 
     Returns:
@@ -152,7 +152,7 @@ def rotate_heads(
 
     On a GPU it is one kernel.
 
-    With `norms`, queries and keys go through an RMSNorm over their channels first.
+    With `norms`, queries and keys are first normed by an RMSNorm over their channels.
 
     Args:
         qkv: [B, T, H K + G K + G V], the queries of all heads, then the keys, then the values.
@@ -240,7 +240,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx, *inputs):  # not (ctx, positions, ...): where gradients are off torch.compile may then drop ctx
         positions, frequencies, *tensors = inputs
         turned = _rotated(positions, frequencies, tensors)
-        # Not the inputs, which nothing else holds: of what is turned the attention has to keep the result.
+        # The results rather than the inputs: attention keeps the results in any case.
         ctx.save_for_backward(positions, frequencies, *(turned if ctx.needs_input_grad[0] else ()))
         return turned
 
@@ -258,9 +258,9 @@ class _Rotate(torch.autograd.Function):
 def _position_gradient(
     turned: Sequence[Tensor], grads: Sequence[Tensor], frequencies: Tensor, shape: Sequence[int]
 ) -> Tensor:
-    """Of positions of `shape`, [B, T, G].
+    """Returns the gradient of positions of `shape`, [B, T, G].
 
-    Turning by a small angle moves the turned pair (a, b) by that times (-b, a).
+    A rotation by a small angle e moves the rotated pair (a, b) by e (-b, a).
     """
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     dangle = torch.zeros((), dtype=dtype, device=grads[0].device)

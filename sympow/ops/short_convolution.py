@@ -88,7 +88,7 @@ def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> 
             padded = F.pad(wide.transpose(1, 2), (width - 1, 0))
             y = F.conv1d(padded, weight.to(dtype).unsqueeze(1), bias.to(dtype), groups=x.shape[2]).transpose(1, 2)
             return y.to(x.dtype)
-        # Sums of shifted rows: a compiler fuses them with what stands around them.
+        # Sums of shifted rows: a compiler fuses them with the operations around them.
         time = x.shape[1]
         padded = F.pad(wide, (0, 0, width - 1, 0))
         y = bias.to(dtype).expand_as(wide)

@@ -56,7 +56,10 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
-        """Draws the weights: N(0, std), and N(0, residual_std) into the residual stream, if the body says no other."""
+        """Draws the weights: N(0, std), and N(0, residual_std) into the residual stream.
+
+        A body may have rules of its own.
+        """
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Computes whole sequences x [B, T, d]; cu_seqlens as for `Mixer.forward`, int64 tokens [B, T]."""
@@ -83,10 +86,10 @@ class Block(nn.Module, ABC):
         """Computes what `forward` returns."""
 
     def _recomputed(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """function(hidden), of which the backward keeps `hidden` alone and computes the rest again.
+        """Returns function(hidden). Only `hidden` is kept for the backward, which computes the rest again.
 
-        The function is the nonlinearity of an MLP and the product behind it. Keeping its output too would add a
-        fifth to what a block keeps, and computing it costs little.
+        The function is the nonlinearity of an MLP and the matrix product after it. Keeping its output too would add a
+        fifth to the memory of a block, and computing it costs little.
         """
         if self.recompute or not torch.is_grad_enabled():
             return function(hidden)
@@ -114,10 +117,12 @@ class PreNormBlock(Block):
             self.mlp_out = nn.Linear(config.mlp_width, config.d_model, bias=bias)
 
     def step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
+        """Continues sequences by x [B, T', d]; see `Block.step`."""
         y, state = step_mixer(self.mixer, self.mixer_norm(x), state, tokens)
         return self.with_mlp(x + y), state
 
     def try_step(self, x: Tensor, state: MixerState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         y, after = self.mixer.try_step(self.mixer_norm(x), state, **self.mixer.extras(tokens))
         return self.with_mlp(x + y), after
 

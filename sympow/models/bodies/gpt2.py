@@ -15,6 +15,10 @@ class GPT2Block(PreNormBlock):
 
     The weights start as those of GPT-2: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual stream;
     biases at 0 and norms at 1.
+
+    Args:
+        config: that of the model.
+        layer: the number of the block, from 0.
     """
 
     norms_embedding = True
@@ -24,10 +28,12 @@ class GPT2Block(PreNormBlock):
 
     @staticmethod
     def norm(config: ModelConfig) -> nn.Module:
+        """Makes a LayerNorm."""
         return LayerNorm(config.d_model)
 
     @staticmethod
     def other_weights(config: ModelConfig) -> int:
+        """Counts the elements of the two matrices of the MLP."""
         return 2 * config.d_model * config.mlp_width
 
     def _narrowed(self, hidden: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ class LlamaBlock(PreNormBlock):
 
     The weights start as those of the gpt2 body: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual
     stream; norms at 1.
+
+    Args:
+        config: that of the model.
+        layer: the number of the block, from 0.
     """
 
     norms_embedding = False
@@ -27,10 +31,12 @@ class LlamaBlock(PreNormBlock):
 
     @staticmethod
     def norm(config: ModelConfig) -> nn.Module:
+        """Makes an RMSNorm."""
         return RMSNorm(config.d_model, config.norm_eps)
 
     @staticmethod
     def other_weights(config: ModelConfig) -> int:
+        """Counts the elements of the three matrices of the MLP."""
         return 3 * config.d_model * config.mlp_width
 
     def _narrowed(self, hidden: Tensor) -> Tensor:

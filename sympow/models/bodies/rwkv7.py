@@ -43,20 +43,24 @@ class RWKV7BlockState(MixerState):
 class RWKV7Block(Block):
     """x + gate * mixer(shift(y)) with y = LayerNorm(x), then x + channel_mixing(LayerNorm(x)).
 
-    - shift(y)_t = y_t + mu * (y_{t-1} - y_t), with a mu in every channel; before the first token stands 0. Mixer, gate
-      and channel mixing have shifts of their own.
-    - gate = sigmoid(shift(y) A) B + c, low-rank as in RWKV-7. There it stands before the output projection, which
-      starts at 0. Here it stands behind that of the mixer, and c starts at 1.
+    - shift(y)_t = y_t + mu * (y_{t-1} - y_t), with a mu for every channel; y_{-1} = 0. The mixer, the gate and the
+      channel mixing each have a shift of their own.
+    - gate = sigmoid(shift(y) A) B + c, low-rank as in RWKV-7. There the gate comes before the output
+      projection, which starts at 0. Here the gate comes after the mixer's projection, and c starts at 1.
     - channel_mixing(y) = W_out relu(W_in shift(y))**2, no biases. With `mlp_ratio` 0 there is none.
 
-    A mixer that shifts tokens itself (`Mixer.shifts_tokens`: rwkv4, rwkv7) gets neither shift nor gate: with "rwkv7"
-    the body is RWKV-7 but for its value residual. A mixer with a `depth` gets its place among the layers.
+    A mixer that shifts tokens itself (`Mixer.shifts_tokens`: rwkv4, rwkv7) gets neither shift nor gate. With "rwkv7"
+    the body is RWKV-7 without its value residual. The option `depth` of a mixer is set by the number of the block.
 
     The weights start as published: W_in from the uniform distribution within 0.5 / sqrt(d), W_out and the mixer's
     output projection at 0, so that blocks start as the identity; mu at 1 - (i / d)**(0.7 r) for channel i of the
     mixer's input, 0.2 for 0.7 of the gate's, and 1 - (i / d)**(r**4) of the channel mixing's, with r = 1 - layer /
     n_layers; A at 0, B orthogonal times 0.1; norms at 1. Other weights of the mixer are drawn from N(0, 0.02), or
     as the mixer says.
+
+    Args:
+        config: that of the model.
+        layer: the number of the block, from 0.
     """
 
     norms_embedding = True
@@ -81,13 +85,16 @@ class RWKV7Block(Block):
 
     @staticmethod
     def norm(config: ModelConfig) -> nn.Module:
+        """Makes a LayerNorm."""
         return LayerNorm(config.d_model)
 
     @staticmethod
     def other_weights(config: ModelConfig) -> int:
+        """Counts the elements of the matrices of the MLP and of the gate."""
         return 2 * config.d_model * (config.mlp_width + low_rank(config.d_model, _GATE_RANK))
 
     def reset_parameters(self, *, std: float, residual_std: float, generator: torch.Generator) -> None:
+        """Draws all weights as published; projections into the residual stream are 0. See `Block.reset_parameters`."""
         reset_norm(self.mixer_norm)
         self.mixer.reset_parameters(std=std, out_std=0.0, generator=generator)
         d = self.mixer.d_model
@@ -107,6 +114,7 @@ class RWKV7Block(Block):
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RWKV7BlockState:
+        """Returns the state before the first token: that of the mixer, and zeros as the last inputs."""
         d, weight = self.mixer.d_model, next(self.mixer_norm.parameters())
         lasts = (
             torch.zeros(batch_size, d, **state_options(weight, device, dtype)) if exists else None
@@ -115,18 +123,22 @@ class RWKV7Block(Block):
         return RWKV7BlockState(self.mixer.init_state(batch_size, device=device, dtype=dtype), *lasts)
 
     def state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of one sequence, the last inputs included."""
         return self.mixer.state_size(context) + self.mixer.d_model * (self.shifts + self.has_mlp)
 
     def split_context(self, group: dist.ProcessGroup) -> None:
+        """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         super().split_context(group)
         self.context_group = group
 
     def step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, RWKV7BlockState]:
+        """Continues sequences by x [B, T', d]; see `Block.step`."""
         x, mixer, y, z = self._continued(lambda y, held: step_mixer(self.mixer, y, held, tokens), x, state)
         last = x.shape[1] - 1
         return x, RWKV7BlockState(mixer, _input(y, state.mixer_last, last), _input(z, state.mlp_last, last))
 
     def try_step(self, x: Tensor, state: RWKV7BlockState, tokens: Tensor | None = None) -> tuple[Tensor, After]:
+        """Continues sequences by tokens that can still be taken back; see `Block.try_step`."""
         extras = self.mixer.extras(tokens)
         x, mixer, y, z = self._continued(lambda y, held: self.mixer.try_step(y, held, **extras), x, state)
 
