@@ -50,6 +50,7 @@ class SourceDocument:
 
     @property
     def split(self) -> str:
+        """Returns the name of the split of the document, one of `SPLITS`."""
         return SPLITS[self.held_out]
 
 

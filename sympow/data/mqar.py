@@ -202,7 +202,9 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
 class Task(Protocol):
     """Draws rows: a `RecallTask`, or a task of your own."""
 
-    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples: ...
+    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples:
+        """Returns `examples` examples that depend on `seed` alone."""
+        ...
 
 
 def mixture(tasks: Sequence[Task], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:

@@ -74,12 +74,15 @@ class ByteTokenizer:
     token_bytes = tuple(bytes([i]) for i in range(256))
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the UTF-8 bytes of a text, uint8, 1-D. A lone surrogate becomes a question mark."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens, as `Tokenizer.decode`."""
         return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that `load_tokenizer` reads, as `Tokenizer.save`."""
         _save(path, json.dumps(_BYTES_TAG))
 
 
@@ -151,6 +154,10 @@ class BPETokenizer:
             raise ValueError(f"tokenizer file {path}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a text, as `Tokenizer.encode`.
+
+        A lone surrogate becomes a question mark. A character with a byte that the vocabulary lacks becomes U+FFFD.
+        """
         data = text.encode("utf-8", errors="replace")  # lone surrogates, as from a terminal
         text = data.decode("utf-8")
         if self._lacking is not None and self._lacking.search(data):
@@ -161,9 +168,11 @@ class BPETokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens, as `Tokenizer.decode`."""
         return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a `tokenizer.json`, as `Tokenizer.save`."""
         _save(path, self._serialized)
 
 

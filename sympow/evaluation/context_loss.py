@@ -25,7 +25,9 @@ class Documents(Protocol):
     """Gives documents as 1-D integer arrays, and their lengths: all that is needed of a corpus."""
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Returns the number of tokens of each document, integers, 1-D."""
+        ...
 
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 

@@ -33,7 +33,9 @@ Continue = Callable[[Tensor, int], Tensor]
 class Words(Protocol):
     """Turns text into tokens: all that is needed of a tokenizer."""
 
-    def encode(self, text: str) -> np.ndarray: ...
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a text, integers, 1-D."""
+        ...
 
 
 class PasskeyRow(NamedTuple):

@@ -72,6 +72,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all tensors of the prefix."""
         return self.state.nbytes + self.logits.nbytes + self.tokens.nbytes
 
     def context(self) -> Context:

@@ -44,6 +44,7 @@ class Processes:
         self._team = [self._start(number) for number in range(workers)]
 
     def works(self) -> bool:
+        """Tells whether a process is at work. Processes that died, or in which a job failed, are replaced first."""
         for number, process in enumerate(self._team):
             if process.exitcode in (None, 0):
                 continue
@@ -55,6 +56,7 @@ class Processes:
         return any(process.is_alive() for process in self._team)
 
     def stop(self) -> None:
+        """Ends the processes: by a signal, and by SIGKILL those that still run 10 seconds after it."""
         for process in self._team:
             process.terminate()
         for process in self._team:
@@ -88,9 +90,11 @@ class Submitted:
         self._jobs, self._kept = jobs, kept
 
     def works(self) -> bool:
+        """Tells whether a job is not done."""
         return not all(job.done() for job in self._jobs)
 
     def stop(self) -> None:
+        """Stops the jobs, unless they are kept."""
         for job in () if self._kept else self._jobs:
             job.cancel()
 

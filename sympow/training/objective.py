@@ -14,7 +14,9 @@ class Objective(Protocol):
     """Gives a loss in stages, and the model whose held-out loss is told beside that of the trained one."""
 
     @property
-    def reference(self) -> LanguageModel: ...
+    def reference(self) -> LanguageModel:
+        """Returns the model whose held-out loss is reported beside that of the trained model."""
+        ...
 
     def stage(self, step: int) -> tuple[int, int]:
         """Returns the stage of an optimizer step (0-based), numbered from 1, and the step with which it begins."""

@@ -29,11 +29,19 @@ class Rows(Protocol):
     """A batch: int64 tokens and targets [B, T], -100 where there is none; cu_seqlens [N + 1] or None."""
 
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """Returns the tokens, int64 [B, T]."""
+        ...
+
     @property
-    def targets(self) -> Tensor: ...
+    def targets(self) -> Tensor:
+        """Returns the targets, int64 [B, T], -100 where there is none."""
+        ...
+
     @property
-    def cu_seqlens(self) -> Tensor | None: ...
+    def cu_seqlens(self) -> Tensor | None:
+        """Returns the bounds of packed documents [N + 1], or None."""
+        ...
 
 
 class Part(NamedTuple):
@@ -64,14 +72,17 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
+        """Returns the data rank of this process, counted from 0."""
         return self.rank // self.context_size
 
     @property
     def data_size(self) -> int:
+        """Returns the number of data ranks."""
         return self.size // self.context_size
 
     @property
     def context_rank(self) -> int:
+        """Returns the context rank of this process, counted from 0."""
         return self.rank % self.context_size
 
     def part(self, rows: Rows) -> Rows:

@@ -49,26 +49,33 @@ class SympowCacheLayer(CacheLayerMixin):
         self._states = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises NotImplementedError: the block makes its state."""
         raise NotImplementedError("a block's state is made by the block, not from keys and values")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Raises NotImplementedError: a state takes no keys and values."""
         raise NotImplementedError("a block continues its state itself; there are no keys and values to add")
 
     def get_seq_length(self) -> int:
+        """Returns the number of columns seen, including those that the attention mask leaves out."""
         return self._cache.columns
 
     def get_max_length(self) -> int:
+        """Returns -1, which means in transformers that the cache has no largest length."""
         return -1
 
     def get_max_cache_shape(self) -> int:
+        """Returns -1, which means in transformers that the cache has no largest length."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the length and the offset of the mask's columns, for a forward of `query_length` columns."""
         return self._cache.columns + query_length, 0
 
     def offload(self) -> None:
+        """Raises NotImplementedError: a state is not moved to another device."""
         raise NotImplementedError("states of sympow stay on the device of their block")
 
     prefetch = offload
@@ -162,10 +169,12 @@ class SympowCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Returns the number of sequences, or -1 before the first forward."""
         return sum(len(group) for group in self.groups) or -1
 
     @property
     def is_initialized(self) -> bool:
+        """Returns whether a forward has filled the cache."""
         return bool(self.groups)
 
     def states(self, group: int) -> list[MixerState | None]:
@@ -229,28 +238,34 @@ class SympowCache(Cache):
             self.fill(parts, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Selects sequences for the next step of beam search, as `select`; `beam_idx` is int64 [B]."""
         index = beam_idx.tolist()
         if index != list(range(self.batch_size)):
             self.select(index)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Selects sequences by their indices, int64, or by a mask, bool [B]."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Copies every sequence, so that it occurs `repeats` times in a row."""
         self.select([row for row in range(max(0, self.batch_size)) for _ in range(repeats)])
 
     def reset(self) -> None:
+        """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
         self._slots, self._padded = None, False
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NotImplementedError: a state cannot remove tokens."""
         raise NotImplementedError("a state cannot forget its last tokens: copy the cache before reading them")
 
     def activate_past_recording(self) -> None:
+        """Raises NotImplementedError: a state cannot remove tokens."""
         raise NotImplementedError("assisted generation takes tokens back, which a state cannot")
 
 

@@ -47,6 +47,7 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
+        """Returns the number of tokens in the vocabulary."""
         return self.model["vocab_size"]
 
     @vocab_size.setter
@@ -55,6 +56,7 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def tie_word_embeddings(self) -> bool:
+        """Returns whether the head has the weights of the embedding."""
         return self.model["tie_embeddings"]
 
     @tie_word_embeddings.setter
@@ -63,12 +65,15 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
+        """Returns the width of the model."""
         return self.model["d_model"]
 
     @property
     def num_hidden_layers(self) -> int:
+        """Returns the number of blocks."""
         return self.model["n_layers"]
 
     @property
     def num_attention_heads(self) -> int:
+        """Returns the number of heads."""
         return self.model["n_heads"]

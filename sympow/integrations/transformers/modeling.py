@@ -95,9 +95,11 @@ class SympowModel(SympowPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the embedding of the tokens."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Sets the embedding of the tokens."""
         self.embedding = value
 
     @can_return_tuple
@@ -291,15 +293,19 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the embedding of the tokens."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Sets the embedding of the tokens."""
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Returns the head, a linear layer from the width of the model to the vocabulary."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Sets the head."""
         self.lm_head = new_embeddings
 
     @can_return_tuple

@@ -11,6 +11,7 @@ class Undrawn(LanguageModel):
     """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
 
     def reset_parameters(self, seed: int | None = None) -> None:
+        """Keeps the weights as they are."""
         return
 
 

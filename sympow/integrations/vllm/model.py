@@ -76,6 +76,7 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings [N, d] of tokens [N], before the norm of the embedding."""
         return self.embedding(input_ids)
 
     def forward(
@@ -94,6 +95,7 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         return self.final_norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Returns logits [N, vocab_size] of hidden states [N, d]; vLLM may return None on some ranks."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -127,10 +129,12 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of each tensor in a page, without the dimension of the pages."""
         return _page(vllm_config).shapes
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Returns the dtype of each tensor in a page."""
         return _page(vllm_config).dtypes
 
 

@@ -51,6 +51,10 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StateMetadata:
+        """Groups the requests of a batch by the number of tokens that they read.
+
+        `common_prefix_len` and `fast_build` are not used.
+        """
         batch = common_attn_metadata
         mode = self.vllm_config.cache_config.mamba_cache_mode
         table = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)
@@ -72,14 +76,17 @@ class StateBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Returns the name of the backend."""
         return "SYMPOW_STATES"
 
     @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:
+        """Returns the class that builds the metadata."""
         return StateMetadataBuilder
 
     @classmethod
     def is_ssm(cls) -> bool:
+        """Returns True: vLLM treats the layers as state space models."""
         return True
 
 
@@ -123,16 +130,20 @@ class PagedMixer(MambaBase):
         return self.first.mapped(lambda _: next(tensors)).counting(part.read)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of each tensor in a page, without the dimension of the pages."""
         return page_of(self.first).shapes
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Returns the dtype of each tensor in a page."""
         return page_of(self.first).dtypes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
+        """Returns the backend, which names the builder of the metadata."""
         return StateBackend
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
+        """Returns the kind of the layer: a custom one."""
         return MambaAttentionBackendEnum.CUSTOM
 
 

@@ -132,6 +132,7 @@ class ChatAnswer(Answer):
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> bytes | None:
+        """Returns the event that starts a choice and names its role."""
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return self._event([first | {"logprobs": None}])
 
