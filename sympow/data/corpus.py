@@ -84,7 +84,9 @@ class TokenCorpus:
 class Subset:
     """Selects documents of a corpus, as a corpus.
 
-    `indices` is int64, in the order they are wanted.
+    Args:
+        corpus: the corpus to select from.
+        indices: int64 [N], the indices of the selected documents, in the order of the subset.
     """
 
     def __init__(self, corpus: Corpus, indices: np.ndarray):

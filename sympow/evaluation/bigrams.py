@@ -13,12 +13,13 @@ BLOCK = 1 << 22  # bigrams that are sorted at once
 
 
 class BigramCounts:
-    """Holds counts of bigrams: what `count_bigrams` returns.
+    """Holds counts of bigrams, as `count_bigrams` returns them.
 
-    Attributes:
-        vocab_size: every token is below it.
-        tokens: tokens that were read.
-        keys, counts: the bigrams that occur, as first * vocab_size + second, ascending; and how often.
+    Args:
+        keys: the bigrams that occur, as first * vocab_size + second, 1-D, ascending.
+        counts: the number of occurrences of each bigram in `keys`, 1-D.
+        vocab_size: the size of the vocabulary; every token is below it.
+        tokens: the number of tokens that were read.
     """
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, vocab_size: int, tokens: int):

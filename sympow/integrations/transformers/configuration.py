@@ -10,17 +10,17 @@ from sympow.models import ModelConfig, preset
 
 
 class SympowConfig(PreTrainedConfig):
-    """Wraps a `ModelConfig`: its fields stand under "model" in config.json.
+    """Wraps a `ModelConfig`, whose fields are stored under "model" in config.json.
 
     Args:
-        model: what `ModelConfig.to_dict` gives, or a `ModelConfig`; None: the preset "mini" over bytes.
-        use_cache: whether a forward in evaluation mode returns a cache, where it is not told.
+        model: a `ModelConfig`, or the result of `ModelConfig.to_dict`; None: the preset "mini" over bytes.
+        use_cache: whether a forward pass in evaluation mode returns a cache if its argument `use_cache` is None.
         pad_token_id: as in transformers.
         bos_token_id: as in transformers.
         eos_token_id: as in transformers.
 
-    Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings`
-    replace what `model` says.
+    Other keyword arguments are those of `transformers.PreTrainedConfig`. `vocab_size` and `tie_word_embeddings`
+    replace the values in `model`.
 
     Raises ValueError for a model that `ModelConfig` refuses.
     """

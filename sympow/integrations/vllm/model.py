@@ -30,12 +30,12 @@ from sympow.models.bodies.base import PreNormBlock
 
 
 class ServedBlock(nn.Module):
-    """A block on tokens of many requests, with this rank's heads.
+    """Computes a block with this rank's heads on tokens of many requests.
 
     Args:
         block: the block.
-        name: of the layer.
-        vllm_config: of the engine.
+        name: the name of the layer.
+        vllm_config: the configuration of the engine.
     """
 
     def __init__(self, block: PreNormBlock, name: str, vllm_config: VllmConfig):
@@ -51,12 +51,16 @@ class ServedBlock(nn.Module):
 
 
 class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
-    """A language model of sympow in vLLM: the bodies gpt2 and llama.
+    """Computes a language model of sympow in vLLM, with the body gpt2 or llama.
 
-    Mixers have states of a constant size, or are softmax attention as vLLM computes it. To vLLM the model is a hybrid,
-    also without any layer of attention, so that vLLM chooses the sizes of its pages.
+    A mixer must have a state of constant size, or be softmax attention as vLLM computes it. The model declares itself
+    a hybrid, even if it has no layer of softmax attention. Then vLLM chooses the size of its pages.
 
-    Raises ValueError for other bodies and mixers; `SympowModelConfig` has refused them before.
+    Args:
+        vllm_config: the configuration of the engine.
+        prefix: the prefix of the layers' names.
+
+    Raises ValueError for other bodies and mixers. `SympowModelConfig` refuses these earlier.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -99,12 +103,12 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads weights by their names in transformers, of each the part of this rank."""
+        """Loads this rank's part of every weight, by names in transformers. Returns the names of loaded weights."""
         own = dict(self.named_parameters()) | dict(self.named_buffers())
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         for name, tensor in own.items():
             if name.endswith("qkv_start"):
-                tensor.zero_()  # older weights have none: their biases hold the start
+                tensor.zero_()  # older weights lack it: their biases include the initial value
         loaded = set()
         for theirs, whole in weights:
             name = native_name(theirs)

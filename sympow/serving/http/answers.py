@@ -36,8 +36,8 @@ class Answer(ABC):
     """Formats one answer of one or more choices.
 
     Args:
-        model: its name.
-        tokenizer: of the model.
+        model: the name of the model.
+        tokenizer: the tokenizer of the model.
         logprobs: whether log probabilities are shown.
     """
 
@@ -98,7 +98,13 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Formats an answer of /v1/completions."""
+    """Formats an answer of /v1/completions. The arguments are those of `Answer`.
+
+    Args:
+        model: the name of the model.
+        tokenizer: the tokenizer of the model.
+        logprobs: whether log probabilities are shown.
+    """
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
