@@ -14,9 +14,9 @@ from sympow.cli import descriptions as about
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
+    """Runs one command. Returns its exit code: 0, 2 after an error, which is printed in one line, or 130 after Ctrl-C.
 
-    A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
+    If a signal stopped a run after a checkpoint was saved, the exit code is 128 + the signal's number, as in a shell.
     """
     try:
         options = parse(arguments)
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = getattr(commands, options.command.replace("-", "_"))(options)
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:  # a reader such as `head` has left
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -304,9 +304,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses arguments, with errors of one line.
+    """Parses arguments, and prints errors in one line.
 
-    The help of a command with the default `recipes`, the types that its recipes return, ends with a list of them.
+    A command may have the default `recipes`: the types that its recipes return. Then its help ends with a list of them.
     """
 
     def format_help(self) -> str:
@@ -357,17 +357,17 @@ _positive.__name__ = "integer"  # argparse says "invalid integer value"
 
 
 def _path(text: str) -> str:
-    """Returns the path; refuses an empty one, as from an unset shell variable, which would mean this folder."""
+    """Returns the path. Refuses an empty path, such as an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("a path cannot be empty")
     return text
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options that the words of a command line say; None: those of this process.
+    """Parses the arguments of a command line; None: those of this process.
 
-    Words after an option count as words before it, which argparse alone would refuse. Raises SystemExit for words that
-    are no command, after one line on stderr.
+    Positional arguments may follow options, which argparse alone would refuse. Raises SystemExit for arguments that are
+    not valid, after one line on stderr.
     """
     top = parser()
     options, more = top.parse_known_args(arguments)

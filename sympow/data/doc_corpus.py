@@ -4,13 +4,13 @@ A document is a directory of a manual. Its text is that of the pages directly in
 with less text than four bytes for each token of a row joins the directory above it in its package; so a document also
 holds the small directories below. `manuals.py` tells what of a package is read.
 
-A page is left out where at least half of its text, by lines of 40 characters or more, stands in pages before it: other
-versions of a manual, and other forms of the same page. Packages come in the order of their names.
+A page is left out if at least half of its text, in lines of 40 characters or more, occurs in earlier pages. Such pages
+are other versions of a manual, or other forms of the same page. Packages are read in the order of their names.
 
-The packages are listed in `doc_packages.py`. Those whose names differ in digits alone are held out, or trained on,
-together; they are taken in the order of a hash of their names, each that still fits, until 5% of the text is held out.
-`packages.jsonl` in the corpus tells of every package its version, licences, a hash of its pages, and how many of them
-the corpus has.
+The packages are listed in `doc_packages.py`. Packages whose names differ in digits only are held out together or
+trained on together. They are taken in the order of a hash of their names, if they still fit, until 5% of the text is
+held out. `packages.jsonl` in the corpus contains every package's version, licences, a hash of its pages, and the number
+of its pages in the corpus.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Long documents without a network: the Linux kernel's source, from a Debian package, in the layout of LongCrawl64.
 
-A document is a directory of the kernel. Its text is that of the files directly in it, sorted by name, each headed by a
-line with its path. A directory with less text than four bytes for each token of a row, its own and what has joined it,
-joins the directory above it, behind that one's files and in the order of paths; so a document also holds the small
-directories below. Left out are hidden and binary files, and the register tables of two drivers (folders `asic_reg`),
-which a machine wrote: 400 MB, nearly a third of the whole.
+A document is a directory of the kernel. Its text consists of the files directly in it, sorted by name; a line with its
+path precedes each file. If a directory, together with directories that have joined it, has less text than four bytes
+for each token of a row, it joins its parent directory. Its files then follow the parent's own files, in the order of
+paths. Therefore a document also contains small directories below it. Hidden and binary files are left out, and so are
+the generated register tables of two drivers (folders `asic_reg`): 400 MB, nearly a third of the source.
 
 The documents are tokenized by a byte-level BPE trained on a sample of the training files, and cut to rows of 65,536
 tokens. What is left at a document's end, and a document shorter than a row, is in no array.

@@ -49,7 +49,7 @@ class MetricsWriter:
             self._tracker.log(row, step=row["step"])
 
     def sync(self) -> None:
-        """Flushes the metrics to disk, so that a checkpoint is never newer than its metrics."""
+        """Writes the metrics to disk, so that a checkpoint is never newer than its metrics."""
         os.fsync(self._file.fileno())
         self._board.flush()
 

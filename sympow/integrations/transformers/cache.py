@@ -223,7 +223,7 @@ class SympowCache(Cache):
             layer.is_initialized = True
 
     def select(self, index: Sequence[int]) -> None:
-        """Replaces sequence i of the cache by sequence index[i]; an index may occur several times, or not at all."""
+        """Copies sequence index[i] to sequence i of the cache; an index may occur several times, or not at all."""
         at = {row: (g, place) for g, group in enumerate(self.groups) for place, row in enumerate(group)}
         picked: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         for new, old in enumerate(index):
