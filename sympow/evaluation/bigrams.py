@@ -40,13 +40,13 @@ def count_bigrams(
 ) -> BigramCounts:
     """Counts the bigrams within the documents of a corpus; none reaches from one document into the next.
 
-    Memory follows the number of different bigrams, not the length of the corpus.
+    Memory grows with the number of different bigrams, not with the length of the corpus.
 
     Args:
         corpus: documents, a `sympow.data` corpus.
         vocab_size: every token is below it.
         tokens: about how many tokens to read, in evenly spaced documents; None: all.
-        progress: what to call the work on stderr, as of `context_losses`.
+        progress: the name of the task in the progress on stderr, as for `context_losses`.
 
     Raises ValueError for a vocabulary that is too small for a token, or too large for bigrams in 64 bits.
     """

@@ -64,7 +64,7 @@ def backward(
 
 
 def move(optimizer: torch.optim.Optimizer) -> None:
-    """Updates the weights with their gradients, and clears the gradients. It does not wait for the device."""
+    """Applies the gradients to the weights, and clears the gradients. It does not wait for the device."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
