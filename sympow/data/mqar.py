@@ -61,17 +61,17 @@ class RecallTask:
             last one counts; "compositional", where a key is two tokens, and every pair of sqrt(D) first and sqrt(D)
             second keys has its value, so that neither token alone tells it.
         length: N, tokens in a row; even.
-        pairs: D, keys that are asked for, all of them once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
+        pairs: D, the number of keys, each of which is queried once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
             compositional: D is a square, and 6 D <= N.
         vocab_size: C. Token 0 is filler. Keys are 1 to C // 2 - 1 and values C // 2 to C - 1; compositional: first
             keys from 1, second keys from C // 3, values from 2 (C // 3). Those of a row are all different.
-        alpha: of the power law of distances; the published runs have 0.1, the published code 0.01.
-        filler: what stands elsewhere: "zero", or "random" tokens that are no 0 and neither key nor value of the row.
-        updates: of "forgetting", 1 to D; 0 for the others.
-        deal: which key takes which of the drawn slots: "random", or "drawn", in the order in which slots are drawn, as
-            in the published code.
+        alpha: the parameter of the power law of distances; the published runs have 0.1, the published code 0.01.
+        filler: the tokens at other positions: "zero", or "random" tokens that are not 0 and no key or value of the row.
+        updates: the number of updates of "forgetting", 1 to D; 0 for other kinds.
+        deal: how drawn slots are assigned to keys: "random", or "drawn" for the order in which slots are drawn, as in
+            the published code.
 
-    Raises TypeError and ValueError in one line for what cannot be drawn.
+    Raises TypeError and ValueError in one line for a task that cannot be drawn.
     """
 
     kind: str = "mqar"

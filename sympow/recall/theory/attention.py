@@ -51,8 +51,8 @@ def recall_layer(vocab_size: int, p: int) -> ShortConvolution:
     """Makes a layer of this project that answers the rows of `sympow.data.mqar`: power attention behind a convolution.
 
     The layer takes tokens as vectors of 2 C channels: a one-hot vector twice, or 0 for filler. The convolution keeps
-    the first half and moves the second half down by one token, so that the row of a value also contains its key. A query
-    matches this key, and the output contains the value in the first C channels.
+    the first half and moves the second half down by one token, so that the row of a value also contains its key. A
+    query matches this key, and the output contains the value in the first C channels.
     """
     options = {"p": p, "head_dim": vocab_size, "gate": False, "rotation": "none", "qk_norm": False, "bias": False,
                "short_convolution": 0, "head_norm": False, "output_gate": False, "initial_score": 0.0}  # fmt: skip
