@@ -60,15 +60,15 @@ def build_doc_corpus(
     """Writes the corpus of manuals into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
-        out: the folder, new or begun by the same call.
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
         source: a folder with Debian packages; by default those of `PACKAGES`, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
-        tokenizer: used in place of a BPE trained on the corpus, such as that of a model to distil.
-        row_tokens: tokens of a row.
-        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
+        tokenizer: used instead of a BPE trained on the corpus, such as the tokenizer of a model to distil.
+        row_tokens: the number of tokens in a row.
+        progress: whether to show the progress on stderr, see `Progress`.
 
-    Returns what `corpus.json` holds. Raises as `write_corpus` does; ValueError also for a source without packages or
-    with damaged ones; FileNotFoundError for a missing source; RuntimeError if a package cannot be fetched.
+    Returns the content of `corpus.json`. Raises the errors of `write_corpus`; ValueError also for a source without
+    packages or with damaged ones; FileNotFoundError for a missing source; RuntimeError if a package cannot be fetched.
     """
 
     def open_source(partial: Path) -> _Packages:

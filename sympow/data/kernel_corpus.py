@@ -55,13 +55,13 @@ def build_kernel_corpus(
     """Writes the corpus of the kernel's source into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
-        out: the folder, new or begun by the same call.
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
         source: as for `read_files`; by default Debian's package linux-source-6.1, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
-        row_tokens: tokens of a row.
-        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
+        row_tokens: the number of tokens in a row.
+        progress: whether to show the progress on stderr, see `Progress`.
 
-    Returns what `corpus.json` holds. Raises as `write_corpus` does; ValueError also for a source that does not fit;
+    Returns the content of `corpus.json`. Raises the errors of `write_corpus`; ValueError also for an unusable source;
     FileNotFoundError for a missing source; RuntimeError if the package cannot be fetched.
     """
 

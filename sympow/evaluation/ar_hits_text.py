@@ -50,10 +50,10 @@ def example(
 
     Args:
         models: by the name of their run.
-        corpus: as of `hit_losses`.
-        counts: as of `hit_losses`.
-        context: as of `hit_losses`.
-        frequent: as of `hit_losses`.
+        corpus: as for `hit_losses`.
+        counts: as for `hit_losses`.
+        context: as for `hit_losses`.
+        frequent: as for `hit_losses`.
         row: one of `choose_rows`, int64 [2].
         text: what a token stands for.
     """

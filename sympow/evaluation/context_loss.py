@@ -181,7 +181,7 @@ def context_losses(
 class ScoredRows(NamedTuple):
     """Holds some of the rows that were chosen, and a model's losses on them.
 
-    rows: int64 [B, 2], as of `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
+    rows: int64 [B, 2], as for `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
     """
 
     rows: np.ndarray
@@ -195,10 +195,10 @@ def score_rows(
     """Yields the losses of a model on rows, a batch of BATCH_TOKENS tokens at a time, in the order of the rows.
 
     Args:
-        model: as of `context_losses`.
-        corpus: as of `context_losses`.
-        context: as of `context_losses`.
-        progress: as of `context_losses`.
+        model: as for `context_losses`.
+        corpus: as for `context_losses`.
+        context: as for `context_losses`.
+        progress: as for `context_losses`.
         chosen: what `choose_rows` gives.
     """
     device = next(model.parameters()).device

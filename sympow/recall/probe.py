@@ -75,8 +75,8 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
         model: a module whose `forward` maps tokens [B, T] to logits [B, T, V], as `LanguageModel`. It is put in
             evaluation mode meanwhile.
         vocab_size: of its tokens.
-        pairs: as of `passages`.
-        seed: as of `passages`.
+        pairs: as for `passages`.
+        seed: as for `passages`.
         queries: how many values to ask for, at least one passage's.
     """
     tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)

@@ -96,7 +96,7 @@ class Reader:
         stop = sequence.read + self._piece(goal - sequence.read)
         tokens = torch.stack([each.request.tokens[sequence.read : stop] for each in group])
         with self._work.during("wait"):
-            self._piece_read()  # so that at most one piece is begun before a short prompt that comes now
+            self._piece_read()  # so that at most one piece is started before a short prompt that arrives now
         logits, sequence.state = self._model.step(tokens.to(self._device, non_blocking=True), sequence.state)
         self._piece_read = begun(self._device)
         self._work.pieces += 1
