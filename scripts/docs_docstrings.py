@@ -1,7 +1,7 @@
 """Docstrings of the documentation site, an extension of griffe (mkdocs.yml).
 
-A docstring is plain text, and the site reads it as Markdown: there the two powers of "x**2 + y**2" would be marks
-around bold text.
+A docstring is plain text, but the site reads it as Markdown. In Markdown, the asterisks of "x**2 + y**2" would mark
+bold text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _plain_line(line: str) -> str:
 
 
 class PlainDocstrings(griffe.Extension):
-    """Takes the asterisks in docstrings as they stand."""
+    """Keeps asterisks in docstrings as they are written."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

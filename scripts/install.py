@@ -2,9 +2,9 @@
 
     python scripts/install.py .venv
 
-On Linux the default wheel of torch depends on gigabytes of CUDA packages, elsewhere it may lack CUDA. So
-pip is first asked what it would install; only where that does not fit the machine is torch itself left
-to uv, which knows where the other builds are. A torch already in the environment is kept if it meets
+On Linux the default wheel of torch depends on gigabytes of CUDA packages; on other systems it may lack CUDA.
+Therefore a dry run of pip first shows what pip would install. Only if that does not fit the machine, uv installs
+torch, because uv knows the locations of other builds. A torch in the environment is kept if it meets
 constraints.txt.
 Standard library only: this runs before anything is installed.
 """
@@ -27,7 +27,7 @@ GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 
 
 def has_nvidia_gpu(signs: Iterable[str] = GPU_SIGNS) -> bool:
-    """True where the NVIDIA driver shows a device, or nvidia-smi lists one."""
+    """Returns whether the NVIDIA driver shows a device, or nvidia-smi lists one."""
     if any(os.path.exists(sign) for sign in signs):
         return True
     smi = shutil.which("nvidia-smi")
@@ -38,13 +38,13 @@ def has_nvidia_gpu(signs: Iterable[str] = GPU_SIGNS) -> bool:
 
 
 def brings_cuda(report: dict) -> bool:
-    """Whether pip's installation report contains the packages that a CUDA build of torch depends on."""
+    """Returns whether pip's installation report contains the packages that a CUDA build of torch depends on."""
     names = [item["metadata"]["name"].lower().replace("_", "-") for item in report["install"]]
     return any(name.startswith(("nvidia-", "cuda-")) or name == "triton" for name in names)
 
 
 def torch_backend(report: dict, gpu: bool) -> str | None:
-    """What uv must be asked for: "cpu", "auto" (the machine's GPU), or None where pip's own choice fits.
+    """Returns the torch backend for uv: "cpu", "auto" (the machine's GPU), or None if pip's own choice fits.
 
     report: the answer of `pip install --dry-run --report - torch`; it does not name torch where a torch that
     meets the constraints is installed already.
@@ -60,7 +60,7 @@ def torch_backend(report: dict, gpu: bool) -> str | None:
 
 
 def run(*command: str | Path, what: str, capture: bool = False) -> str:
-    """Run a command, its output shown or returned; one line ends the program where it fails."""
+    """Runs a command, and shows or returns its output. If it fails, the program ends with one line."""
     words = [str(word) for word in command]
     done = subprocess.run(words, stdout=subprocess.PIPE if capture else None, text=True, check=False)
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""Fields of configs as they are read from JSON and from the command line: unknown and missing ones are refused."""
+"""Reads fields of configs from JSON and from the command line. Unknown and missing fields are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a long task is, told on stderr: by a bar where that is a terminal, else by a line now and then."""
+"""Shows the progress of a long task on stderr: with a bar on a terminal, otherwise with a line from time to time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 from datetime import timedelta
 from typing import Any
 
-INTERVAL = 30.0  # seconds without a line, after which one comes
+INTERVAL = 30.0  # seconds between two lines
 LOOK_EVERY = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
 
 
 class Progress:
-    """Tells how far a task is while it is entered, as `with Progress("tokenizing", "file") as progress`.
+    """Shows the progress of a task in a `with` block: `with Progress("tokenizing", "file") as progress`.
 
-    A terminal gets a bar of tqdm, which counts units; any other stderr a line after 30 seconds without one, also in
-    the middle of a step. A task without a unit is one step: it has no bar, and lines everywhere.
+    On a terminal, a bar of tqdm counts units. Any other stderr gets a line after 30 seconds without one, also in the
+    middle of a step. A task without a unit is one step. It has no bar, and prints lines on a terminal too.
 
     Args:
-        task: what is done, the beginning of every line.
-        unit: what is counted, in the singular.
-        total: how many there are, if that is known.
-        done: how many were done before.
-        quiet: tell nothing.
+        task: the name of the task, with which every line starts.
+        unit: the name of a unit in the singular.
+        total: the number of units, if it is known.
+        done: the number of units that were done before.
+        quiet: whether to show nothing.
 
-    Raises ImportError, when entered, where a bar is to be shown and tqdm is not installed.
+    Raises ImportError at the start of the block if a bar is to be shown and tqdm is not installed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Progress:
             self._bar.close()
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Counts units as done; `note`, such as a loss, stands beside the count until the next one."""
+        """Counts units as done. `note`, such as a loss, is shown beside the count until the next call."""
         self.done += count
         self._note = note
         if self._bar is not None:
@@ -89,11 +89,11 @@ class Progress:
             self._told = now
             try:
                 print(self._line(now), file=sys.stderr, flush=True)
-            except (OSError, ValueError):  # nobody reads it: the work goes on
+            except (OSError, ValueError):  # stderr is closed: the work continues
                 self._over.set()
 
     def _line(self, now: float) -> str:
-        """Such as "training: 120 of 5,000 steps, loss 3.2100, 0:02:30"."""
+        """Returns a line such as "training: 120 of 5,000 steps, loss 3.2100, 0:02:30"."""
         parts = []
         if self.unit is not None:
             parts.append(f"{self.done:,}{f' of {self.total:,}' if self.total is not None else ''} {self.unit}s")

@@ -14,9 +14,9 @@ from sympow.cli import descriptions as about
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0; 2 after an error, told in one line; 130 after Ctrl-C.
+    """Runs one command. Returns its exit code: 0, 2 after an error, which is printed in one line, or 130 after Ctrl-C.
 
-    A run that a signal stopped after saving a checkpoint gives 128 + the signal's number, as a shell would.
+    If a signal stopped a run after a checkpoint was saved, the exit code is 128 + the signal's number, as in a shell.
     """
     try:
         options = parse(arguments)
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = getattr(commands, options.command.replace("-", "_"))(options)
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:  # a reader such as `head` has left
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -40,219 +40,273 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Returns the commands and their options."""
     common = _Parser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    common.add_argument("--traceback", action="store_true", help="Show the traceback of an error.")
     top = _Parser(prog="sympow", description="Power attention: train, evaluate and sample language models.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=description, parents=[common])
 
-    train = command("train", "train a recipe, or continue it", about.TRAIN)
+    train = command("train", "Train the model of a recipe, or continue its run.", about.TRAIN)
     train.set_defaults(recipes=("RunConfig",))
-    train.add_argument("--list", nargs=0, action=_ListRecipes, help="list the recipes and exit")
-    train.add_argument("recipe", metavar="RECIPE", help="demo:softmax, path/to/file.py:function, module:function")
+    train.add_argument("--list", nargs=0, action=_ListRecipes, help="List the recipes and exit.")
+    train.add_argument("recipe", metavar="RECIPE",
+                       help="Run this recipe: demo:softmax, path/to/file.py:function or module:function.")  # fmt: skip
     train.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as training.learning_rate=1e-3"
+        "overrides", metavar="key=value", nargs="*", default=[],
+        help="Set a field of the recipe's config, such as training.learning_rate=1e-3."
     )
-    train.add_argument("--out", metavar="DIR", type=_path, help="the run's folder (default: runs/ and the run's name)")
-    train.add_argument("--restart", action="store_true", help="remove what the folder holds of an earlier run")
-    train.add_argument("--quiet", action="store_true", help="no progress, only the last line")
+    train.add_argument("--out", metavar="DIR", type=_path,
+                       help="Write the run into this folder (default: runs/NAME, with the run's name).")  # fmt: skip
+    train.add_argument("--restart", action="store_true", help="First remove the files of an earlier run in the folder.")
+    train.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
 
-    evaluate = command("evaluate", "held-out loss by context position", about.EVALUATE)
-    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=_path, help="a run's folder or a checkpoint")
+    evaluate = command("evaluate", "Measure the held-out loss at every position of the context.", about.EVALUATE)
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.RUN)
     evaluate.add_argument(
-        "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: 4 x the trained)"
+        "--context", metavar="N", type=_positive,
+        help="Predict N tokens in each sequence (default: 4 times the longest context trained on)."
     )
-    evaluate.add_argument("--rows", metavar="N", type=_positive, default=16, help="rows to average over (default: 16)")
+    evaluate.add_argument("--rows", metavar="N", type=_positive, default=16,
+                          help="Average over N sequences (default: 16).")  # fmt: skip
     evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
-                          help="another corpus than the run's own, such as kind=text; may be repeated")  # fmt: skip
-    evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    evaluate.add_argument("--csv", metavar="FILE", type=_path, help="write the losses to a file")
-    evaluate.add_argument("--plot", metavar="FILE", type=_path, help="draw the curves of all runs into one image")
+                          help="Change a field of the run's data config, such as kind=text; may be repeated.")
+    evaluate.add_argument("--device", default="auto", help=about.DEVICE)
+    evaluate.add_argument("--csv", metavar="FILE", type=_path, help="Write the losses into this file.")
+    evaluate.add_argument("--plot", metavar="FILE", type=_path, help="Draw the curves of all runs into this image.")
 
-    hits = command("ar-hits", "loss where a token could be recalled from its context", about.AR_HITS)
+    hits = command("ar-hits", "Measure the loss of tokens that can be recalled from the context.", about.AR_HITS)
     hits.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     hits.add_argument("--data", metavar="key=value", action="append", default=[],
-                      help="another corpus than the first run's own, such as kind=text; may be repeated")  # fmt: skip
+                      help="Change a field of the first run's data config, such as kind=text; may be repeated.")
     hits.add_argument(
-        "--context", metavar="N", type=_positive, help="tokens to predict in a row (default: the shortest trained)"
+        "--context", metavar="N", type=_positive,
+        help="Predict N tokens in each sequence (default: the shortest context that a model was trained on)."
     )
-    hits.add_argument("--rows", metavar="N", type=_positive, default=64, help="rows to average over (default: 64)")
+    hits.add_argument("--rows", metavar="N", type=_positive, default=64,
+                      help="Average over N sequences (default: 64).")  # fmt: skip
     hits.add_argument("--frequent", metavar="N", type=int, default=1250,
-                      help="a bigram that training holds more often is no AR hit (default: 1250)")  # fmt: skip
+                      help="Exclude bigrams from AR hits above N occurrences in training (default: 1250).")  # fmt: skip
     hits.add_argument("--count-tokens", metavar="N", type=_positive,
-                      help="count bigrams in about so many tokens of training (default: all)")  # fmt: skip
-    hits.add_argument("--csv", metavar="FILE", type=_path, help="write losses and gaps to a file")
-    hits.add_argument("--plot", metavar="FILE", type=_path, help="draw losses by count and distance into one image")
-    hits.add_argument("--html", metavar="FILE", type=_path, help="write rows of text in colour as a page")
-    hits.add_argument("--examples", metavar="N", type=_positive, default=4, help="rows of the page (default: 4)")
-    hits.add_argument("--show", metavar="N", type=_positive, help="print the last N tokens of a row in colour")
-    hits.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    hits.add_argument("--quiet", action="store_true", help="no progress, only the results")
+                      help="Count bigrams in about N tokens of the training data (default: all tokens).")  # fmt: skip
+    hits.add_argument("--csv", metavar="FILE", type=_path, help="Write losses and gaps into this file.")
+    hits.add_argument("--plot", metavar="FILE", type=_path, help="Draw losses by count and distance into this image.")
+    hits.add_argument("--html", metavar="FILE", type=_path, help="Write sequences of coloured text as a page.")
+    hits.add_argument("--examples", metavar="N", type=_positive, default=4,
+                      help="Show N sequences on the page (default: 4).")  # fmt: skip
+    hits.add_argument("--show", metavar="N", type=_positive, help="Print the last N tokens of a sequence in colour.")
+    hits.add_argument("--device", default="auto", help=about.DEVICE)
+    hits.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
 
-    probe = command("recall-probe", "ask a trained model for values behind keys", about.RECALL_PROBE)
+    probe = command("recall-probe", "Ask a trained model for the values of keys in its context.", about.RECALL_PROBE)
     probe.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
-                       help="pairs in a row (default: 16 32 64 128 256, as far as the vocabulary goes)")  # fmt: skip
+                       help="Use P pairs in each sequence "
+                            "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
-                       help="values to ask for, for every P (default: 2048)")  # fmt: skip
-    probe.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the passages (default: 0)")
-    probe.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+                       help="Ask for N values for every P (default: 2048).")  # fmt: skip
+    probe.add_argument("--seed", metavar="N", type=int, default=0,
+                       help="Draw the sequences from this seed (default: 0).")  # fmt: skip
+    probe.add_argument("--device", default="auto", help=about.DEVICE)
 
-    passkey = command("passkey", "recall of a number in a long text", about.PASSKEY)
+    passkey = command("passkey", "Measure the recall of a number in a long text.", about.PASSKEY)
     passkey.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
     passkey.add_argument("--context", metavar="N", type=_positive, nargs="+", default=[1024, 2048, 4096],
-                         help="tokens of a text (default: 1024 2048 4096)")  # fmt: skip
-    passkey.add_argument("--texts", metavar="N", type=_positive, default=20, help="texts at each depth (default: 20)")
-    passkey.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the numbers (default: 0)")
-    passkey.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    passkey.add_argument("--csv", metavar="FILE", type=_path, help="write the rows to a file")
-    passkey.add_argument("--plot", metavar="FILE", type=_path, help="draw accuracy by context and depth into an image")
-    passkey.add_argument("--quiet", action="store_true", help="no progress, only the result")
+                         help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
+    passkey.add_argument("--texts", metavar="N", type=_positive, default=20,
+                         help="Use N texts at each length and depth (default: 20).")  # fmt: skip
+    passkey.add_argument("--seed", metavar="N", type=int, default=0,
+                         help="Draw the numbers from this seed (default: 0).")  # fmt: skip
+    passkey.add_argument("--device", default="auto", help=about.DEVICE)
+    passkey.add_argument("--csv", metavar="FILE", type=_path, help="Write the results into this file.")
+    passkey.add_argument("--plot", metavar="FILE", type=_path,
+                         help="Draw accuracy by context and depth into this image.")  # fmt: skip
+    passkey.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
-    generate = command("generate", "continue a text", about.GENERATE)
-    generate.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    generate.add_argument("--context", metavar="FILE", type=_path, help="continue from a file that `sympow read` wrote")
+    generate = command("generate", "Continue a text.", about.GENERATE)
+    generate.add_argument("run", metavar="RUN", type=_path, help=about.RUN)
+    generate.add_argument("--context", metavar="FILE", type=_path,
+                          help="Continue from this file, which `sympow read` wrote.")  # fmt: skip
     prompt = generate.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; not needed behind a context")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=_path, help="file of the prompt; - for standard input")
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256, help="most new tokens (default: 256)")
+    prompt.add_argument("--prompt", metavar="TEXT", help="Continue this text. It is optional with --context.")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_path,
+                        help="Read the prompt from this file; - means standard input.")  # fmt: skip
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256,
+                          help="Write at most N tokens (default: 256).")  # fmt: skip
     generate.add_argument(
-        "--temperature", metavar="X", type=float, default=1.0, help="0: the likeliest token (default: 1)"
+        "--temperature", metavar="X", type=float, default=1.0,
+        help="Draw at this temperature; 0 always takes the likeliest token (default: 1)."
     )
-    generate.add_argument("--top-k", metavar="K", type=int, help="draw from the K likeliest tokens")
+    generate.add_argument("--top-k", metavar="K", type=int,
+                          help="Draw from the K likeliest tokens (default: from all).")  # fmt: skip
     generate.add_argument(
-        "--top-p", metavar="P", type=float, help="draw from the fewest tokens that hold probability P"
+        "--top-p", metavar="P", type=float,
+        help="Draw from the fewest tokens whose probabilities add up to P (default: from all)."
     )
-    generate.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the draws (default: 0)")
+    generate.add_argument("--seed", metavar="N", type=int, default=0,
+                          help="Draw the tokens from this seed (default: 0).")  # fmt: skip
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
-                        help="draft tokens by prompt lookup: the same text in fewer steps")  # fmt: skip
+                        help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip
     drafts.add_argument("--draft", metavar="RUN", type=_path,
-                        help="draft tokens with a smaller run that has the same tokenizer")  # fmt: skip
-    generate.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+                        help="Propose tokens with the smaller model of this run, which has the same tokenizer.")
+    generate.add_argument("--device", default="auto", help=about.DEVICE)
 
-    read = command("read", "read a text into a context file", about.READ)
-    read.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    read.add_argument("text", metavar="TEXT", type=_path, help="the file to read; - for standard input")
-    read.add_argument("--out", metavar="FILE", type=_path, required=True, help="the context file")
-    read.add_argument("--context", metavar="FILE", type=_path, help="read on behind another context file")
+    read = command("read", "Read a text and write the state after it into a context file.", about.READ)
+    read.add_argument("run", metavar="RUN", type=_path, help=about.RUN)
+    read.add_argument("text", metavar="TEXT", type=_path, help="Read this file; - means standard input.")
+    read.add_argument("--out", metavar="FILE", type=_path, required=True, help="Write this context file.")
+    read.add_argument("--context", metavar="FILE", type=_path, help="Continue from this context file.")
     read.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32",
-                      help="dtype of the states in the file; float32 is exact (default: float32)")  # fmt: skip
-    read.add_argument("--chunk", metavar="N", type=_positive, default=1024, help="tokens a step (default: 1024)")
-    read.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    read.add_argument("--quiet", action="store_true", help="no progress, only the last line")
+                      help="Store states in this dtype; float32 is exact (default: float32).")  # fmt: skip
+    read.add_argument("--chunk", metavar="N", type=_positive, default=1024,
+                      help="Read N tokens in each step (default: 1024).")  # fmt: skip
+    read.add_argument("--device", default="auto", help=about.DEVICE)
+    read.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
 
-    serve = command("serve", "serve a model over HTTP, as OpenAI's interface does", about.SERVE)
-    serve.add_argument("folder", metavar="DIR", type=_path, help="a run's folder, or one written by `sympow export`")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", metavar="N", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    serve.add_argument("--name", help="name of the model for clients (default: that of the folder)")
+    serve = command("serve", "Serve a model over HTTP with OpenAI's interface.", about.SERVE)
+    serve.add_argument("folder", metavar="DIR", type=_path, help="Serve this run, or this folder of `sympow export`.")
+    serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
+    serve.add_argument("--port", metavar="N", type=int, default=8000,
+                       help="Listen at this port; 0 takes a free one (default: 8000).")  # fmt: skip
+    serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
-                       help="keys, one a line (default: $SYMPOW_API_KEYS, separated by commas; or none)")  # fmt: skip
-    for name, count, what in (("slots", 16, "requests answered at a time"),
-                              ("max-prompt-tokens", 1_000_000, "of a prompt"),
-                              ("max-new-tokens", 4096, "of an answer")):  # fmt: skip
-        serve.add_argument(f"--{name}", metavar="N", type=_positive, default=count, help=f"{what} (default: {count:,})")
+                       help="Accept the keys in this file, one on each line (default: those in "
+                            "$SYMPOW_API_KEYS, separated by commas; without any, every client is accepted).")
+    for name, count, what in (("slots", 16, "Answer N requests at a time"),
+                              ("max-prompt-tokens", 1_000_000, "Refuse prompts of more than N tokens"),
+                              ("max-new-tokens", 4096, "Write at most N tokens of an answer")):  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="N", type=_positive, default=count,
+                           help=f"{what} (default: {count:,}).")  # fmt: skip
     serve.add_argument("--prefill-chunk", metavar="N", type=_positive,
-                       help="tokens of a prompt read at a time (default: 256; on a GPU 1,024)")  # fmt: skip
-    serve.add_argument("--queue", metavar="N", type=int, default=256, help="requests that may wait (default: 256)")
-    for name, number, what in (("timeout", 600.0, "seconds for an answer"), ("grace", 30.0, "seconds to end in"),
-                               ("cache-memory", 1.0, "GiB of states of prompts in memory"),
-                               ("cache-disk", 10.0, "GiB of them in the folder")):  # fmt: skip
-        serve.add_argument(f"--{name}", metavar="X", type=_number, default=number, help=f"{what} (default: {number:g})")
-    serve.add_argument("--cache-dir", metavar="DIR", type=_path, help="folder to keep states of prompts in")
-    serve.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
+                       help="Read N tokens of a prompt at a time (default: 256; on a GPU 1,024).")  # fmt: skip
+    serve.add_argument("--queue", metavar="N", type=int, default=256,
+                       help="Let at most N requests wait (default: 256).")  # fmt: skip
+    for name, number, what in (("timeout", 600.0, "End an answer after X seconds"),
+                               ("grace", 30.0, "Give running requests X seconds when the server ends"),
+                               ("cache-memory", 1.0, "Keep states of prompts in X GiB of memory"),
+                               ("cache-disk", 10.0, "Keep X GiB of these states in --cache-dir")):  # fmt: skip
+        serve.add_argument(f"--{name}", metavar="X", type=_number, default=number,
+                           help=f"{what} (default: {number:g}).")  # fmt: skip
+    serve.add_argument("--cache-dir", metavar="DIR", type=_path,
+                       help="Keep states of prompts in this folder too (default: in memory only).")  # fmt: skip
+    serve.add_argument("--device", default="auto", help=about.DEVICE)
 
-    export = command("export", "write a run for Hugging Face transformers", about.EXPORT)
-    export.add_argument("run", metavar="RUN", type=_path, help="a run's folder or a checkpoint")
-    export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
-    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="size of a weight file (default: 5GB)")
+    export = command("export", "Write a run as a folder for Hugging Face transformers.", about.EXPORT)
+    export.add_argument("run", metavar="RUN", type=_path, help=about.RUN)
+    export.add_argument("--out", metavar="DIR", type=_path, required=True,
+                        help="Write the result into this folder, which is new or empty.")  # fmt: skip
+    export.add_argument("--max-shard-size", metavar="SIZE", default="5GB",
+                        help="Write weights in files of at most this size (default: 5GB).")  # fmt: skip
 
-    convert = command("convert", "turn a pretrained model into one with power attention", about.CONVERT)
-    convert.add_argument("model", metavar="MODEL", type=_path, help="a folder or id of Hugging Face, or a GGUF file")
-    convert.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new or an empty folder")
+    convert = command("convert", "Convert a pretrained model into one with power attention.", about.CONVERT)
+    convert.add_argument("model", metavar="MODEL", type=_path,
+                         help="Read this model: a folder or an id of Hugging Face, or a GGUF file.")  # fmt: skip
+    convert.add_argument("--out", metavar="DIR", type=_path, required=True,
+                         help="Write the result into this folder, which is new or empty.")  # fmt: skip
     convert.add_argument("--pattern", metavar="LAYERS", default="power",
-                         help="kinds of layers, repeated, such as power*5,softmax (default: power)")  # fmt: skip
-    convert.add_argument("--p", metavar="P", type=_positive, default=2, help="power of the new layers (default: 2)")
-    convert.add_argument("--window", metavar="N", type=_positive, default=1024, help="size of a window (default: 1024)")
+                         help="Repeat these kinds of layers, such as power*5,softmax (default: power).")  # fmt: skip
+    convert.add_argument("--p", metavar="P", type=_positive, default=2,
+                         help="Give new layers of power attention this power (default: 2).")  # fmt: skip
+    convert.add_argument("--window", metavar="N", type=_positive, default=1024,
+                         help="Give new layers of window attention N tokens (default: 1024).")  # fmt: skip
 
-    distill = command("distill", "train a converted model on its teacher, or continue", about.DISTILL)
-    distill.add_argument("run", metavar="DIR", type=_path, help="what `sympow convert` wrote")
+    distill = command("distill", "Train a converted model on its teacher, or continue.", about.DISTILL)
+    distill.add_argument("run", metavar="DIR", type=_path, help="Train the model in this folder of `sympow convert`.")
     distill.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="fields, such as data.path=docs/train.zarr"
+        "overrides", metavar="key=value", nargs="*", default=[],
+        help="Set a field of the run's config, such as data.path=docs/train.zarr."
     )
-    distill.add_argument("--teacher", metavar="MODEL", type=_path, required=True, help="a run's folder, or as above")
-    distill.add_argument("--out", metavar="DIR", type=_path, required=True, help="the folder of the trained model")
-    distill.add_argument("--quiet", action="store_true", help="no progress, only the last line")
+    distill.add_argument("--teacher", metavar="MODEL", type=_path, required=True,
+                         help="Learn from this model: a run's folder, or what `sympow convert` reads.")  # fmt: skip
+    distill.add_argument("--out", metavar="DIR", type=_path, required=True,
+                         help="Write the run into this folder.")  # fmt: skip
+    distill.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
 
-    sizes = command("sizes", "state sizes and FLOP ratios of a model shape", about.SIZES)
-    sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small", help="the shape (default: small)")
-    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2", help="the body (default: gpt2)")
-    for name, what in (("d-model", "width"), ("layers", "layers"), ("heads", "query heads"),
-                       ("kv-heads", "key/value heads"), ("key-dim", "K"), ("value-dim", "V")):  # fmt: skip
-        sizes.add_argument(f"--{name}", metavar="N", type=_positive, help=f"{what}, in place of the preset's")
-    sizes.add_argument("--p", metavar="P", type=_positive, nargs="+", help="powers to show")
-    sizes.add_argument("--context", metavar="N", type=_positive, nargs="+", help="contexts to show, in tokens")
-    sizes.add_argument("--window", metavar="N", type=_positive, help="tokens that window attention sees")
-    sizes.add_argument("--element-bytes", metavar="N", type=_positive, help="bytes of an element of a state")
-    sizes.add_argument("--json", action="store_true", help="exact numbers as JSON")
+    sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", about.SIZES)
+    sizes.add_argument("preset", metavar="PRESET", nargs="?", default="small",
+                       help="Use the shape of this preset (default: small).")  # fmt: skip
+    sizes.add_argument("--body", choices=("gpt2", "llama", "rwkv7"), default="gpt2",
+                       help="Use this body (default: gpt2).")  # fmt: skip
+    for name, what, usual in (("d-model", "the width", "the preset's"),
+                              ("layers", "the number of layers", "the preset's"),
+                              ("heads", "the number of query heads", "the preset's"),
+                              ("kv-heads", "the number of key/value heads", "that of query heads"),
+                              ("key-dim", "the key dimension K", "the width over the query heads"),
+                              ("value-dim", "the value dimension V", "K")):  # fmt: skip
+        sizes.add_argument(f"--{name}", metavar="N", type=_positive, help=f"Set {what} (default: {usual}).")
+    sizes.add_argument("--p", metavar="P", type=_positive, nargs="+", help="Show these powers (default: 2 3 4 5 6 8).")
+    sizes.add_argument("--context", metavar="N", type=_positive, nargs="+",
+                       help="Show these contexts, in tokens (default: 1024 8192 65536 1000000).")  # fmt: skip
+    sizes.add_argument("--window", metavar="N", type=_positive,
+                       help="Let window attention see N tokens (default: 8192).")  # fmt: skip
+    sizes.add_argument("--element-bytes", metavar="N", type=_positive,
+                       help="Count N bytes for an element of a state (default: 2).")  # fmt: skip
+    sizes.add_argument("--json", action="store_true", help="Print exact numbers as JSON.")
 
-    mqar = command("mqar", "train on associative recall: one run, or a sweep", about.MQAR)
+    mqar = command("mqar", "Train on associative recall: one run, or a sweep.", about.MQAR)
     mqar.set_defaults(recipes=("RecallConfig", "Sweep"))
-    mqar.add_argument("--list", nargs=0, action=_ListRecipes, help="list the recipes and exit")
-    mqar.add_argument("recipe", metavar="RECIPE", help="mqar:attention, mqar:widths, path/to/file.py:function")
+    mqar.add_argument("--list", nargs=0, action=_ListRecipes, help="List the recipes and exit.")
+    mqar.add_argument("recipe", metavar="RECIPE",
+                      help="Run this recipe: mqar:attention, mqar:widths or path/to/file.py:function.")  # fmt: skip
     mqar.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="a field of every run, such as learning_rate=1e-3"
+        "overrides", metavar="key=value", nargs="*", default=[],
+        help="Set a field of every run, such as learning_rate=1e-3."
     )
-    mqar.add_argument("--out", metavar="DIR", type=_path, help="the folder (default: runs/ and the sweep's name)")
-    mqar.add_argument("--jobs", metavar="N", type=_positive, default=1, help="runs at a time (default: 1)")
+    mqar.add_argument("--out", metavar="DIR", type=_path,
+                      help="Write results into this folder (default: runs/NAME, with the sweep's name).")  # fmt: skip
+    mqar.add_argument("--jobs", metavar="N", type=_positive, default=1, help="Do N runs at a time (default: 1).")
     executors = ("submitit", "slurm", "process")
     mqar.add_argument(
-        "--executor", choices=executors, default="submitit", help="of a sweep: jobs, here or on Slurm, or processes"
+        "--executor", choices=executors, default="submitit",
+        help="Run a sweep in local jobs of submitit, in jobs on Slurm, or in child processes (default: submitit)."
     )
     mqar.add_argument("--slurm", metavar="key=value", action="append", default=[],
-                      help="a parameter of the jobs, such as slurm_partition=gpu; may be repeated")  # fmt: skip
-    mqar.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default: auto)")
-    mqar.add_argument("--no-compile", action="store_true", help="train without torch.compile on GPUs")
-    mqar.add_argument("--no-cuda-graphs", action="store_true", help="use no CUDA graphs; some mixers need this")
-    mqar.add_argument("--tracker", choices=("wandb",), help="send every validation to this service as well")
-    mqar.add_argument("--quiet", action="store_true", help="no progress, only the results")
+                      help="Set a parameter of the jobs, such as slurm_partition=gpu; may be repeated.")  # fmt: skip
+    mqar.add_argument("--device", default="auto", help=about.DEVICE)
+    mqar.add_argument("--no-compile", action="store_true", help="Train without torch.compile on GPUs.")
+    mqar.add_argument("--no-cuda-graphs", action="store_true", help="Train without CUDA graphs; some mixers need this.")
+    mqar.add_argument("--tracker", choices=("wandb",), help="Send every validation to this service as well.")
+    mqar.add_argument("--quiet", action="store_true", help="Print the results only, without progress.")
 
-    figures = command("mqar-figures", "draw the figures of associative recall", about.MQAR_FIGURES)
-    figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="results.csv of a sweep")
-    figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="folder for the images")
+    figures = command("mqar-figures", "Draw the figures of associative recall.", about.MQAR_FIGURES)
+    figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="Read the results.csv of a sweep.")
+    figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the images into this folder.")
 
-    corpus = command("kernel-corpus", "make a corpus of long documents", about.KERNEL_CORPUS)
-    corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
+    corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", about.KERNEL_CORPUS)
+    corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
     corpus.add_argument("--source", metavar="PATH", type=_path,
-                        help="a Debian package, tar archive or folder with the kernel's source")  # fmt: skip
-    corpus.add_argument("--vocab-size", metavar="N", type=_positive, help="tokens of the BPE (default: 16,384)")
-    corpus.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
-    corpus.add_argument("--quiet", action="store_true", help="no progress, only the result")
+                        help="Read the kernel's source from this Debian package, tar archive or folder "
+                             "(default: the package is fetched).")  # fmt: skip
+    corpus.add_argument("--vocab-size", metavar="N", type=_positive,
+                        help="Train a BPE of N tokens (default: 16,384).")  # fmt: skip
+    corpus.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
+    corpus.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
-    docs = command("doc-corpus", "make a corpus of long prose", about.DOC_CORPUS)
-    docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="the corpus's folder")
-    docs.add_argument("--source", metavar="DIR", type=_path, help="a folder with Debian packages (*.deb)")
+    docs = command("doc-corpus", "Make a corpus of long prose from manuals.", about.DOC_CORPUS)
+    docs.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
+    docs.add_argument("--source", metavar="DIR", type=_path,
+                      help="Read the Debian packages (*.deb) in this folder (default: they are fetched).")  # fmt: skip
     words = docs.add_mutually_exclusive_group()
-    words.add_argument("--vocab-size", metavar="N", type=_positive, help="tokens of the BPE (default: 16,384)")
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="Train a BPE of N tokens (default: 16,384).")
     words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
-                       help="an existing one, such as a teacher's: a tokenizer.json or its folder")  # fmt: skip
-    docs.add_argument("--plot", metavar="FILE", type=_path, help="draw the lengths of its documents into an image")
-    docs.add_argument("--quiet", action="store_true", help="no progress, only the result")
+                       help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
+    docs.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
+    docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
-    demo = command("demo", "train, compare and sample two small models", about.DEMO)
+    demo = command("demo", "Train two small models, compare them, and continue a text with one.", about.DEMO)
     demo.add_argument(
-        "--out", metavar="DIR", type=_path, default="runs/demo", help="folder of the runs (default: runs/demo)"
+        "--out", metavar="DIR", type=_path, default="runs/demo",
+        help="Write the runs into this folder (default: runs/demo)."
     )
-    demo.add_argument("--quiet", action="store_true", help="show no progress")
+    demo.add_argument("--quiet", action="store_true", help="Show no progress.")
     return top
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses arguments, with errors of one line.
+    """Parses arguments, and prints errors in one line.
 
-    The help of a command with the default `recipes`, the types that its recipes return, ends with a list of them.
+    A command may have the default `recipes`: the types that its recipes return. Then its help ends with a list of them.
     """
 
     def format_help(self) -> str:
@@ -303,17 +357,17 @@ _positive.__name__ = "integer"  # argparse says "invalid integer value"
 
 
 def _path(text: str) -> str:
-    """Returns the path; refuses an empty one, as from an unset shell variable, which would mean this folder."""
+    """Returns the path. Refuses an empty path, such as an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("a path cannot be empty")
     return text
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options that the words of a command line say; None: those of this process.
+    """Parses the arguments of a command line; None: those of this process.
 
-    Words after an option count as words before it, which argparse alone would refuse. Raises SystemExit for words that
-    are no command, after one line on stderr.
+    Positional arguments may follow options, which argparse alone would refuse. Raises SystemExit for arguments that are
+    not valid, after one line on stderr.
     """
     top = parser()
     options, more = top.parse_known_args(arguments)

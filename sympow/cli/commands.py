@@ -1,4 +1,4 @@
-"""What each command does with its parsed options; each returns an exit code, or None for 0."""
+"""Runs the commands with their parsed options. Each function returns an exit code, or None for 0."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def doc_corpus(options: argparse.Namespace) -> None:
 
 
 def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
-    """Prints what a corpus holds, and draws the lengths of its documents where an image is asked for."""
+    """Prints the sizes of a corpus, and draws the lengths of its documents if an image was requested."""
     for split in SPLITS:
         counts = made[split]
         print(
@@ -279,7 +279,7 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def demo(options: argparse.Namespace) -> int | None:
-    """Runs `sympow demo`: trains the recipes of `recipes/demo.py`, compares them, and lets the first write."""
+    """Runs `sympow demo`: trains the recipes in `recipes/demo.py`, compares them, generates a text with the first."""
     folder = Path(options.out)
     folders = []
     for name in ("power", "softmax"):
@@ -300,7 +300,7 @@ def demo(options: argparse.Namespace) -> int | None:
 
 
 def _check_writable(file: str) -> None:
-    """Checks the paths of results before the work, not after an evaluation of hours."""
+    """Raises FileNotFoundError if results cannot be written to `file`. It is called before a long evaluation."""
     if not Path(file).parent.is_dir() or Path(file).is_dir():
         raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
 
@@ -339,7 +339,7 @@ def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
 def _evaluate(
     runs: dict[str, Run], context: int, rows: int, data: Sequence[str] = (), quiet: bool = False
 ) -> list[Curve]:
-    """Evaluates every run on its held-out documents, or on those of its config changed by the assignments `data`."""
+    """Evaluates every run on the held-out documents of its data config, after the assignments `data` were applied."""
     opened: dict[str, Corpus] = {}
     curves = []
     for label, run in runs.items():
@@ -354,7 +354,7 @@ def _evaluate(
 
 
 def _print_curves(curves: Sequence[Curve]) -> None:
-    """Returns a table with a row for each bin and a column for each run, and a line for each run below."""
+    """Prints a table with a line for each bin and a column for each run, and below it a line for each run."""
     width = max(14, *(len(curve.run) + 2 for curve in curves))
     print(f"{'context':>17}", *(f"{curve.run:>{width}}" for curve in curves), sep="")
     for bins in zip(*(curve.losses.bins for curve in curves), strict=True):

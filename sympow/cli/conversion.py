@@ -1,4 +1,4 @@
-"""Pretrained models converted into run folders."""
+"""Converts pretrained models into run folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def convert_model(
         p: as for `parse_pattern` and `swap_mixers`.
         window: as for `parse_pattern` and `swap_mixers`.
 
-    Returns the folder and the model. Raises as those do, and FileNotFoundError for a model without a tokenizer.
+    Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
+    tokenizer.
     """
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
 

@@ -1,4 +1,4 @@
-"""What `sympow passkey` measures: runs, and folders of Hugging Face transformers, in turn."""
+"""Measures passkey recall of runs and of folders of Hugging Face transformers, for `sympow passkey`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sympow read`: a text into a context file, in chunks, continuing where a killed process stopped."""
+"""`sympow read`: reads a text in chunks into a context file, and continues after an interruption."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Reading(NamedTuple):
     """Holds what `read_text` has done.
 
     Attributes:
-        tokens: that the context holds.
-        stopped_by: the signal that ended the reading early, if one did.
-        already: whether the file was there before.
+        tokens: the number of tokens in the context.
+        stopped_by: the name of the signal that stopped the reading, or None.
+        already: whether the file existed before.
     """
 
     tokens: int
@@ -48,21 +48,21 @@ def read_text(
 ) -> Reading:
     """Reads a text file, or standard input as "-", into the context file `out`.
 
-    From time to time the context so far is written to a file beside it, unrounded, so that an interrupted
-    reading ends with the same file as one that was not. An `out` that holds this text already is left as it
-    is.
+    From time to time the context so far is written, without rounding, to a second file beside `out`. An interrupted
+    reading therefore produces the same file as an uninterrupted one. If `out` already contains the context of this
+    text, it is not changed.
 
     Args:
         run: the model that reads.
-        text: path of the text, or "-".
+        text: the path of the text, or "-".
         out: the context file to write.
-        before: a context file behind which the text is read.
-        dtype: as in `save_context` and `Context.read`.
-        chunk: as in `save_context` and `Context.read`.
-        quiet: tell no progress.
+        before: a context file from which the reading starts; None: start without context.
+        dtype: as for `save_context`.
+        chunk: as for `Context.read`.
+        quiet: show no progress.
 
-    Raises ValueError for a text that is empty or not UTF-8, OSError where it cannot be read, and as
-    `load_context` and `save_context` do.
+    Raises ValueError for a text that is empty or not UTF-8, OSError if the text cannot be read, and the errors of
+    `load_context` and `save_context`.
     """
     if run.tokenizer is None:
         raise ValueError(
@@ -103,7 +103,7 @@ def read_text(
 def _read(
     run: Run, pieces: _Pieces, context: Context, part: Path, chunk: int, progress: Progress
 ) -> tuple[Context, str | None]:
-    """Reads all pieces, or those before a signal, whose name it returns; then the context is saved in `part`."""
+    """Reads all pieces. If a signal arrives, saves the context in `part`, stops, and returns the signal's name."""
     saved = time.monotonic()
     with StopRequest() as stop:
         while len(piece := pieces.take(chunk)):
@@ -118,7 +118,7 @@ def _read(
 
 
 def _load_partial(part: Path, run: Run, start: Context, progress: Progress) -> Context | None:
-    """Returns the context that an earlier reading has left, if the reading can continue from it; else None."""
+    """Returns the context of an interrupted reading if this reading can continue from it, otherwise None."""
     if not part.exists():
         return None
     try:
@@ -130,7 +130,7 @@ def _load_partial(part: Path, run: Run, start: Context, progress: Progress) -> C
 
 
 def _header(out: Path, run: Run, dtype: str) -> ContextHeader | None:
-    """Returns the context in `out`, if it is one of this model in this dtype; else None."""
+    """Returns the header of `out` if it is a context file of this model in this dtype, otherwise None."""
     try:
         header = read_header(out)
     except (FileNotFoundError, ContextError):
@@ -141,7 +141,7 @@ def _header(out: Path, run: Run, dtype: str) -> ContextHeader | None:
 
 
 def _taken(pieces: _Pieces, start: Context, wanted: Context | ContextHeader) -> np.ndarray | None:
-    """Takes the tokens between two contexts, if the pieces begin with them; else it takes nothing: None."""
+    """Takes the tokens between two contexts if the pieces start with them. Otherwise takes nothing and returns None."""
     tokens = pieces.take(max(0, wanted.tokens - start.tokens))
     own = (start.tokens + len(tokens), extended_digest(start.digest, _batch(tokens)))
     if own == (wanted.tokens, wanted.digest):
@@ -151,14 +151,14 @@ def _taken(pieces: _Pieces, start: Context, wanted: Context | ContextHeader) -> 
 
 
 class _Pieces:
-    """Gives tokens in pieces of any length, out of arrays that come one by one."""
+    """Cuts a stream of arrays of tokens into pieces of any length."""
 
     def __init__(self, arrays: Iterator[np.ndarray]):
         self._arrays = arrays
         self._held: list[np.ndarray] = []
 
     def take(self, count: int) -> np.ndarray:
-        """Returns the next `count` tokens, fewer at the end, none behind it."""
+        """Returns the next `count` tokens. Fewer are returned at the end of the stream, and none after it."""
         while sum(map(len, self._held)) < count and (array := next(self._arrays, None)) is not None:
             self._held.append(array)
         joined = np.concatenate(self._held) if self._held else np.empty(0, np.uint8)
@@ -166,7 +166,7 @@ class _Pieces:
         return joined[:count]
 
     def put_back(self, tokens: np.ndarray) -> None:
-        """Gives back tokens that were taken."""
+        """Puts tokens that were taken back to the front of the stream."""
         self._held = [tokens, *self._held]
 
 

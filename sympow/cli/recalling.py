@@ -32,11 +32,11 @@ _GAPS = tuple(f"gap_{name}" for name in Share._fields)
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds what `measure` has found of models on the same rows; gaps are those to the first model.
+    """Holds the result of `measure`: losses of models on the same sequences. Gaps are relative to the first model.
 
     Attributes:
-        losses: by the models' labels, as `models`.
-        rows: of `held_out`, as `choose_rows` gives them.
+        losses: the losses by the labels of the models, as in `models`.
+        rows: the chosen parts of `held_out`, as `choose_rows` returns them.
     """
 
     models: Mapping[str, Scored]
@@ -47,12 +47,12 @@ class Measured:
     tokenizer: Tokenizer | None
 
     def gaps(self) -> dict[str, dict[str, Share]]:
-        """Returns the shares of the slices in the gap of each model to the first, by its label."""
+        """Returns, by label, the shares of the slices in the gap between each model and the first model."""
         base, *others = self.losses
         return {label: gap_shares(self.losses[label], self.losses[base]) for label in others}
 
     def examples(self, count: int) -> list[Example]:
-        """Returns evenly spaced rows with what every model makes of them; ValueError without a tokenizer."""
+        """Returns evenly spaced sequences with the losses of every model. Raises ValueError without a tokenizer."""
         tokenizer = _checked_tokenizer(self.tokenizer)
         models = {label: each.model for label, each in self.models.items()}
         spaced = range(0, len(self.rows), max(1, len(self.rows) // count))[:count]
@@ -128,23 +128,25 @@ def measure(
     """Counts the bigrams of the training documents and measures the losses of models on held-out rows.
 
     Args:
-        models: by label, of one tokenizer.
-        data: key=value, changes to the first model's data config, or a whole one where that is not known.
-        context: predictions in a row; None: the least that one of the models was trained on.
-        rows: as of `hit_losses`.
-        frequent: as of `hit_losses`.
+        models: the models by label; all have the same tokenizer.
+        data: key=value assignments that change the first model's data config. If that config is not known, they give
+            a complete one.
+        context: the number of predictions in a sequence; None: the shortest context that a model was trained on.
+        rows: as for `hit_losses`.
+        frequent: as for `hit_losses`.
         count_tokens: as `tokens` of `count_bigrams`.
-        with_text: whether examples will be asked for; then there must be a tokenizer.
-        quiet: no progress.
+        with_text: whether `examples` will be called, which needs a tokenizer.
+        quiet: show no progress.
 
-    Raises as `open_corpus`, `count_bigrams` and `hit_losses` do; ValueError for a corpus of more tokens than a model.
+    Raises the errors of `open_corpus`, `count_bigrams` and `hit_losses`, and ValueError if the vocabulary of the corpus
+    is larger than that of a model.
     """
     context = context or min((each.context for each in models.values() if each.context), default=1024)
     first = next(iter(models.values()))
     with Progress(OPENING, quiet=quiet):
         splits = open_corpus(_data_config(first, data), tokenizer=first.tokenizer)
     if with_text:
-        _checked_tokenizer(splits.tokenizer)  # here, not after an evaluation of hours
+        _checked_tokenizer(splits.tokenizer)  # before the evaluation, which may take hours
     vocab_size = splits.train.vocab_size
     for label, each in models.items():
         if vocab_size > each.vocab_size:
@@ -161,7 +163,7 @@ def measure(
 
 
 def probe_runs(models: Mapping[str, Scored], pairs: Sequence[int] | None, queries: int, seed: int) -> str:
-    """Returns the table of `sympow recall-probe`; pairs: None for those of PAIRS that the vocabularies hold."""
+    """Returns the table of `sympow recall-probe`. `pairs` None means those of PAIRS that fit the vocabularies."""
     least = min(each.vocab_size for each in models.values())
     if pairs is None:
         pairs = [count for count in PAIRS if fitting(count, least)]

@@ -1,4 +1,4 @@
-"""Several runs side by side: what to call them, and whether they can be compared."""
+"""Labels of several runs, and the check whether the runs can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sympow.data import Tokenizer
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
-    """Names runs: by the last part of each path if that tells them apart, else by the whole path.
+    """Names runs by the last part of each path if these parts differ, otherwise by the whole path.
 
     Raises ValueError for a run that is given twice.
     """
@@ -21,7 +21,7 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 
 def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
-    """Raises ValueError unless the tokenizers of runs, by their labels, are one and the same."""
+    """Raises ValueError unless all runs, given by label, have the same tokenizer."""
     (first, tokenizer), *others = tokenizers.items()
     for label, other in others:
         if (other and other.fingerprint) != (tokenizer and tokenizer.fingerprint):

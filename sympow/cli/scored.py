@@ -19,11 +19,12 @@ class Scored(NamedTuple):
     """Holds a model in evaluation mode.
 
     Attributes:
-        model: has `forward(tokens)`, logits, and `token_losses(tokens, targets)`, both of rows [B, T].
-        vocab_size: every token is below it.
-        tokenizer: None for tokens without text.
-        data: the run's; None where it is not known.
-        context: tokens of a row that it was trained on, or that it reads at most; None where it is not known.
+        model: a module with `forward(tokens)`, which returns logits, and `token_losses(tokens, targets)`, for tokens
+            and targets [B, T].
+        vocab_size: the size of the vocabulary; every token is below it.
+        tokenizer: the tokenizer; None if the tokens have no text.
+        data: the data config of the run; None if it is not known.
+        context: the tokens of a sequence that the model was trained on, or can read at most; None if not known.
     """
 
     model: Any
@@ -34,9 +35,9 @@ class Scored(NamedTuple):
 
 
 def load_scored(paths: Sequence[str], device: torch.device) -> dict[str, Scored]:
-    """Loads models by label: each a run's folder, a checkpoint, or a folder of transformers with its tokenizer.json.
+    """Loads models by label. A path is a run's folder, a checkpoint, or a folder of transformers with a tokenizer.json.
 
-    Raises as `sympow.training.load`, and ValueError for models of different tokenizers.
+    Raises the errors of `sympow.training.load`, and ValueError for models with different tokenizers.
     """
     models = {label: _load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: each.tokenizer for label, each in models.items()})
@@ -54,7 +55,7 @@ def _load(path: str, device: torch.device) -> Scored:
 
 
 def _is_of_transformers(folder: Path) -> bool:
-    """Returns whether a folder holds a model as `save_pretrained` writes it. Run folders have a config.json too."""
+    """Returns whether `save_pretrained` wrote the model in a folder. Run folders contain a config.json too."""
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`sympow serve`: a run folder, or a folder of Hugging Face transformers, behind OpenAI's interface."""
+"""`sympow serve`: serves a run folder, or a folder of Hugging Face transformers, with OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Served(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Loads the model, and serves it until a signal comes."""
+    """Loads the model, and serves it until SIGINT or SIGTERM."""
     from sympow.serving import Engine, PrefixCache
     from sympow.serving.http import ChatTemplate, Limits, Service, run_server  # which need the extra
 
@@ -83,7 +83,7 @@ def load_served(path: str, device: torch.device) -> Served:
 
 
 def api_keys(file: str | None) -> tuple[str, ...]:
-    """Returns the keys in a file (one a line), or those in the variable SYMPOW_API_KEYS (separated by commas).
+    """Returns the keys in a file (one per line), or those in the variable SYMPOW_API_KEYS (separated by commas).
 
     Raises ValueError for a file without keys.
     """

@@ -1,4 +1,4 @@
-"""Text that models write, for `sympow generate` and `sympow demo`."""
+"""Prints text that models generate, for `sympow generate` and `sympow demo`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def write_text(
     drafts: Drafts | None = None,
     ends: Collection[int] = (),
 ) -> None:
-    """Prints the prompt and its continuation as it is drawn, then what it cost on stderr.
+    """Prints the prompt and its continuation while it is drawn, then the state's size and the speed on stderr.
 
-    The continuation stops before a token of `ends`.
+    The continuation stops before the first token that is in `ends`.
     """
     if run.tokenizer is None:
         raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
@@ -74,7 +74,7 @@ def draft_model(path: str | None, run: Run) -> ModelDrafts | None:
 
 
 def text_of(file: str) -> str:
-    """Reads a prompt from a file, or from stdin for "-". Raises ValueError for what is not UTF-8."""
+    """Reads a prompt from a file, or from stdin for "-". Raises ValueError for text that is not UTF-8."""
     if file == "-":
         return sys.stdin.read()
     try:

@@ -19,14 +19,15 @@ from sympow.training.runs import Lesson
 class Distillation:
     """Trains a converted model on its teacher, as an objective of the trainer (`sympow.training.Objective`).
 
-    Stage 1 fits what every mixer adds to the teacher's (`LanguageModel.mixing_error_sum`), stage 2 the predictions
-    (`LanguageModel.divergence_sum`), stage 3 the text (`LanguageModel.loss_sum`). Stages without steps are left out.
+    Stage 1 fits the output of every mixer to the teacher's (`LanguageModel.mixing_error_sum`), stage 2 the predictions
+    to the teacher's (`LanguageModel.divergence_sum`), and stage 3 the predictions to the text
+    (`LanguageModel.loss_sum`). Stages without steps are left out.
 
     Args:
-        config: how long the stages are.
-        steps: of the whole run.
-        teacher: the model to learn from; it is put in evaluation mode and gets no gradients.
-        device: where the run is.
+        config: the numbers of steps of the stages.
+        steps: the number of steps of the whole run.
+        teacher: the model to learn from. It is put in evaluation mode and gets no gradients.
+        device: the device of the run.
     """
 
     def __init__(self, config: DistillationConfig, steps: int, teacher: LanguageModel, device: torch.device):
@@ -35,18 +36,18 @@ class Distillation:
 
     @property
     def reference(self) -> LanguageModel:
-        """Returns the teacher, whose held-out loss the metrics hold too."""
+        """Returns the teacher, whose held-out loss the metrics contain too."""
         return self._teacher
 
     def stage(self, step: int) -> tuple[int, int]:
-        """Returns the stage of a step (0-based), numbered from 1, and the step with which it begins."""
+        """Returns the stage of a step (counted from 0) as a number from 1, and the first step of the stage."""
         text = self._steps - self._config.text_steps
         if step < self._config.layer_steps:
             return 1, 0
         return (2, self._config.layer_steps) if step < text else (3, text)
 
     def loss_sum(self, model: LanguageModel, rows: Rows, step: int) -> Tensor:
-        """Returns the loss of a step, summed up over the targets of `rows`: a scalar."""
+        """Returns the loss of a step, summed over the targets of `rows`, as a scalar."""
         stage, _ = self.stage(step)
         if stage == 3:
             return model.loss_sum(rows.tokens, rows.targets, cu_seqlens=rows.cu_seqlens)
@@ -55,12 +56,12 @@ class Distillation:
 
 
 def distillation_run(converted: RunConfig, start: str, teacher: str) -> RunConfig:
-    """Gives the run that `sympow distill` does if no field is set: 33 million tokens in rows of 2,048.
+    """Returns the default config of `sympow distill`: 33 million tokens in sequences of 2,048.
 
     Args:
         converted: the config of the converted model's folder.
-        start: that folder.
-        teacher: the teacher, as `DistillationConfig` names it.
+        start: the converted model's folder.
+        teacher: the teacher, as in `DistillationConfig`.
     """
     training = TrainingConfig(
         context=2048,
@@ -84,12 +85,12 @@ def distill(
     """Trains a converted model on its teacher's predictions, or continues; see `sympow.training.run`.
 
     Args:
-        config: of the run, with `distillation`, such as that of `distillation_run`.
+        config: the config of the run, with `distillation`, such as the result of `distillation_run`.
         out: the folder of the run.
-        restart: first remove what the folder holds of an earlier run.
-        quiet: no progress on stderr.
+        restart: whether to remove the files of an earlier run in the folder first.
+        quiet: show no progress on stderr.
 
-    Raises ValueError for a config without `distillation`, and as `sympow.training.run` and `load_teacher` do.
+    Raises ValueError for a config without `distillation`, and the errors of `sympow.training.run` and `load_teacher`.
     """
     if config.distillation is None:
         raise ValueError(f"the config of {config.name} has no distillation; it is for sympow.training.run")
@@ -98,7 +99,7 @@ def distill(
 
 
 def load_teacher(source: str) -> LanguageModel:
-    """Loads a teacher: the model of a run folder, such as that of the pattern softmax, or a pretrained one."""
+    """Loads a teacher: a pretrained model, or the model of a run folder, such as one converted with pattern softmax."""
     if (Path(source) / "checkpoints").is_dir():
         return load_model(source).model
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
@@ -107,6 +108,6 @@ def load_teacher(source: str) -> LanguageModel:
 
 
 def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -> Lesson:
-    """Loads the converted model and its teacher. Raises as `load_model` and `load_pretrained` do."""
+    """Loads the converted model and its teacher. Raises the errors of `load_model` and `load_pretrained`."""
     start = load_model(config.start).model.state_dict()
     return Lesson(start, Distillation(config, steps, load_teacher(config.teacher), device))

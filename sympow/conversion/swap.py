@@ -1,4 +1,4 @@
-"""The swap: power attention or windows replace the softmax attention of a model, and all else is kept."""
+"""Replaces the softmax attention of a model by power attention or window attention. All other parts are kept."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from sympow.models import LanguageModel, MixerConfig
 
 KINDS = ("power", "window", "softmax")
 ONE = 1.2784645427610738
-"""silu(ONE) = 1: the bias with which an output gate of weights 0 changes nothing."""
+"""The solution of silu(ONE) = 1. An output gate with weights 0 and this bias multiplies by 1."""
 
-# Of a new power layer. Gates begin open, with memories of exp(5) to exp(9) tokens. (score + a)^2 falls where scores lie
-# below -a: scores of SmolLM2 are 0 on average with a standard deviation of 4.
+# Initial values of a new power layer. Gates are nearly open at first, with memories of exp(5) to exp(9) tokens. The
+# constant a of (score + a)^2 is INITIAL_SCORE. The square decreases with the score where scores are below -a; scores of
+# SmolLM2 are 0 on average, with a standard deviation of 4.
 GATE_BIAS = (5.0, 9.0)
 INITIAL_SCORE = 6.0
 
 
 def parse_pattern(text: str) -> tuple[str, ...]:
-    """Reads a pattern of layers: "power*5,softmax" are five layers of power attention and one that stays as it is.
+    """Reads a pattern of layers: "power*5,softmax" means five layers of power attention and one unchanged layer.
 
-    Raises ValueError for a kind that is not one of `KINDS`, and for what is no number behind the asterisk.
+    Raises ValueError for a kind that is not in `KINDS`, and for a count after the asterisk that is not a number.
     """
     kinds: list[str] = []
     for part in text.split(","):
@@ -38,23 +39,22 @@ def parse_pattern(text: str) -> tuple[str, ...]:
 def swap_mixers(
     teacher: LanguageModel, pattern: Sequence[str] = ("power",), *, p: int = 2, window: int = 1024
 ) -> LanguageModel:
-    """Makes a model like `teacher` with other mixers.
+    """Makes a model like `teacher` with other mixers. The model shares no memory with the teacher.
 
-    It shares no memory with the teacher.
-
-    Norms, MLPs, embedding and head, and the projections of queries, keys, values and outputs are the teacher's.
-    A window looks at the last tokens as the teacher does. A power layer weighs tokens by (score + a)^p in place of
-    exp(score). What is new in it begins so that it changes nothing: the short convolution as the identity, the output
-    gate at 1, without a norm of heads, which would take away the sizes of their outputs, and the gate nearly open and
-    the same for all tokens. The constant a is `INITIAL_SCORE`, held by biases of queries and keys.
+    Norms, MLPs, embedding, head, and the projections of queries, keys, values and outputs are copies of the teacher's.
+    A window layer attends to the last tokens as the teacher does. A power layer weighs tokens by (score + a)^p instead
+    of exp(score). The constant a is `INITIAL_SCORE`, and biases of queries and keys contain it. The new parts of a
+    power layer initially change nothing, or little: the short convolution is the identity, the output gate is 1, and
+    the gate is nearly open and the same for all tokens. A power layer has no norm of heads, because the norm would
+    remove the magnitudes of the heads' outputs.
 
     Args:
         teacher: a model of the llama body in which all layers have softmax attention.
-        pattern: kinds of layers, repeated over the layers: "power", "window" and "softmax", which stays as it is.
-        p: the power.
-        window: tokens that a window sees.
+        pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer.
+        p: the power of power layers.
+        window: the number of tokens that a window layer attends to.
 
-    Raises ValueError for a model of another body or other mixers, and as the mixers do for options that do not fit.
+    Raises ValueError for a model with another body or other mixers, and the errors of the mixers for their options.
     """
     config = teacher.config
     kept = config.mixers[0]
@@ -69,7 +69,7 @@ def swap_mixers(
     kinds = [pattern[layer % len(pattern)] for layer in range(config.n_layers)]
     alike = kinds if len(set(kinds)) > 1 else kinds[:1]
     student = LanguageModel(replace(config, mixers=tuple(mixers[kind] for kind in alike)), seed=0)
-    student.to(teacher.embedding.weight)  # before weights are copied, which it would round
+    student.to(teacher.embedding.weight)  # before weights are copied: afterwards it would round them
     weights = teacher.state_dict()
     with torch.no_grad():
         for name, parameter in student.named_parameters():
@@ -91,7 +91,7 @@ def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
         "out_bias": kept.get("out_bias", kept.get("bias", True)),
         "rotary_fraction": kept.get("rotary_fraction", 1.0),
         "gate_bias": GATE_BIAS,
-        "initial_score": 0.0 if kept.get("qk_norm") else INITIAL_SCORE,  # a norm behind the biases would change them
+        "initial_score": 0.0 if kept.get("qk_norm") else INITIAL_SCORE,  # a norm after the biases would change them
         "head_norm": False,
         "output_gate": True,
         "output_gate_bias": True,
@@ -99,7 +99,7 @@ def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
 
 
 def _make_neutral(mixer: PowerAttention) -> None:
-    """Starts the new parts of a power layer so that they change nothing, or little."""
+    """Sets the new parts of a power layer so that they change nothing, or little."""
     if mixer.convolution is not None:
         mixer.convolution.weight.zero_()
         mixer.convolution.weight[:, -1] = 1

@@ -1,18 +1,18 @@
-"""Batches of token rows out of documents: deterministic, endless, at random access.
+"""Batches of rows of tokens from documents. They are deterministic, endless, and have random access.
 
-A document of n tokens holds n - 1 predictions: of every token but the first, from those before it. It is cut
-into pieces of `context` predictions, each piece beginning with the token that the last one ended on, so that
-every token is predicted once. A last piece that lacks a single prediction is a piece all the same, its last token
-without a target: so documents of exactly `context` tokens, as those of LongCrawl64 are, make full rows. What else is
-left at the end, 1 to context - 2 predictions, is the document's tail.
+A document of n tokens has n - 1 predictions: of every token except the first, from the tokens before it. The document
+is cut into pieces of `context` predictions. Each piece starts with the last token of the piece before it, so that every
+token is predicted once. A last piece that lacks only one prediction counts as a piece, and its last token has no
+target. Therefore documents of exactly `context` tokens, as in LongCrawl64, make full rows. A shorter rest, 1 to
+context - 2 predictions, is the document's tail.
 
-Batches are of two sorts, never mixed:
-- full: B pieces, tokens [B, T], cu_seqlens None; the target is -100 where a document ends with its row;
-- packed: tails joined to rows of T, and B rows joined to tokens [1, B T], with cu_seqlens around each tail.
-  Only these are padded, at the end of a row: the padding is a sequence of its own, and its targets are -100.
-Both sorts run through their rows in an order of their own, reshuffled each epoch, without end; packed batches
-come among the full ones in the proportion of the rows. A batch may reach over the border of two epochs, and
-no row is ever left out: `Batches.rows` batches, which are B epochs, predict every target exactly B times.
+A batch is of one of two kinds:
+- full: B pieces, tokens [B, T], cu_seqlens None. The target is -100 where a document ends at the end of its row.
+- packed: tails are joined to rows of T, and B rows to tokens [1, B T], with bounds of all tails in cu_seqlens. Only
+  packed rows are padded, at their end. The padding is a sequence of its own, and its targets are -100.
+Each kind has its own order of rows, which is shuffled again in every epoch. Packed batches are distributed evenly among
+full ones, in the proportion of the rows. A batch may contain rows of two epochs, and no row is left out: `Batches.rows`
+batches, which are B epochs, predict every target exactly B times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDS = 6
 class Batch(NamedTuple):
     """Holds tokens and their successors.
 
-    Both are int64 [B, T], or [1, B T] with cu_seqlens int32 [N + 1]. Targets may be -100: nothing is asked there.
+    Both are int64 [B, T], or [1, B T] with cu_seqlens int32 [N + 1]. A target of -100 means that there is no target.
     """
 
     tokens: torch.Tensor
@@ -54,22 +54,22 @@ class Batch(NamedTuple):
 class Batches:
     """Gives batches by index: `batches[i]` is batch i, for every i >= 0.
 
-    A batch is a function of the corpus, the arguments and i, and of nothing else. So the position of a run is one
-    integer, micro-batches are consecutive indices, and rank r of R takes the indices i R + r. Access costs the same at
+    A batch depends on the corpus, the arguments and i only. Therefore the position of a run is one integer,
+    micro-batches are consecutive indices, and rank r of R takes the indices i R + r. Access takes the same time for
     every i.
 
     Args:
         corpus: the documents.
-        context: T, predictions in a row.
-        batch_size: B, rows in a batch.
-        seed: of the order; not negative.
-        pack: whether there are packed batches. Without, all batches are full and tails are left out.
+        context: T, the number of predictions in a row.
+        batch_size: B, the number of rows in a batch.
+        seed: the seed of the order, at least 0.
+        pack: whether there are packed batches. If not, all batches are full and tails are left out.
 
     Attributes:
-        rows: rows in an epoch, so that an epoch is rows / batch_size batches.
-        targets: predictions in an epoch.
+        rows: the number of rows in an epoch; an epoch is rows / batch_size batches.
+        targets: the number of predictions in an epoch.
 
-    Raises ValueError for arguments out of range or if the corpus gives no row.
+    Raises ValueError for arguments out of range, or if the corpus has no row.
     """
 
     def __init__(self, corpus: Corpus, context: int, batch_size: int, seed: int = 0, pack: bool = True):
@@ -110,7 +110,7 @@ class Batches:
         return self._full_batch(self._order(_FULL, index - packed_before, self._full_rows))
 
     def state(self) -> dict[str, Any]:
-        """Returns what decides the batches besides the index, as JSON values, for a checkpoint."""
+        """Returns JSON values for a checkpoint that determine the batches, except for the index."""
         return {
             "corpus": self.corpus.fingerprint,
             "context": self.context,
@@ -120,7 +120,7 @@ class Batches:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError, naming what differs, unless `state` is that of batches equal to these."""
+        """Raises ValueError, which names the differences, unless `state` comes from batches equal to these."""
         now = self.state()
         changed = [
             f"{name} was {state.get(name)} and is {now.get(name)}"
@@ -172,10 +172,9 @@ class Batches:
 def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs lengths of 1..capacity into rows of at most `capacity` in sum, by first-fit decreasing.
 
-    Returns (order, starts), int64: row r holds the items `order[starts[r]:starts[r + 1]]`. Filling a row with
-    the largest item that still fits, again and again, is first-fit decreasing; rows of one make-up are made
-    all at once, so the cost follows the number of different lengths, not that of the items: millions take a
-    second.
+    Returns (order, starts), int64: row r contains the items `order[starts[r]:starts[r + 1]]`. Repeatedly adding the
+    largest item that still fits into a row is first-fit decreasing. Rows with the same lengths are made at once, so the
+    time depends on the number of different lengths, not on the number of items.
     """
     by_length = np.argsort(lengths, kind="stable")
     sizes, first, counts = np.unique(lengths[by_length], return_index=True, return_counts=True)
@@ -208,10 +207,10 @@ def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.nda
 
 
 def shuffled(positions: np.ndarray, length: int, key: tuple[int, ...]) -> np.ndarray:
-    """Permutes positions of 0..length-1 by a permutation that the key chooses; returns int64.
+    """Permutes positions in 0..length-1 with a permutation that depends on the key; returns int64.
 
-    A Feistel network over the next power of 4, walked until it lands below `length` (Black and Rogaway,
-    2002): a permutation without a table, as that of an epoch of LongCrawl64 would be gigabytes.
+    A Feistel network over the next power of 4 is applied repeatedly until the result is below `length` (Black and
+    Rogaway, 2002). This needs no table. A table for an epoch of LongCrawl64 would have gigabytes.
     """
     half = max(2, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)

@@ -1,4 +1,4 @@
-"""What a run's data are, as a JSON-clean value."""
+"""The configuration of a run's data, which JSON can represent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from sympow.fields import read_fields
 KINDS = ("stdlib", "text", "zarr")
 GROUPS = ("file", "folder")
 
-# Fields that mean something only for some kinds; elsewhere they must keep their defaults, so that none is
-# ignored.
+# Fields that apply to some kinds only. For other kinds they must have their defaults, so that no value is ignored.
 _APPLIES = {
     "path": ("text", "zarr"),
     "held_out_path": ("text", "zarr"),
@@ -31,11 +30,11 @@ class DataConfig:
             folder of them. "zarr": tokens in the LongCrawl64 layout, a zarr array of documents x tokens.
         path: "text": file or folder. "zarr": local path or fsspec URL of an array, or of a group holding one.
         held_out_path: as `path`, documents kept for evaluation; without it `held_out` splits those at `path`.
-        tokenizer: "bpe": byte-level BPE trained on the training documents. "bytes". "none": only for "zarr",
-            whose tokens' text is then unknown. Anything else: path of a tokenizer.json or of a folder holding
-            one.
-        vocab_size: "bpe": size to train, by default 2,048. "none": required. Otherwise the tokenizer's own,
-            and an error if it differs.
+        tokenizer: "bpe": a byte-level BPE trained on the training documents. "bytes": UTF-8 bytes. "none": only for
+            "zarr"; the text of the tokens is then unknown. Any other value is the path of a tokenizer.json or of a
+            folder with one.
+        vocab_size: for "bpe", the size to train, by default 2,048. For "none" it is required. For other tokenizers it
+            is None or equal to the tokenizer's size.
         group: "text": a document per "file", or per "folder" (the files directly in it, in sorted order).
         suffixes: "text": file name endings to read, such as (".py", ".md"); empty: every text file.
         held_out: fraction of the documents kept for evaluation, above 0 and below 1.

@@ -11,10 +11,10 @@ from sympow.data.files import digest
 
 
 class Corpus(Protocol):
-    """Gives documents in tokens, by index.
+    """Gives the tokens of documents by index.
 
-    `corpus[i]` is document `i`, a 1-D integer array (IndexError outside 0..len-1, so that iteration ends);
-    `lengths` its number of tokens, np.int64 [len]; every token is below `vocab_size`; `fingerprint` is a hash
+    `corpus[i]` is document `i`, a 1-D integer array. It raises IndexError outside 0..len-1, so that iteration ends.
+    `lengths`, int64 [len], contains the numbers of tokens. Every token is below `vocab_size`. `fingerprint` is a hash
     that changes with the content or the tokenizer.
     """
 
@@ -38,7 +38,7 @@ class Corpus(Protocol):
 
 
 class TokenCorpus:
-    """Holds documents end to end in one array, in memory or memory-mapped.
+    """Holds all documents, one after another, in one array in memory or in a memory-mapped file.
 
     Args:
         tokens: 1-D integers, all documents one after another.
@@ -84,7 +84,9 @@ class TokenCorpus:
 class Subset:
     """Selects documents of a corpus, as a corpus.
 
-    `indices` is int64, in the order they are wanted.
+    Args:
+        corpus: the corpus to select from.
+        indices: int64 [N], the indices of the selected documents, in the order of the subset.
     """
 
     def __init__(self, corpus: Corpus, indices: np.ndarray):
@@ -107,9 +109,9 @@ class Subset:
 def choose_held_out(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Chooses the documents to hold out; returns their indices, sorted, int64.
 
-    About `fraction` of the documents, at least one and never all. They are drawn one from each of as many
-    groups of neighbours in length, so that long documents are held out in proportion too, and about
-    `fraction` of the tokens. Raises ValueError for fewer than two documents.
+    About `fraction` of the documents are chosen, at least one and never all. Documents are sorted by length and divided
+    into as many groups as documents are held out. One document is drawn from each group. Therefore long documents are
+    held out in proportion, and about `fraction` of the tokens. Raises ValueError for fewer than two documents.
     """
     documents = len(lengths)
     if documents < 2:
@@ -130,6 +132,6 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: str) -> None:
 
 
 def check_index(index: int, length: int) -> None:
-    """Raises IndexError unless 0 <= index < length: a negative index would read another document's tokens."""
+    """Raises IndexError unless 0 <= index < length. A negative index would read another document's tokens."""
     if not 0 <= index < length:
         raise IndexError(f"document {index} of a corpus of {length}")

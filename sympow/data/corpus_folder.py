@@ -1,15 +1,15 @@
-"""A corpus of long documents as a folder: arrays of tokens in the layout of LongCrawl64, written so that no kill harms.
+"""A corpus of long documents as a folder: arrays of tokens in the layout of LongCrawl64. Writing can be interrupted.
 
-The folder holds
+The folder contains
 
-- `train.zarr`, `heldout.zarr`: uint16 [rows, row_tokens], zarr format 2, a chunk a row;
+- `train.zarr`, `heldout.zarr`: uint16 [rows, row_tokens], zarr format 2, one chunk per row;
 - `tokenizer.json`;
-- `documents.jsonl`: a line a document, with its directory, split, number of files, bytes, tokens before cutting,
+- `documents.jsonl`: one line per document, with its directory, split, number of files, bytes, tokens before cutting,
   rows, and a hash of its rows;
 - `corpus.json`: the options, counts and hashes of all.
 
-It appears when the corpus is whole; until then it is `out` with `.partial` behind its name. What is left at a
-document's end, and a document shorter than a row, is in no array.
+While the corpus is written, the name of the folder ends in `.partial`. The tokens after the last whole row of a
+document are in no array, and neither are documents shorter than a row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LARGEST_VOCABULARY = 1 << 16  # of uint16
 
 @dataclass(frozen=True)
 class SourceDocument:
-    """Holds a directory: its files in the order of its text, the bytes of the text, and whether it is held out."""
+    """Describes a document: its directory, the files in the order of its text, its bytes, and its split."""
 
     directory: str
     files: tuple[str, ...]
@@ -50,11 +50,12 @@ class SourceDocument:
 
     @property
     def split(self) -> str:
+        """Returns the name of the split of the document, one of `SPLITS`."""
         return SPLITS[self.held_out]
 
 
 class Source(Protocol):
-    """Gives the texts of a corpus. Each call that reads them goes through the source once more."""
+    """Gives the texts of a corpus. Each call that reads texts reads the whole source again."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -91,21 +92,22 @@ def write_corpus(
     tokenizer: Tokenizer | None = None,
     kept: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Writes a corpus into the folder `out`, or continues one; a finished one is left as it is.
+    """Writes a corpus into the folder `out`, or continues an interrupted one. A finished corpus is not changed.
 
-    The same source and options give the same bytes, however often the work was stopped.
+    The same source and options give the same bytes, even if the work was interrupted.
 
     Args:
-        out: the folder, new or begun by the same call.
-        settings: what must agree for the work to go on; it goes to `corpus.json`, as does the source's hash.
-        open_source: gives the source; it may keep files of its own in the folder that it is given.
-        row_tokens: tokens of a row.
-        vocab_size: tokens of the BPE that is trained on the training documents, 256 to 65,536.
-        tokenizer: used in place of a trained one.
-        kept: names of the source's own files in the folder that belong to the corpus.
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
+        settings: values that must be equal for an interrupted corpus to be continued. They are written to
+            `corpus.json`, together with the source's hash.
+        open_source: returns the source. The source may keep files of its own in the folder that is passed.
+        row_tokens: the number of tokens in a row.
+        vocab_size: the size of the BPE that is trained on the training documents, 256 to 65,536.
+        tokenizer: used instead of a trained BPE.
+        kept: names of the source's own files in the folder that belong to the finished corpus.
 
-    Returns what `corpus.json` holds. Raises ValueError for options out of range or others than a corpus in `out` was
-    made or begun with, and for a source that gives no row; FileExistsError where `out` holds something else;
+    Returns the content of `corpus.json`. Raises ValueError for options out of range, for a corpus in `out` that was
+    started with other options, and for a source that gives no row; FileExistsError if `out` contains something else;
     ImportError naming the missing extra.
     """
     out = Path(out)
@@ -136,9 +138,9 @@ def write_corpus(
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:
-    """Returns the files of each directory, where one with less than `smallest` bytes joins the directory above.
+    """Returns the files of each directory. The files of a directory below `smallest` bytes join its parent directory.
 
-    Directories of `top` folders join none. Those that hold nothing are left out.
+    Directories whose path has only `top` folders are not joined. Empty directories are left out.
     """
     files: dict[str, list[str]] = defaultdict(list)
     directories = {""}
@@ -158,11 +160,12 @@ def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[st
 
 
 def choose_held_out(sizes: Mapping[str, int], group: Callable[[str], str], expected: str) -> set[str]:
-    """Chooses the directories to hold out, of all with their sizes in bytes.
+    """Chooses the directories to hold out from all directories with their sizes in bytes.
 
-    Whole groups are taken in the order of a hash of their names, each that still fits, until there is 5% of all.
+    Whole groups are taken in the order of a hash of their names. A group is skipped if more than 5% of all bytes would
+    be held out with it.
 
-    Raises ValueError, which says what source is `expected`, where nothing can be held out.
+    Raises ValueError, which says what source is `expected`, if nothing can be held out.
     """
     totals = Counter[str]()
     for directory, size in sizes.items():
@@ -225,12 +228,12 @@ def _parse(lines: Sequence[bytes]) -> list[Entry]:
 
 
 class _Writer:
-    """Adds documents to the arrays, and to documents.jsonl when their rows are written: what is listed there is done.
+    """Writes the rows of documents to the arrays, and then lists each document in documents.jsonl.
 
     Args:
-        folder: of an unfinished corpus; what is listed in it already is kept.
-        documents: all of the corpus, in the order in which they are added.
-        row_tokens: tokens of a row.
+        folder: the folder of an unfinished corpus; documents that its list contains already are kept.
+        documents: all documents of the corpus, in the order in which they are added.
+        row_tokens: the number of tokens in a row.
     """
 
     def __init__(self, folder: Path, documents: Sequence[SourceDocument], row_tokens: int):

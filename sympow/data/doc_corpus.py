@@ -4,13 +4,13 @@ A document is a directory of a manual. Its text is that of the pages directly in
 with less text than four bytes for each token of a row joins the directory above it in its package; so a document also
 holds the small directories below. `manuals.py` tells what of a package is read.
 
-A page is left out where at least half of its text, by lines of 40 characters or more, stands in pages before it: other
-versions of a manual, and other forms of the same page. Packages come in the order of their names.
+A page is left out if at least half of its text, in lines of 40 characters or more, occurs in earlier pages. Such pages
+are other versions of a manual, or other forms of the same page. Packages are read in the order of their names.
 
-The packages are listed in `doc_packages.py`. Those whose names differ in digits alone are held out, or trained on,
-together; they are taken in the order of a hash of their names, each that still fits, until 5% of the text is held out.
-`packages.jsonl` in the corpus tells of every package its version, licences, a hash of its pages, and how many of them
-the corpus has.
+The packages are listed in `doc_packages.py`. Packages whose names differ in digits only are held out together or
+trained on together. They are taken in the order of a hash of their names, if they still fit, until 5% of the text is
+held out. `packages.jsonl` in the corpus contains every package's version, licences, a hash of its pages, and the number
+of its pages in the corpus.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def build_doc_corpus(
     """Writes the corpus of manuals into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
-        out: the folder, new or begun by the same call.
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
         source: a folder with Debian packages; by default those of `PACKAGES`, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
-        tokenizer: used in place of a BPE trained on the corpus, such as that of a model to distil.
-        row_tokens: tokens of a row.
-        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
+        tokenizer: used instead of a BPE trained on the corpus, such as the tokenizer of a model to distil.
+        row_tokens: the number of tokens in a row.
+        progress: whether to show the progress on stderr, see `Progress`.
 
-    Returns what `corpus.json` holds. Raises as `write_corpus` does; ValueError also for a source without packages or
-    with damaged ones; FileNotFoundError for a missing source; RuntimeError if a package cannot be fetched.
+    Returns the content of `corpus.json`. Raises the errors of `write_corpus`; ValueError also for a source without
+    packages or with damaged ones; FileNotFoundError for a missing source; RuntimeError if a package cannot be fetched.
     """
 
     def open_source(partial: Path) -> _Packages:

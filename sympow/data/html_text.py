@@ -1,8 +1,8 @@
 """The text of an HTML page: headings, paragraphs, lists, tables and listings, without its navigation.
 
-Headings get the hash marks of Markdown, items of lists a dash, rows of tables bars between their cells; a listing
-stands as it is. Left out are scripts and forms, parts that say they are navigation by their tag, role or class, and
-blocks in which more than half of the characters are links. Where a page marks its main part, nothing else is read.
+Headings get the hash marks of Markdown, items of lists a dash, and rows of tables bars between their cells. Listings
+are not changed. Scripts and forms are left out, and so are parts whose tag, role or class marks them as navigation, and
+blocks in which more than half of the characters are links. If a page marks its main part, only this part is read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _LINE_END = "\x1e"  # of <br>, until white space is collapsed
 
 @dataclass(frozen=True)
 class Page:
-    """What a page holds.
+    """Holds the content of a page.
 
-    `text` ends with a line end, or is empty. `links` are the paths of other pages that it links to, in order; `next`
-    and `up` those of the pages that it names as such, or None. `language` is what it says of itself, or "".
+    `text` ends with a line end, or is empty. `links` are the paths of other pages that the page links to, in order.
+    `next` and `up` are the paths of the pages that it names as the next page and the page above, or None. `language` is
+    the language that the page states, or "".
     """
 
     text: str
@@ -109,7 +110,7 @@ class _Reader(HTMLParser):
             self._language,
         )
 
-    def updatepos(self, i: int, j: int) -> int:  # counting lines costs a seventh of the time, and nobody asks for them
+    def updatepos(self, i: int, j: int) -> int:  # counts no lines, which would take a seventh of the time
         return j
 
     def parse_marked_section(self, i: int, report: int = 1) -> int:  # as HTML has it; the library's own may raise

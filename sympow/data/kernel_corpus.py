@@ -1,10 +1,10 @@
 """Long documents without a network: the Linux kernel's source, from a Debian package, in the layout of LongCrawl64.
 
-A document is a directory of the kernel. Its text is that of the files directly in it, sorted by name, each headed by a
-line with its path. A directory with less text than four bytes for each token of a row, its own and what has joined it,
-joins the directory above it, behind that one's files and in the order of paths; so a document also holds the small
-directories below. Left out are hidden and binary files, and the register tables of two drivers (folders `asic_reg`),
-which a machine wrote: 400 MB, nearly a third of the whole.
+A document is a directory of the kernel. Its text consists of the files directly in it, sorted by name; a line with its
+path precedes each file. If a directory, together with directories that have joined it, has less text than four bytes
+for each token of a row, it joins its parent directory. Its files then follow the parent's own files, in the order of
+paths. Therefore a document also contains small directories below it. Hidden and binary files are left out, and so are
+the generated register tables of two drivers (folders `asic_reg`): 400 MB, nearly a third of the source.
 
 The documents are tokenized by a byte-level BPE trained on a sample of the training files, and cut to rows of 65,536
 tokens. What is left at a document's end, and a document shorter than a row, is in no array.
@@ -55,13 +55,13 @@ def build_kernel_corpus(
     """Writes the corpus of the kernel's source into the folder `out`, or continues it, as `write_corpus` does.
 
     Args:
-        out: the folder, new or begun by the same call.
+        out: the folder: a new one, or one that an earlier call with the same arguments started.
         source: as for `read_files`; by default Debian's package linux-source-6.1, by `apt-get download`.
         vocab_size: tokens of the BPE, 256 to 65,536; a small source may give fewer.
-        row_tokens: tokens of a row.
-        progress: whether to tell on stderr how far it is, by bars or lines, as `Progress` does.
+        row_tokens: the number of tokens in a row.
+        progress: whether to show the progress on stderr, see `Progress`.
 
-    Returns what `corpus.json` holds. Raises as `write_corpus` does; ValueError also for a source that does not fit;
+    Returns the content of `corpus.json`. Raises the errors of `write_corpus`; ValueError also for an unusable source;
     FileNotFoundError for a missing source; RuntimeError if the package cannot be fetched.
     """
 

@@ -1,4 +1,4 @@
-"""The manuals in a Debian package: its pages in English, as text, in the order in which one reads them."""
+"""The manuals in a Debian package: English pages as text, in reading order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _ENGLISH = frozenset(
 )  # fmt: skip
 _ENGLISH_SHARE = 0.1
 
-_SHORTEST = 200  # characters of a page
-_FRAMED = 0.1  # of the pages that begin, or end, with the same block: then it is no text of theirs
+_SHORTEST = 200  # the least number of characters of a page
+_FRAMED = 0.1  # a block with which more than this share of pages begins, or ends, is not part of their text
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def read_manuals(package: Path) -> Manuals:
 def reading_order(pages: Mapping[str, Page]) -> list[str]:
     """Returns the paths of all pages: chapters in the order that the manual gives.
 
-    From the front page of each folder, in the order of folders, on: behind a page stand those that it links to and
-    that name it as the one above, then the one that it names as the next. Then follow the other pages that the front
-    page links to, and last what no page leads to, by name, with numbers in their order.
+    The order starts from the front page of each folder, in the order of folders. A page is followed by the pages that
+    it links to and that name it as the page above, and then by the page that it names as the next. The other pages that
+    the front page links to come after these. Pages that no page leads to come last, by name, with numbers in order.
     """
     order: dict[str, None] = {}
 

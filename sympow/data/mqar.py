@@ -1,8 +1,9 @@
-"""Multi-query associative recall (MQAR) and two relatives: which value stood behind this key?
+"""Multi-query associative recall (MQAR) and two related tasks: which value followed this key?
 
-A row begins with its context, pairs of a key and a value. Behind it every key comes once more, as a query, and the
-target there is its value. Source of MQAR: Zoology (Arora et al., 2023, arXiv 2312.04927), Algorithm 1. The relatives
-are those of its code (github.com/HazyResearch/zoology, data/forgetting_mqar.py and data/compositional_ar.py).
+A row starts with its context, which consists of pairs of a key and a value. After the context every key occurs once
+more as a query, and the target there is its value. Source of MQAR: Zoology (Arora et al., 2023, arXiv 2312.04927),
+Algorithm 1. The related tasks are those of its code (github.com/HazyResearch/zoology, data/forgetting_mqar.py and
+data/compositional_ar.py).
 
 With length N = 12, D = 2 pairs, a vocabulary of C = 10 and zeros as filler ("." stands for "no target"):
 
@@ -60,17 +61,17 @@ class RecallTask:
             last one counts; "compositional", where a key is two tokens, and every pair of sqrt(D) first and sqrt(D)
             second keys has its value, so that neither token alone tells it.
         length: N, tokens in a row; even.
-        pairs: D, keys that are asked for, all of them once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
+        pairs: D, the number of keys, each of which is queried once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
             compositional: D is a square, and 6 D <= N.
         vocab_size: C. Token 0 is filler. Keys are 1 to C // 2 - 1 and values C // 2 to C - 1; compositional: first
             keys from 1, second keys from C // 3, values from 2 (C // 3). Those of a row are all different.
-        alpha: of the power law of distances; the published runs have 0.1, the published code 0.01.
-        filler: what stands elsewhere: "zero", or "random" tokens that are no 0 and neither key nor value of the row.
-        updates: of "forgetting", 1 to D; 0 for the others.
-        deal: which key takes which of the drawn slots: "random", or "drawn", in the order in which slots are drawn, as
-            in the published code.
+        alpha: the parameter of the power law of distances; the published runs have 0.1, the published code 0.01.
+        filler: the tokens at other positions: "zero", or "random" tokens that are not 0 and no key or value of the row.
+        updates: the number of updates of "forgetting", 1 to D; 0 for other kinds.
+        deal: how drawn slots are assigned to keys: "random", or "drawn" for the order in which slots are drawn, as in
+            the published code.
 
-    Raises TypeError and ValueError in one line for what cannot be drawn.
+    Raises TypeError and ValueError in one line for a task that cannot be drawn.
     """
 
     kind: str = "mqar"
@@ -200,17 +201,17 @@ def generate(task: RecallTask, examples: int, seed: int | Sequence[int]) -> Reca
 
 
 class Task(Protocol):
-    """Draws rows: a `RecallTask`, or a task of your own."""
+    """Draws examples. `RecallTask` is such a task, and users can write others."""
 
-    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples: ...
+    def draw(self, examples: int, seed: int | Sequence[int]) -> RecallExamples:
+        """Returns `examples` examples that depend on `seed` alone."""
+        ...
 
 
 def mixture(tasks: Sequence[Task], examples: int, seed: int | Sequence[int]) -> list[RecallExamples]:
-    """Draws `examples` rows, shared out evenly among the tasks.
+    """Draws `examples` rows in equal parts from several tasks, for example with different lengths or numbers of pairs.
 
-    So lengths and numbers of pairs can be mixed.
-
-    A task's rows depend on its place among the tasks too, so equal tasks give different rows.
+    The rows of a task also depend on its index in `tasks`, so equal tasks give different rows.
     """
     if not tasks or examples < len(tasks):
         raise ValueError(f"a mixture needs tasks and an example for each; got {len(tasks)} tasks, {examples} examples")
@@ -266,10 +267,11 @@ def _compose(
 
 
 def _draw_slots(rng: np.random.Generator, n: int, task: RecallTask) -> np.ndarray:
-    """[n, D] different slots, from 0: drawn one after another by the power law, then given to the keys as `deal` says.
+    """Draws D different slots for each of n rows, [n, D], from 0, and assigns them to the keys as `deal` says.
 
-    The slots whose exponential clocks, of rates s**(alpha - 1), ring first are such a draw without replacement, in the
-    order in which they ring (Efraimidis and Spirakis, 2006). Given out in that order early keys stand near.
+    Slots are drawn without replacement with weights s**(alpha - 1). For this, every slot gets an exponential random
+    variable whose rate is its weight, and the slots with the smallest variables are taken in ascending order
+    (Efraimidis and Spirakis, 2006). If slots are assigned in this order, the queries of early keys are near.
     """
     clocks = rng.standard_exponential((n, task.slots))
     clocks *= np.arange(1, task.slots + 1, dtype=np.float64) ** (1 - task.alpha)
@@ -284,8 +286,8 @@ def draw_distinct(rng: np.random.Generator, n: int, low: int, high: int, count: 
     if 4 * count > high - low:
         return rng.permuted(np.tile(np.arange(low, high, dtype=np.int32), (n, 1)), axis=1)[:, :count]
     drawn = rng.integers(low, high, (n, count), dtype=np.int32)
-    # A number that stands further left in its row is drawn anew. What a place refuses this way is always among the
-    # final numbers on its left, so it is as if the places were filled one after another.
+    # A number that occurs further left in its row is drawn again. The rejected numbers of a position are always among
+    # the final numbers on its left, so the result is the same as if positions were filled one after another.
     bits = count.bit_length()
     rows = np.arange(n)
     while len(rows):
@@ -298,10 +300,10 @@ def draw_distinct(rng: np.random.Generator, n: int, low: int, high: int, count: 
 
 
 class _RandomFiller:
-    """Fills rows with tokens of 1..C-1 that they do not use, all equally likely.
+    """Fills rows with tokens of 1..C-1 that the rows do not use, all with equal probability.
 
-    A row uses F tokens, so C - 1 - F are allowed. A number of 1..C-1-F stands for itself where that is allowed; the
-    others stand for the allowed tokens beyond, of which there are as many.
+    A row uses F tokens, so C - 1 - F tokens are allowed, and a number of 1..C-1-F is drawn. A number that is allowed
+    means itself. The other numbers mean the allowed tokens above C-1-F, of which there are as many.
     """
 
     def __init__(self, task: RecallTask):

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to corpora: documents to train on, documents held out, and the tokenizer of both."""
+"""Opens the corpora of a `DataConfig`: training documents, held-out documents, and the tokenizer of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_BPE_VOCAB_SIZE = 2048
 
 @dataclass(frozen=True)
 class Splits:
-    """Holds what `open_corpus` gives.
+    """Holds the result of `open_corpus`.
 
     No document is in both corpora. The tokenizer is None if it is not known.
     """
@@ -49,7 +49,7 @@ def open_corpus(
     Args:
         config: see `DataConfig`.
         cache_dir: where to keep tokens and trained tokenizers; by default `default_cache_dir()`.
-        tokenizer: used in place of `config.tokenizer`, as when a run is resumed with the one it saved.
+        tokenizer: used instead of `config.tokenizer`, for example the saved tokenizer of a run that continues.
 
     Raises FileNotFoundError for a missing corpus or tokenizer, ValueError for one that is empty or does not
     fit, ImportError naming the missing extra.

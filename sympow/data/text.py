@@ -1,6 +1,6 @@
 """Text documents from files, folders and Python's standard library; and their tokens, cached on disk.
 
-Text is read as UTF-8, and bytes that are not become U+FFFD: one odd file must not stop a corpus of thousands.
+Text is read as UTF-8. Invalid bytes become U+FFFD, so that one damaged file does not stop a large corpus.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from sympow.data.corpus import TokenCorpus
 from sympow.data.files import atomic_write, default_cache_dir, digest
 from sympow.data.tokens import BPETokenizer, Tokenizer
 
-# Merges are learned from so much text at most: more hardly changes a vocabulary of thousands and takes
-# minutes.
+# The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
+# vocabulary of thousands.
 BPE_TRAINING_CHARACTERS = 1 << 26
 
 # Part of every cache key: to be raised whenever the same text would be cached as other tokens.
 _CACHE_VERSION = "1"
 
-# Of the standard library, what is no program text: tables of characters and of help texts, a sixth of all
-# bytes, which a model learns to copy and little else.
+# Packages of the standard library that are no program text: tables of characters and help texts, a sixth of all bytes.
 _STDLIB_TABLES = {"encodings", "pydoc_data"}
-# Folders passed over, wherever they stand: test suites, and, to save the walk, what pip installed.
+# Folders that are skipped at any depth: test suites, and packages that pip installed.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
@@ -77,10 +76,9 @@ def text_documents(
 def stdlib_documents() -> list[Document]:
     """Returns the source of Python's standard library, as installed on this machine, in sorted order.
 
-    A package with its subpackages is one document. A single module is a document of its own: neighbours in
-    the alphabet have nothing to tell about each other, and a document should be a text whose beginning helps
-    with its end. Every file is headed by a line such as `# asyncio/base_events.py`. Raises FileNotFoundError
-    if Python came without its source.
+    A package with its subpackages is one document, and a single module is a document. Modules that are only neighbours
+    in the alphabet are not joined, because the start of a document should help to predict its end. A line such as
+    `# asyncio/base_events.py` precedes every file. Raises FileNotFoundError if Python was installed without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
     # sys.stdlib_module_names tells the library from what else lies in its folder, such as build settings
@@ -216,9 +214,9 @@ def _read_headed(root: Path, names: tuple[str, ...]) -> str:
 
 
 def training_texts(documents: Sequence[Document]) -> Iterator[str]:
-    """Yields what a tokenizer is trained on: of every document the same share from its beginning.
+    """Yields the texts that a tokenizer is trained on: the same share of every document, from its start.
 
-    All together they have at most BPE_TRAINING_CHARACTERS.
+    Together they have at most BPE_TRAINING_CHARACTERS characters.
     """
     total = sum(len(document.read()) for document in documents)
     share = min(1.0, BPE_TRAINING_CHARACTERS / max(total, 1))

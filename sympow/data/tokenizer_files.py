@@ -1,4 +1,4 @@
-"""What stands beside a tokenizer.json: its special tokens, the tokens that end a text, and the chat template."""
+"""Files beside a tokenizer.json: its special tokens, the tokens that end a text, and the chat template."""
 
 from __future__ import annotations
 

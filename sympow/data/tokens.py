@@ -1,8 +1,8 @@
 """Tokenizers: bytes, and byte-level BPE by Hugging Face `tokenizers`.
 
-A token stands for a fixed string of bytes. So decoding joins bytes and reads them as UTF-8, and a stream can be
-decoded token by token without ever showing half a character. Both are lossless, but for a BPE made elsewhere whose
-vocabulary lacks single bytes, as that of SmolLM2 does: characters with such a byte become U+FFFD.
+Each token is a fixed string of bytes. Decoding joins these bytes and reads them as UTF-8, so a stream can be decoded
+token by token without showing half a character. Encoding and decoding are lossless, with one exception: if the
+vocabulary of a BPE lacks single bytes, as that of SmolLM2 does, characters with such a byte become U+FFFD.
 """
 
 from __future__ import annotations
@@ -74,12 +74,15 @@ class ByteTokenizer:
     token_bytes = tuple(bytes([i]) for i in range(256))
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the UTF-8 bytes of a text, uint8, 1-D. A lone surrogate becomes a question mark."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens, as `Tokenizer.decode`."""
         return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that `load_tokenizer` reads, as `Tokenizer.save`."""
         _save(path, json.dumps(_BYTES_TAG))
 
 
@@ -89,10 +92,11 @@ class BPETokenizer:
     `train` and `load` make one.
 
     Args:
-        serialized: the text of a `tokenizer.json`. It must hold a byte-level BPE which adds no space of its own to
-            the text, and whose vocabulary covers all bytes but some of control characters and of characters
-            behind U+FFFF; else ValueError. Truncation and padding that the file may ask for are switched off, and
-            no special tokens are added.
+        serialized: the text of a `tokenizer.json`. It must contain a byte-level BPE that adds no space to the text.
+            Its vocabulary must contain all bytes, except bytes that only control characters or characters above
+            U+FFFF use. Truncation and padding in the file are switched off, and no special tokens are added.
+
+    Raises ValueError for a text that does not meet these conditions.
     """
 
     def __init__(self, serialized: str):
@@ -121,8 +125,8 @@ class BPETokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         """Learns merges from texts; the same texts give the same tokenizer.
 
-        A small corpus may hold fewer pairs than asked for: the result's `vocab_size` says what came. Raises
-        ValueError if `vocab_size` is below 256, the bytes alone.
+        A small corpus may have fewer pairs than requested; then the result's `vocab_size` is smaller than the
+        argument. Raises ValueError if `vocab_size` is below 256, the number of single bytes.
         """
         if vocab_size < 256:
             raise ValueError(
@@ -151,6 +155,10 @@ class BPETokenizer:
             raise ValueError(f"tokenizer file {path}: {error}") from None
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a text, as `Tokenizer.encode`.
+
+        A lone surrogate becomes a question mark. A character with a byte that the vocabulary lacks becomes U+FFFD.
+        """
         data = text.encode("utf-8", errors="replace")  # lone surrogates, as from a terminal
         text = data.decode("utf-8")
         if self._lacking is not None and self._lacking.search(data):
@@ -161,17 +169,21 @@ class BPETokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens, as `Tokenizer.decode`."""
         return _join(self.token_bytes, ids).decode("utf-8", errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a `tokenizer.json`, as `Tokenizer.save`."""
         _save(path, self._serialized)
 
 
 class StreamDecoder:
-    """Decodes tokens as they come: a character is given once its last byte is there.
+    """Decodes a stream of tokens. `push` returns a character as soon as its last byte has arrived.
 
-    The pieces given by `push`, then `finish`, join to `tokenizer.decode` of all the tokens, whatever they
-    are.
+    The concatenated results of all calls of `push` and of a last `finish` equal `tokenizer.decode` of all tokens.
+
+    Args:
+        tokenizer: the tokenizer of the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -191,10 +203,10 @@ class StreamDecoder:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Reads what `save` wrote, or any byte-level BPE `tokenizer.json`; a folder stands for the one inside it.
+    """Reads a file that `save` wrote, or any byte-level BPE `tokenizer.json`.
 
-    Raises FileNotFoundError, or ValueError naming a file that is truncated or holds another kind of
-    tokenizer.
+    If `path` is a folder, its `tokenizer.json` is read. Raises FileNotFoundError, or ValueError naming a file that is
+    truncated or contains another kind of tokenizer.
     """
     file = _file_at(path)
     if not file.is_file():
@@ -209,9 +221,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> Iterator[np.ndarray]:
-    """Encodes a text that is read `size` characters at a time: the arrays join to the tokens of the whole.
+    """Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
 
-    Memory is bounded for texts with lines; one without them is held whole.
+    Memory is bounded if the text has line ends; otherwise the whole text is in memory.
     """
     rest = ""
     while block := text.read(size):
@@ -225,7 +237,7 @@ def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> It
 
 
 def _last_seam(text: str, start: int) -> int:
-    """Returns the last place at or after `start` where `cut_text` could cut; 0 where there is none."""
+    """Returns the last position at or after `start` where `cut_text` may cut, or 0 if there is none."""
     end = len(text)
     while (end := text.rfind("\n", max(0, start - 2), end)) > 0:
         if end + 1 < len(text) and not text[end - 1].isspace() and not text[end + 1].isspace():
@@ -279,9 +291,9 @@ def _check_byte_level(spec: Any) -> None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level vocabulary stands for: GPT-2's table.
+    """Returns GPT-2's table: the byte that each character of a byte-level vocabulary represents.
 
-    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100.
+    Printable Latin-1 characters represent themselves; characters from U+0100 represent the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -289,9 +301,9 @@ def _byte_characters() -> dict[str, int]:
 
 
 def _lacking_bytes(vocabulary: dict[str, int]) -> re.Pattern[bytes] | None:
-    """Finds the bytes that the vocabulary lacks; None where it has all that UTF-8 uses.
+    """Returns a pattern of the bytes that the vocabulary lacks, or None if it has all bytes that UTF-8 uses.
 
-    Raises ValueError where a byte of ordinary text is among them.
+    Raises ValueError if the vocabulary lacks a byte of ordinary text.
     """
     lacking = {byte for character, byte in _byte_characters().items() if character not in vocabulary}
     ordinary = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF0)}
@@ -315,10 +327,10 @@ def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
 
 
 def cut_text(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Cuts a long text where byte-level pre-tokenizers cut in any case, for speed in parallel and for memory.
+    """Cuts a long text at positions where byte-level pre-tokenizers always cut, to encode the pieces in parallel.
 
-    That is after a single line end between two characters that are not white space: no pre-token of GPT-2's
-    pattern, nor of its successors, reaches across such a place, so the tokens are those of the whole text.
+    Such a position follows a single line end between two characters that are not white space. No pre-token of
+    GPT-2's pattern, or of its successors, spans such a position. Therefore the tokens are those of the whole text.
     """
     seam = re.compile(r"(?<=\S)\n(?=\S)")
     start = 0

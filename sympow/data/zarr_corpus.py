@@ -4,8 +4,9 @@ LongCrawl64 (Buckman, 2024) has 6,661,465 documents of 65,536 GPT-2 tokens each,
 `heldout.zarr`: uint16, zarr format 2, Blosc with LZ4. Any array of documents x tokens is read, of any length and
 chunks, of zarr format 2 or 3.
 
-Reading a document reads every chunk that holds a part of it. LongCrawl64's chunks are of 2,048 documents x 2,048
-tokens, so that a document costs 32 of them; copied to a chunk a document it costs one, a thousandth of the bytes.
+Reading a document reads every chunk that contains a part of it. LongCrawl64's chunks have 2,048 documents x 2,048
+tokens, so a document needs 32 chunks. In a copy with one chunk per document it needs
+one, about a thousandth of the bytes.
 """
 
 from __future__ import annotations

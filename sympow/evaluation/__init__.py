@@ -1,4 +1,4 @@
-"""What a trained model can do with its context, and what its state costs."""
+"""Measures how a trained model uses its context, and the size of its state."""
 
 from sympow.evaluation.ar_hits import Cell, HitLosses, Share, gap_shares, hit_losses
 from sympow.evaluation.ar_hits_plot import plot_ar_hits

@@ -1,8 +1,9 @@
-"""Loss where a token could be recalled from the context, and elsewhere: AR hits on real text.
+"""Loss on AR hits, the tokens of real text that can be recalled from the context, and on other tokens.
 
-A token is a repeat if the bigram that it ends (the token before it, and itself) ended earlier in the same row too. A
-repeat is an AR hit if its bigram is rare in training, so that the weights alone cannot know it. Source: Zoology (Arora
-et al., 2023, arXiv 2312.04927), section 3.2, which takes bigrams seen at most 1,250 times in training.
+The bigram of a token is the token before it and the token itself. A token is a repeat if its bigram occurred earlier in
+the same sequence. A repeat is an AR hit if its bigram is rare in the training data, so that the weights alone cannot
+predict it. Source: Zoology (Arora et al., 2023, arXiv 2312.04927), section 3.2, where a rare bigram occurs at most
+1,250 times in the training data.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from sympow.evaluation.bigrams import BigramCounts
 from sympow.evaluation.context_loss import Documents, choose_rows, score_rows
 from sympow.layers.repeats import distance_to_previous
 
-FREQUENT = 1250  # a bigram that training holds more often is no AR hit
-# Slices of all tokens; each one belongs to one of the last three, and "other" joins "frequent" and "new".
+FREQUENT = 1250  # a bigram with more occurrences in the training data is no AR hit
+# Slices of all tokens. Each token is in exactly one of "hits", "frequent" and "new"; "other" is "frequent" and "new".
 SLICES = ("all", "hits", "other", "frequent", "new")
 PARTS = ("hits", "frequent", "new")
 
@@ -49,17 +50,18 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class HitLosses:
-    """Holds losses of one model, summed over tokens whose bigrams are equally far back and equally frequent.
+    """Holds losses of one model, summed over tokens in the same bins of distance and count of their bigrams.
 
     Attributes:
-        context: predictions in a row.
-        rows: rows that were read.
-        documents: int64 [N], the documents that they are of, ascending.
-        count_edges: int64 [C + 1]; of count bin c are bigrams seen count_edges[c] to count_edges[c + 1] - 1 times.
+        context: the number of predictions in a sequence.
+        rows: the number of sequences that were read.
+        documents: int64 [N], the indices of the documents of these sequences, ascending.
+        count_edges: int64 [C + 1]; count bin c contains bigrams with count_edges[c] to count_edges[c + 1] - 1
+            occurrences in the training data.
         frequent: the count above which a bigram is no AR hit; an edge of the bins.
-        tokens: int64 [N, D, C]. Of distance bin 0 are bigrams that are new in their row, of bin b those that ended
-            2**(b - 1) to 2**b - 1 tokens before.
-        losses: float64 [N, D, C], sums in nats.
+        tokens: int64 [N, D, C], the number of tokens. Distance bin 0 contains bigrams that are new in their sequence,
+            bin b those that occurred last 2**(b - 1) to 2**b - 1 tokens before.
+        losses: float64 [N, D, C], the sums of losses in nats.
     """
 
     context: int
@@ -76,7 +78,7 @@ class HitLosses:
         return self.tokens[:, where].sum(axis=1), self.losses[:, where].sum(axis=1)
 
     def document_cells(self, name: str) -> list[Cell]:
-        """Returns a slice in every document, as cells from its index to the next."""
+        """Returns a cell of a slice for every document; the cell starts at the document's index."""
         parts = zip(self.documents.tolist(), *self.by_document(name), strict=True)
         return [_cell(document, document + 1, tokens, losses) for document, tokens, losses in parts]
 
@@ -86,23 +88,24 @@ class HitLosses:
         return _cell(0, int(self.count_edges[-1]), tokens, losses)
 
     def by_count(self, repeated: bool) -> list[Cell]:
-        """Returns the losses of repeats, or of all others, by how often their bigram occurs in training."""
+        """Returns the losses of repeats, or of all other tokens, by the count of their bigrams in training."""
         some = np.s_[:, 1:] if repeated else np.s_[:, :1]
         tokens, losses = (values[some].sum(axis=(0, 1)) for values in (self.tokens, self.losses))
         edges = self.count_edges.tolist()
         return [_cell(*each) for each in zip(edges[:-1], edges[1:], tokens, losses, strict=True)]
 
     def by_distance(self) -> list[Cell]:
-        """Returns the losses of AR hits by how many tokens ago their bigram ended last."""
+        """Returns the losses of AR hits by the number of tokens since the last occurrence of their bigram."""
         rare = self._where("hits")
         tokens = np.where(rare, self.tokens, 0).sum(axis=(0, 2))
         losses = np.where(rare, self.losses, 0).sum(axis=(0, 2))
         return [_cell(1 << b >> 1, 1 << b, tokens[b], losses[b]) for b in range(1, len(tokens))]
 
     def distance_rates(self) -> list[float]:
-        """Returns, for every cell of `by_distance`, how many AR hits there are per token and distance.
+        """Returns the number of AR hits per token and distance, for every cell of `by_distance`.
 
-        Divided by how many tokens of the rows have so many before them: long distances are rare in a short row.
+        The number of hits is divided by the number of tokens that have so many tokens before them, because long
+        distances are rare in a short sequence.
         """
         rates = []
         for cell in self.by_distance():
@@ -145,9 +148,10 @@ class HitLosses:
 
 
 class Share(NamedTuple):
-    """Tells how much of the gap between two models is in a slice, each with the ends of its 95% interval.
+    """Tells how much a slice contributes to the gap between two models, with the ends of 95% intervals.
 
-    nats: what the slice adds to the difference of mean losses. share: that over the whole difference.
+    nats: the contribution of the slice to the difference of mean losses. share: this contribution divided by the whole
+    difference.
     """
 
     nats: float
@@ -159,9 +163,9 @@ class Share(NamedTuple):
 
 
 def bigram_distances(tokens: np.ndarray) -> np.ndarray:
-    """Returns how many tokens ago the bigram of each token of rows [B, T + 1] ended last, int64 [B, T].
+    """Returns the distance from each token of `tokens` [B, T + 1] to the last occurrence of its bigram, int64 [B, T].
 
-    The first token has no bigram. A distance of 0 means that the bigram is new in its row.
+    The first token has no bigram. A distance of 0 means that the bigram is new in its sequence.
     """
     rows = torch.from_numpy(np.asarray(tokens, np.int64))
     return distance_to_previous(rows[:, :-1] * (int(tokens.max(initial=0)) + 1) + rows[:, 1:]).numpy()
@@ -183,16 +187,16 @@ def hit_losses(
     Args:
         model: a module with `token_losses(tokens, targets)`.
         corpus: the held-out documents.
-        context: tokens that are predicted in a row.
-        rows: how many rows are read. They are those that `context_losses` reads.
-        seed: chooses the rows, as for `context_losses`.
-        progress: what the progress on stderr is called; None: no progress.
-        counts: how often each bigram occurs in the training documents, from `count_bigrams`.
-        frequent: an AR hit's bigram occurs at most so often in training.
+        context: the number of predicted tokens in a sequence.
+        rows: the number of sequences to read. They are the sequences that `context_losses` reads.
+        seed: the seed that chooses the sequences, as for `context_losses`.
+        progress: the name of the task in the progress on stderr; None: no progress.
+        counts: the counts of bigrams in the training documents, from `count_bigrams`.
+        frequent: the largest count of an AR hit's bigram in the training data.
 
-    Memory follows the documents that are read, 8 KB each or so, not their tokens.
+    Memory grows with the number of documents that are read, by about 8 KB each, not with the number of tokens.
 
-    Raises ValueError where no document is long enough, and for a `frequent` below 0.
+    Raises ValueError if no document is long enough, and for a `frequent` below 0.
     """
     if frequent < 0:
         raise ValueError(f"frequent must be at least 0, got {frequent}")
@@ -212,11 +216,11 @@ def hit_losses(
 
 
 def gap_shares(ours: HitLosses, base: HitLosses, *, draws: int = 2000, seed: int = 0) -> dict[str, Share]:
-    """Returns what every slice adds to the gap between two models, ours less base, on the same rows.
+    """Returns the contribution of every slice to the gap between two models: losses of `ours` minus those of `base`.
 
-    Intervals are of the bootstrap over documents, as windows of one document are not independent.
+    Intervals come from a bootstrap over documents, because windows of one document are not independent.
 
-    Raises ValueError for models that were measured on other rows or slices.
+    Raises ValueError for models that were measured on different sequences or slices.
     """
     same = ours.frequent == base.frequent and ours.tokens.shape == base.tokens.shape
     if not same or not (np.array_equal(ours.tokens, base.tokens) and np.array_equal(ours.documents, base.documents)):
@@ -229,13 +233,13 @@ def gap_shares(ours: HitLosses, base: HitLosses, *, draws: int = 2000, seed: int
 def bootstrap_shares(
     tokens: np.ndarray, differences: np.ndarray, *, draws: int = 2000, seed: int = 0
 ) -> Sequence[Share]:
-    """Returns the shares of slices in a gap; the first slice is the whole.
+    """Returns the shares of slices in a gap. The first slice must contain all tokens.
 
     Args:
-        tokens: [R, N, S] tokens of every seed of training, document and slice.
-        differences: [R, N, S] summed losses of a model less those of another.
-        draws: of the bootstrap, each of R seeds and N documents with replacement.
-        seed: of the draws.
+        tokens: [R, N, S], the number of tokens for every training seed, document and slice.
+        differences: [R, N, S], the summed losses of one model minus those of another.
+        draws: the number of bootstrap draws. Each draws R seeds and N documents with replacement.
+        seed: the seed of the draws.
     """
     seeds, documents = differences.shape[:2]
     rng = np.random.default_rng(seed)
@@ -255,9 +259,10 @@ def bootstrap_shares(
 
 
 def published_share(hits: float, whole: float) -> float:
-    """Returns the share of AR hits in a gap by the rule of the source, from both in nats.
+    """Returns the share of AR hits in a gap by the rule of the source. Both arguments are gaps in nats.
 
-    It is at most 1, and 1 where a model is ahead on all tokens but not on the hits. NaN where it is behind on neither.
+    The share is at most 1. It is 1 if a model is better on all tokens together but not on the hits. It is NaN if the
+    model is worse on neither.
     """
     if whole <= 0:
         return 1.0 if hits > 0 else math.nan

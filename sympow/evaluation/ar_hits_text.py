@@ -14,7 +14,7 @@ from sympow.evaluation.ar_hits import PARTS, bigram_distances
 from sympow.evaluation.bigrams import BigramCounts
 from sympow.evaluation.context_loss import Documents, score_rows
 
-WORST = 8.0  # nats from which on a token has the full colour
+WORST = 8.0  # nats; a token with this loss or more has the full colour
 _COLOURS = {"hits": (213, 94, 0), "frequent": (0, 114, 178), "new": (110, 110, 110)}  # of Okabe and Ito's palette
 _MEANINGS = {
     "hits": "AR hit: the bigram stood in this row before and is rare in training",
@@ -25,9 +25,9 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Example:
-    """Holds a row of text: the strings of its T targets.
+    """Holds the strings of the T targets of a row of text.
 
-    Of each target it holds the slice, the distance and count of its bigram, and the loss of every run in nats.
+    For each target it also holds the slice, the distance and count of its bigram, and the loss of every run in nats.
     """
 
     pieces: Sequence[str]
@@ -50,10 +50,10 @@ def example(
 
     Args:
         models: by the name of their run.
-        corpus: as of `hit_losses`.
-        counts: as of `hit_losses`.
-        context: as of `hit_losses`.
-        frequent: as of `hit_losses`.
+        corpus: as for `hit_losses`.
+        counts: as for `hit_losses`.
+        context: as for `hit_losses`.
+        frequent: as for `hit_losses`.
         row: one of `choose_rows`, int64 [2].
         text: what a token stands for.
     """
@@ -68,9 +68,9 @@ def example(
 
 
 def to_html(examples: Sequence[Example], title: str) -> str:
-    """Returns a page that stands alone: a block for each row, a column for each run.
+    """Returns a complete HTML page with a block for each row and a column for each run.
 
-    The stronger a token's colour, the higher its loss. Pointing at a token shows the numbers.
+    A token with a higher loss has a stronger colour. Pointing at a token shows the numbers.
     """
     key = " ".join(f'<span style="{_css(each, WORST / 2)}">{_MEANINGS[each]}</span>' for each in PARTS)
     blocks = []
@@ -101,7 +101,7 @@ def to_terminal(row: Example, run: str, last: int) -> str:
     words = []
     for i in range(begin, len(row.pieces)):
         colour = _ansi(row.slices[i], losses[i])
-        # A background that reaches over the end of a line would fill it.
+        # A background colour that is still set at the end of a line would fill the rest of the line.
         words.append("\n".join(f"{colour}{part}\x1b[0m" if part else "" for part in row.pieces[i].split("\n")))
     return f"{run}\n{key}\n\n{''.join(words)}\n"
 

@@ -13,12 +13,13 @@ BLOCK = 1 << 22  # bigrams that are sorted at once
 
 
 class BigramCounts:
-    """Holds counts of bigrams: what `count_bigrams` returns.
+    """Holds counts of bigrams, as `count_bigrams` returns them.
 
-    Attributes:
-        vocab_size: every token is below it.
-        tokens: tokens that were read.
-        keys, counts: the bigrams that occur, as first * vocab_size + second, ascending; and how often.
+    Args:
+        keys: the bigrams that occur, as first * vocab_size + second, 1-D, ascending.
+        counts: the number of occurrences of each bigram in `keys`, 1-D.
+        vocab_size: the size of the vocabulary; every token is below it.
+        tokens: the number of tokens that were read.
     """
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, vocab_size: int, tokens: int):
@@ -39,13 +40,13 @@ def count_bigrams(
 ) -> BigramCounts:
     """Counts the bigrams within the documents of a corpus; none reaches from one document into the next.
 
-    Memory follows the number of different bigrams, not the length of the corpus.
+    Memory grows with the number of different bigrams, not with the length of the corpus.
 
     Args:
         corpus: documents, a `sympow.data` corpus.
         vocab_size: every token is below it.
         tokens: about how many tokens to read, in evenly spaced documents; None: all.
-        progress: what to call the work on stderr, as of `context_losses`.
+        progress: the name of the task in the progress on stderr, as for `context_losses`.
 
     Raises ValueError for a vocabulary that is too small for a token, or too large for bigrams in 64 bits.
     """

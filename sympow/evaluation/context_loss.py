@@ -17,15 +17,17 @@ import torch
 
 from sympow.progress import Progress
 
-LEAST_POSITIONS = 64  # of a bin that the best-context loss may come from
-BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one row
+LEAST_POSITIONS = 64  # the smallest width of a bin for the best-context loss
+BATCH_TOKENS = 1 << 15  # tokens in a forward pass, at least one row
 
 
 class Documents(Protocol):
-    """Gives documents as 1-D integer arrays, and their lengths: all that is needed of a corpus."""
+    """Gives documents as 1-D integer arrays, and their lengths. Evaluations need no more of a corpus."""
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Returns the number of tokens of each document, integers, 1-D."""
+        ...
 
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 
@@ -76,9 +78,9 @@ class ContextLosses:
 
     @property
     def bins(self) -> list[Bin]:
-        """Returns the curve, a bin of positions after the other.
+        """Returns the curve as bins of positions in ascending order.
 
-        For the standard error rows count as independent, which windows of one document are not quite.
+        The standard error treats rows as independent, although windows of one document are not exactly independent.
         """
         means = self.row_losses.mean(axis=0)
         errors = np.full(len(means), np.nan)
@@ -92,15 +94,13 @@ class ContextLosses:
 
     @property
     def best(self) -> Bin:
-        """Returns the bin of the lowest loss.
+        """Returns the bin with the lowest loss, which is called the best-context loss.
 
-        Its loss is the best-context loss.
+        The best-context loss shows how well the model predicts with the context length that suits it best, for any
+        context that it was trained or evaluated on [Buckman & Gelada, Compute-Optimal Context Size, 2024].
 
-        That is how well the model predicts where its context suits it best, whatever it was trained or evaluated on
-        [Buckman & Gelada, Compute-Optimal Context Size, 2024].
-
-        Bins of fewer than LEAST_POSITIONS positions do not compete, unless the context is too short for others: their
-        loss tells how texts begin, not what a context is worth.
+        Bins of fewer than LEAST_POSITIONS positions are left out, unless the context is too short for larger bins.
+        Their loss depends on how texts start, not on the use of the context.
         """
         wide = [each for each in self.bins if each.end - each.start >= LEAST_POSITIONS]
         return min(wide or self.bins, key=lambda each: each.loss)
@@ -160,12 +160,12 @@ def context_losses(
         model: a module with `token_losses(tokens, targets) -> [B, T]`, as `sympow.models.LanguageModel`. It is put in
             evaluation mode meanwhile. Rows go to the device of its parameters.
         corpus: documents, a `sympow.data` corpus.
-        context: predictions in a row; may exceed what the model was trained on.
+        context: the number of predictions in a row; it may exceed the context that the model was trained on.
         rows: see `choose_rows`.
         seed: see `choose_rows`.
-        progress: what to call the work on stderr, where a bar or lines then tell how far it is, as `Progress` does.
+        progress: the name of the task in the progress on stderr, see `Progress`; None: no progress.
 
-    Raises ValueError where no document is long enough; ImportError without tqdm if a bar is to be shown.
+    Raises ValueError if no document is long enough; ImportError without tqdm if a bar is to be shown.
     """
     chosen = choose_rows(corpus, context, rows, seed)
     edges = bin_edges(context)
@@ -181,7 +181,7 @@ def context_losses(
 class ScoredRows(NamedTuple):
     """Holds some of the rows that were chosen, and a model's losses on them.
 
-    rows: int64 [B, 2], as of `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
+    rows: int64 [B, 2], as for `choose_rows`; tokens: int64 [B, context + 1]; losses: nats, float64 [B, context].
     """
 
     rows: np.ndarray
@@ -195,10 +195,10 @@ def score_rows(
     """Yields the losses of a model on rows, a batch of BATCH_TOKENS tokens at a time, in the order of the rows.
 
     Args:
-        model: as of `context_losses`.
-        corpus: as of `context_losses`.
-        context: as of `context_losses`.
-        progress: as of `context_losses`.
+        model: as for `context_losses`.
+        corpus: as for `context_losses`.
+        context: as for `context_losses`.
+        progress: as for `context_losses`.
         chosen: what `choose_rows` gives.
     """
     device = next(model.parameters()).device

@@ -1,8 +1,8 @@
-"""Passkey recall: whether a model finds a number in a long text, by the text's length and the number's place in it.
+"""Passkey recall: whether a model recalls a number from a long text, by the text's length and the number's depth.
 
-A text of filler sentences holds one that names a number of five digits; at the end stands the beginning of a sentence
-that asks for it, and the model continues by its likeliest tokens [Mohtashami & Jaggi, Landmark Attention, 2023]. The
-filler says nothing that helps, so the number has to come through the whole context.
+A text of filler sentences contains one sentence with a number of five digits. The text ends with the start of a
+sentence that asks for the number, and the model continues with its likeliest tokens [Mohtashami & Jaggi, Landmark
+Attention, 2023]. The filler contains no information about the number, so the model must recall it from the context.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ DIGITS = 5
 FILLER = "The river runs past the mill. The wind is calm today. Boats wait at the pier. Nobody is in a hurry. "
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is"
-BATCH_TOKENS = 1 << 15  # tokens that go through the model at once, at least one text
+BATCH_TOKENS = 1 << 15  # tokens in a forward pass, at least one text
 
 Continue = Callable[[Tensor, int], Tensor]
-"""Continues texts [B, T], int64, by their n likeliest tokens, one after another: int64 [B, n]."""
+"""Continues texts, int64 [B, T], with the likeliest token n times; returns int64 [B, n]."""
 
 
 class Words(Protocol):
-    """Turns text into tokens: all that is needed of a tokenizer."""
+    """Encodes text as tokens. The evaluation needs no more of a tokenizer."""
 
-    def encode(self, text: str) -> np.ndarray: ...
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the tokens of a text, integers, 1-D."""
+        ...
 
 
 class PasskeyRow(NamedTuple):
@@ -67,14 +69,14 @@ def passkey_recall(
     All models of one tokenizer get the same texts.
 
     Args:
-        name: of the model, in the rows.
-        continues: the model, such as from `native` or `transformers`.
-        tokenizer: of the model.
-        contexts: tokens of a text, the answer with it.
-        depths: places of the number, each in [0, 1].
-        texts: for each context and depth, with a number each.
-        seed: of the numbers.
-        quiet: tell no progress.
+        name: the name of the model in the rows.
+        continues: the model, such as the result of `native` or `transformers`.
+        tokenizer: the tokenizer of the model.
+        contexts: the numbers of tokens of a text, including the answer.
+        depths: the depths of the number, each in [0, 1].
+        texts: the number of texts for each context and depth; each text has its own number.
+        seed: the seed of the numbers.
+        quiet: show no progress.
 
     Raises ValueError for values out of range and for contexts too short to hold the number and the question.
     """
@@ -110,7 +112,7 @@ def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tupl
     if room < 0:
         raise ValueError(f"a passkey needs a context of at least {context - room} tokens, got {context}")
     before = round(depth * room)
-    # whole sentences stand next to the number: what is cut off is at the beginning and at the end
+    # the filler is cut at the start and the end of the text, so that sentences beside the number are complete
     front = np.tile(filler, before // len(filler) + 1)[len(filler) - before % len(filler) :]
     behind = np.resize(filler, room - before) if room > before else filler[:0]
     return np.concatenate([front, needle, behind, question]), answer

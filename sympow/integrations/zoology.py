@@ -1,4 +1,4 @@
-"""A mixer of sympow in Zoology's harness (github.com/HazyResearch/zoology), which stays as it is.
+"""A mixer of sympow in Zoology's harness (github.com/HazyResearch/zoology). The harness needs no changes.
 
 A config of the harness names the mixer by its import path:
 
@@ -25,11 +25,11 @@ from sympow.layers import auxiliary_losses, make_mixer
 
 
 class SequenceMixer(nn.Module):
-    """Wraps a mixer as what the harness calls a sequence mixer.
+    """Wraps a mixer as a sequence mixer of the harness.
 
-    The harness draws the weights of all linear layers anew by `model.apply(...)`. This module keeps the values that its
-    mixer drew: a function that is passed to `apply` reaches the mixer's modules, but the values of its weights are put
-    back. To change them by a function, apply that to `mixer`, the attribute.
+    The harness draws the weights of all linear layers again with `model.apply(...)`. This module keeps the values that
+    its mixer drew: a function that is passed to `apply` is called on the mixer's modules, but then the values of the
+    weights are restored. To change the weights with a function, call `apply` of the attribute `mixer`.
 
     Args:
         d_model: d, the width of the input and of the output; the harness gives it.

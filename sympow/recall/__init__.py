@@ -1,4 +1,4 @@
-"""Associative recall: models trained on it in runs and sweeps, and figures of what they reach."""
+"""Associative recall: training of models in runs and sweeps, and figures of the results."""
 
 from sympow.recall.config import Architecture, RecallConfig, Sweep, grid
 from sympow.recall.figures import draw_figures

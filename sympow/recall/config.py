@@ -1,4 +1,4 @@
-"""What a run of associative recall is (`RecallConfig`), and what a sweep of them is (`Sweep`)."""
+"""Configurations of runs of associative recall (`RecallConfig`) and of sweeps (`Sweep`)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ AnyTask = RecallTask | OwnTask
 
 @dataclass(frozen=True)
 class Architecture:
-    """Describes a model but for its width and vocabulary.
+    """Describes a model except for its width and vocabulary.
 
     Attributes:
-        label: its name in tables and figures.
-        mixers: a pattern repeated over the layers, as in `ModelConfig`. One that needs a `max_length` and is given none
-            gets the longest row of the run.
-        heads: of every mixer.
-        head_dim: if given, heads are d / head_dim, and `heads` is not used.
-        layers: blocks.
-        mlp_ratio: hidden width of the MLP over the width; 0 for none.
-        positions: whether there are learned positions. The published runs have them with attention alone.
+        label: the name of the model in tables and figures.
+        mixers: a pattern that is repeated over the layers, as in `ModelConfig`. If a mixer needs a `max_length` that
+            is not given, it gets the length of the run's longest row.
+        heads: the number of heads of every mixer.
+        head_dim: if given, the number of heads is width / head_dim, and `heads` is not used.
+        layers: the number of blocks.
+        mlp_ratio: the hidden width of the MLP divided by the width; 0 for no MLP.
+        positions: whether there are learned positions. In the published runs only attention has them.
     """
 
     label: str
@@ -72,25 +72,27 @@ class RecallConfig:
     The defaults are the published protocol (Zoology, appendix; its code, train.py, for what falls after the warmup).
 
     Attributes:
-        architecture, width: the model; d is its width.
-        learning_rate: the highest one: it rises linearly over the first `warmup` of all steps and falls to 0 by a half
-            cosine.
-        seed: of the weights and of the order of examples.
-        train: what is trained on: one task, a `RecallTask` or an `OwnTask`, or a mixture in equal parts.
-        test: what is tested on, each by itself; empty: the tasks of `train`. Validation is on the tasks of `train`.
-        examples, validation_examples, test_examples: rows, of all tasks of the part together but for the test, which
-            has as many of each task.
-        data_seed: of all three; each is drawn from a stream of its own.
-        epochs: at most.
-        batch_size: rows in a step; None: 8 where the longest row or the width is 512 or more, 16 from 256 of either,
-            else 64.
-        weight_decay: of AdamW, on matrices.
-        warmup: share of the steps.
-        stop_at: validation accuracy, measured after every epoch, at which training stops; None: never.
-        validations: how often an epoch is validated, for tasks that are solved within one.
+        architecture, width: the model and its width d.
+        learning_rate: the highest learning rate. The rate rises linearly over the first `warmup` of all steps and then
+            falls to 0 by a half cosine.
+        seed: the seed of the weights and of the order of examples.
+        train: the training tasks: one `RecallTask` or `OwnTask`, or several, which are mixed in equal parts.
+        test: the tasks of the test, each of which is tested separately; empty: the tasks of `train`. Validation always
+            uses the tasks of `train`.
+        examples, validation_examples, test_examples: the numbers of rows. Training and validation have so many rows of
+            all tasks together, the test has so many rows of each task.
+        data_seed: the seed of the data. Training, validation and test data are drawn from separate streams.
+        epochs: the largest number of epochs.
+        batch_size: the number of rows in a step; None: 8 if the longest row or the width is 512 or more, 16 if one of
+            them is 256 or more, otherwise 64.
+        weight_decay: the weight decay of AdamW, which applies to matrices.
+        warmup: the share of all steps in which the learning rate rises.
+        stop_at: the validation accuracy at which training stops; None: never.
+        validations: the number of validations in an epoch, for tasks that are solved within one epoch.
         precision: "float32", or "bf16" for autocast.
 
-    Raises TypeError and ValueError in one line for whatever could not run, options of mixers included.
+    Raises TypeError and ValueError in one line for values with which a run is not possible, including options of
+    mixers.
     """
 
     architecture: Architecture
@@ -176,10 +178,7 @@ class RecallConfig:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lists runs under one name.
-
-    A run that stands in it twice counts once.
-    """
+    """Lists runs under one name. A run that occurs twice counts once."""
 
     name: str
     runs: tuple[RecallConfig, ...]
@@ -203,7 +202,7 @@ def grid(
     learning_rates: Sequence[float] = (),
     seeds: Sequence[int] = (),
 ) -> tuple[RecallConfig, ...]:
-    """Returns `base` with every combination of the values given; an axis without values stays as `base` has it."""
+    """Returns `base` with every combination of the given values. A field without values keeps its value in `base`."""
     runs = [base]
     axes: dict[str, Sequence[Any]] = {"train": [(task,) for task in tasks], "architecture": architectures,
                                       "width": widths, "learning_rate": learning_rates, "seed": seeds}  # fmt: skip
@@ -215,13 +214,13 @@ def grid(
 
 @lru_cache(maxsize=256)  # a sweep of a thousand runs has a few mixers
 def _check_mixer(name: str, options: str, width: int, heads: int) -> None:
-    """Makes a mixer, without its weights, for the errors that this raises."""
+    """Makes a mixer without its weights, to raise the errors of its options."""
     with torch.device("meta"):
         make_mixer(name, width, heads, json.loads(options))
 
 
 def _with_length(name: str, options: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Returns the options of a mixer, or of the one behind its convolution, with the `max_length` that it needs."""
+    """Returns the options of a mixer, or of the mixer after its short convolution, with the `max_length` it needs."""
     options = dict(options)
     if options.get("mixer") is not None:
         options["options"] = _with_length(options["mixer"], options.get("options") or {}, length)

@@ -1,4 +1,4 @@
-"""Figures of recall from rows of results. Learning rates are those that validation chose, but where all are shown."""
+"""Figures of recall from rows of results. They show the learning rates that validation chose, unless they show all."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from typing import Any
 from sympow.evaluation.plot import COLOURS, MARKERS
 from sympow.recall.results import Row, chosen, group
 
-SOLVED = 0.9  # a number of pairs counts as held from this accuracy on
+SOLVED = 0.9  # a number of pairs counts as recalled from this accuracy on
 GUESSING = "guessing, 1/D"
 
 
 def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: str = ".png") -> list[Path]:
-    """Draws every figure for which the rows have data into `folder`; the files.
+    """Draws every figure for which the rows have data into `folder`. Returns the paths of the files.
 
-    accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): a point is the mean over
-    seeds, a bar reaches from the lowest to the highest. frontier: accuracy against bytes of state. learning_rates: all
-    of them, and a dot a seed. capacity: the most pairs held at 90% accuracy against KiB of state. learning_curves:
-    validation accuracy against epochs, a curve a seed.
+    The figures are:
+    - accuracy_width (Zoology Figure 2), accuracy_pairs (Figure 6), accuracy_heads (Figure 7): accuracy against one
+      column. A point is the mean over seeds, a bar extends from the lowest to the highest seed. Such a figure is drawn
+      if a model has several values of the column.
+    - frontier: accuracy against bytes of state.
+    - learning_rates: accuracy against all learning rates, with a dot for each seed.
+    - capacity: the largest number of pairs recalled with 90% accuracy, against KiB of state.
+    - learning_curves: validation accuracy against epochs, a curve for each seed.
 
-    Every figure of an accuracy has the line of guessing, 1/D, which naming any value of the row reaches. A figure
-    against a column is drawn where some model has several values of it.
+    Figures of an accuracy contain a line for guessing, 1/D, the accuracy of naming a random value of the row.
 
     Raises ValueError without rows, ImportError without matplotlib.
     """
@@ -51,7 +54,7 @@ def draw_figures(rows: Sequence[Row], folder: str | os.PathLike[str], suffix: st
 
 
 def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...]) -> Any:
-    """Test accuracy against column `x`, a panel for all values of the columns `panels` that have several x."""
+    """Draws test accuracy against column `x`, with a panel for each combination of `panels` with several values."""
     rows = _with_models([row for row in rows if row[x] is not None], x)
     several = {key: same for key, same in sorted(group(rows, *panels).items(), key=_by_size)
                if any(len({row[x] for row in of_model}) > 1 for of_model in group(same, "model").values())}  # fmt: skip
@@ -73,7 +76,7 @@ def _against(rows: Sequence[Row], x: str, x_label: str, panels: tuple[str, ...])
 
 
 def _frontier(rows: Sequence[Row]) -> Any:
-    """Test accuracy against bytes of state, a panel a task."""
+    """Draws test accuracy against bytes of state, with a panel for each task."""
     rows = _with_models([row for row in rows if row["state_bytes"]])
     if not rows:
         return None
@@ -91,7 +94,7 @@ def _frontier(rows: Sequence[Row]) -> Any:
 
 
 def _learning_rates(rows: Sequence[Row]) -> Any:
-    """Validation accuracy against learning rate, a panel for every task and width."""
+    """Draws validation accuracy against learning rate, with a panel for each task and width."""
     rows = _with_models(rows)
     several = {key: same for key, same in sorted(group(rows, "length", "pairs", "width").items(), key=_by_size)
                if len({row["learning_rate"] for row in same}) > 1}  # fmt: skip
@@ -112,9 +115,9 @@ def _learning_rates(rows: Sequence[Row]) -> Any:
 
 
 def _learning_curves(rows: Sequence[Row]) -> Any:
-    """Validation accuracy against epochs, a panel for every task trained on and width, a curve a seed.
+    """Draws validation accuracy against epochs, with a panel for each training task and width, and a curve per seed.
 
-    Of a run that was tested on several tasks one row is drawn: their validations are the same.
+    If a run was tested on several tasks, only one of its rows is drawn, because their validations are the same.
     """
     once = {row["run"]: row for row in rows if row.get("validation_accuracies")}
     rows = _with_models(list(once.values()))
@@ -135,9 +138,10 @@ def _learning_curves(rows: Sequence[Row]) -> Any:
 
 
 def _capacity(rows: Sequence[Row]) -> Any:
-    """The most pairs held against KiB of state: a point a model and size, the median of its seeds, and a dot a seed.
+    """Draws the largest number of recalled pairs against KiB of state.
 
-    The state is that after the row with the most pairs held, or after the shortest where none is.
+    A point is the median over the seeds of a model of one size, a dot is one seed. The state is the state after the row
+    with the largest number of recalled pairs, or after the shortest row if no number of pairs is recalled.
     """
     rows = _with_models([row for row in rows if row["state_bytes"] and row["pairs"]])
     if len({row["pairs"] for row in rows}) < 2:
@@ -167,7 +171,7 @@ def _capacity(rows: Sequence[Row]) -> Any:
 
 
 def _held(rows: Sequence[Row]) -> tuple[int, float]:
-    """Returns the most pairs of a model and seed that are solved, and the KiB of its state there."""
+    """Returns the largest number of pairs that a model and seed recall, and the KiB of the state for it."""
     solved = [row for row in rows if row["test_accuracy"] >= SOLVED]
     if not solved:
         return 0, min(row["state_bytes"] for row in rows) / 1024
@@ -203,9 +207,9 @@ def _panels(count: int, size: tuple[float, float] = (4, 3.4)) -> tuple[Any, list
 
 
 def _with_models(rows: Sequence[Row], x: str = "") -> list[Row]:
-    """The rows with a column "model": the label, and heads, layers and MLP where models of the label differ in them.
+    """Returns the rows with a column "model": the label, and heads, layers and MLP if models with the label differ.
 
-    Not where they follow from the width, nor in what `x` is.
+    A column is left out if it depends on the width only, or if it is `x`.
     """
     named: list[Row] = []
     for same in group(rows, "label").values():
@@ -234,7 +238,7 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
 
 
 def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style: dict[str, Any]) -> None:
-    """Means of `seeds`, a list of values for every x, with bars from the lowest to the highest."""
+    """Draws the means of `seeds`, a list of values for every x, with bars from the lowest to the highest value."""
     means = [mean(values) for values in seeds]
     low = [middle - min(values) for middle, values in zip(means, seeds, strict=True)]
     high = [max(values) - middle for middle, values in zip(means, seeds, strict=True)]
@@ -242,7 +246,7 @@ def _line(axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], style
 
 
 def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
-    """Draws 1/D, the accuracy of naming any value of the row, where the pairs D of all `rows` are known."""
+    """Draws 1/D, the accuracy of naming a random value of the row, if the pairs D of all `rows` are known."""
     if any(not row["pairs"] for row in rows):
         return
     style = {"label": GUESSING, "color": "0.4", "linestyle": (0, (1, 1)), "linewidth": 1.2, "zorder": 1}
@@ -256,14 +260,14 @@ def _guessing(axis: Any, rows: Sequence[Row], x: str = "") -> None:
 def _dotted_line(
     axis: Any, x: Sequence[float], seeds: Sequence[Sequence[float]], middle: Callable[..., float], style: dict[str, Any]
 ) -> None:
-    """The middles of `seeds`, a list of values for every x, and all of them as dots."""
+    """Draws the middle of `seeds`, a list of values for every x, and all values as dots."""
     axis.plot(x, [middle(values) for values in seeds], **style)
     for at, values in zip(x, seeds, strict=True):
         axis.plot([at] * len(values), values, ".", color=style["color"], markersize=5, alpha=0.6)
 
 
 def _finish(figure: Any, axes: Sequence[Any], y_label: str, accuracy: bool = True) -> Any:
-    """Grid, limits, and one legend for all panels beside them."""
+    """Sets the grid and the limits, and draws one legend for all panels."""
     handles: dict[str, Callable[..., Any]] = {}
     for axis in axes:
         if accuracy:

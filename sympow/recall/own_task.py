@@ -1,4 +1,4 @@
-"""Tasks of recall that are a user's own: a function that draws rows, named by its import path."""
+"""Tasks of recall that users write: a function draws the rows, and its import path names it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from sympow.layers.registry import imported, is_import_path
 class OwnTask:
     """Names a task whose rows a function draws.
 
-    The function is called as `function(rng, examples, length, vocab_size, **options)` and returns two integer arrays
-    [examples, length]: the tokens, 0 to vocab_size - 1, and the targets, a token where one is asked for and -100
-    elsewhere. Every row has the same number of targets, at least one. All that is random comes from `rng`, a
-    `numpy.random.Generator`.
+    The function is called as `function(rng, examples, length, vocab_size, **options)`. It returns two integer arrays
+    [examples, length]: the tokens, 0 to vocab_size - 1, and the targets, which are tokens, or -100 for no target. Every
+    row has the same number of targets, at least one. All random numbers come from `rng`, a `numpy.random.Generator`.
 
     Attributes:
         function: its import path, "package.module:name", which every worker can import.
         length: N, tokens in a row.
         vocab_size: C.
-        pairs: D, the values that a guess would choose from: figures show 1/D as guessing. None where that says nothing.
+        pairs: D, the number of values that a guess chooses from; figures show 1/D as guessing. None for no such line.
         options: keyword arguments of the function, JSON values.
 
     Raises TypeError and ValueError in one line for sizes out of range and for a path that names no function;

@@ -1,4 +1,4 @@
-"""Associative recall asked of a trained language model, in its own tokens, without training for it."""
+"""Associative recall of a trained language model, in tokens of its vocabulary, without training for the task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGIT_ELEMENTS = 1 << 25  # of the logits formed at once, at least those of a pa
 
 
 class Score(NamedTuple):
-    """Over `tokens` targets: mean loss in nats, and the share whose likeliest prediction is right."""
+    """Holds the mean loss in nats over `tokens` targets, and the share of targets that are the likeliest prediction."""
 
     loss: float
     accuracy: float
@@ -24,7 +24,7 @@ class Score(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What a model makes of passages of `pairs` pairs and `length` tokens: of what is asked for, and of filler."""
+    """Holds a model's scores on requested values and on filler, in passages of `pairs` pairs and `length` tokens."""
 
     pairs: int
     length: int
@@ -33,7 +33,7 @@ class Probed(NamedTuple):
 
 
 class Passages(NamedTuple):
-    """Tokens int64 [n, N]; whether the next one is asked for, or is filler: bool [n, N - 1] each."""
+    """Holds tokens, int64 [n, N], and whether the next token is a requested value, or filler: bool [n, N - 1] each."""
 
     tokens: np.ndarray
     asked: np.ndarray
@@ -43,9 +43,9 @@ class Passages(NamedTuple):
 def passages(pairs: int, vocab_size: int, rows: int, seed: int = 0) -> Passages:
     """Draws passages of key-value pairs: random tokens of a vocabulary, which no model can have learned.
 
-    A passage begins with its pairs, key and value by key and value. Behind them every key comes once more, followed by
-    its value, at distances of the power law of `RecallTask`; between them stands filler, random tokens that are neither
-    keys nor values of the passage. What is asked for is the value at a key's second occurrence.
+    A passage starts with its pairs, in which a value follows each key. After the pairs, every key occurs once more,
+    followed by its value, at distances from the power law of `RecallTask`. The tokens between them are filler: random
+    tokens that are neither keys nor values of the passage. The model has to predict the second occurrences of values.
 
     Args:
         pairs: of a passage, all keys and all values different; it has LENGTH times as many tokens.
@@ -75,8 +75,8 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
         model: a module whose `forward` maps tokens [B, T] to logits [B, T, V], as `LanguageModel`. It is put in
             evaluation mode meanwhile.
         vocab_size: of its tokens.
-        pairs: as of `passages`.
-        seed: as of `passages`.
+        pairs: as for `passages`.
+        seed: as for `passages`.
         queries: how many values to ask for, at least one passage's.
     """
     tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)

@@ -14,7 +14,7 @@ from sympow.training.checkpoint import atomic_write
 
 Row = Mapping[str, Any]
 
-# Rows that agree in these differ in learning rate and seed alone.
+# Rows with equal values in these columns differ in learning rate and seed only.
 SETTING = ("label", "mixers", "width", "heads", "layers", "mlp_ratio", "positions", "train", "test", "vocab_size",
            "data_seed", "examples", "epochs", "batch_size", "weight_decay", "warmup",
            "stop_at", "validations", "precision")  # fmt: skip
@@ -56,7 +56,7 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
 def chosen(rows: Sequence[Row]) -> list[Row]:
     """Chooses the rows of every setting, one a seed, of the learning rate with the highest mean validation accuracy.
 
-    Of equal ones the one with the lower mean validation loss. The test has no part in it.
+    Of equal learning rates, the one with the lower mean validation loss is chosen. The choice does not use the test.
     """
     best: list[Row] = []
     for setting in group(rows, *SETTING).values():

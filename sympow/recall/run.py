@@ -1,4 +1,4 @@
-"""One run of associative recall: a plain function of its config, for any scheduler to call."""
+"""One run of associative recall, as a function of its config that any scheduler can call."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def run(
     quiet: bool = True,
     tracker: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains, validates after every epoch or more often, and tests once, at the end; a row for every task tested on.
+    """Trains, validates after every epoch or more often, and tests once at the end. Returns a row for every test task.
 
-    The test decides nothing: learning rates are chosen by the validation accuracies of their rows. The column
-    `validation_accuracies` holds those of all validations, in their order, as a list in JSON.
+    The test affects no choice: learning rates are chosen by validation accuracy. The column `validation_accuracies`
+    contains the accuracies of all validations, in their order, as a JSON list.
 
     Args:
         config: the run.
-        device: "auto" (CUDA where there is one, else the CPU) or a torch device. Data lives there, and nothing waits
-            for it within an epoch.
-        compiled: on CUDA, run the forward and backward pass of a training step through torch.compile, once a model
-            and shape in a process. A mixer that cannot be compiled is trained as it is, with a warning.
-        cuda_graphs: on CUDA, replay a training step as a graph, which takes launching it out of the time.
-        quiet: no progress on stderr.
+        device: "auto" (CUDA if it is available, otherwise the CPU) or a torch device. The data is on this device, and
+            the host does not wait for the device within an epoch.
+        compiled: whether to compile the forward and backward pass of a training step with torch.compile on CUDA, once
+            for each model and shape in a process. A mixer that cannot be compiled is trained without, with a warning.
+        cuda_graphs: whether to replay training steps as CUDA graphs, which saves the time of kernel launches.
+        quiet: show no progress on stderr.
         tracker: "wandb": send every validation and the results to Weights & Biases.
 
     Raises RuntimeError where a mixer's step cannot be captured as a graph, ImportError where the tracker is not

@@ -23,13 +23,13 @@ from sympow.training.step import autocast, backward, move
 
 _Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
 
-_EAGER_STEPS = 3  # before a step is captured as a graph: they make the optimizer's state and warm up libraries
+_EAGER_STEPS = 3  # steps before one is captured as a graph; they make the optimizer's state and warm up libraries
 
 
 class RecallTraining:
     """Trains a model of recall on its data, for `sympow.training.loop.run_steps`.
 
-    Everything a step reads or counts is on the device, so no step waits.
+    All data and counters of a step are on the device, so the host does not wait in a step.
 
     Args:
         config: the run.
@@ -125,14 +125,14 @@ class RecallTraining:
             self.progress.say(f"validation {len(self.history)}: loss {loss:.4f}, validation accuracy {accuracy:.4f}")
 
     def _shuffle(self) -> None:
-        """A new order of the rows and of the parts that batches come from; drawn on the CPU: alike on all devices."""
+        """Draws a new order of rows and of the parts of batches. It is drawn on the CPU, so that devices agree."""
         for order, cursor in zip(self.orders, self.cursors, strict=True):
             order.copy_(torch.randperm(len(order), generator=self.generator))
             cursor.copy_(torch.arange(len(cursor)))
         self.schedule = self.schedule[torch.randperm(len(self.schedule), generator=self.generator)]
 
     def _advance(self, part: int) -> None:
-        """One step on a batch of a part: as it is, or by replaying its graph."""
+        """Takes one step on a batch of a part, directly or by replaying its graph."""
         graph = self.captured[part]
         if graph is not None:
             graph.replay()
@@ -177,7 +177,7 @@ class RecallTraining:
         cursor += len(cursor)
 
     def _backward(self, tokens: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss, whose gradients are then on the parameters."""
+        """Returns the loss, after its gradients were added to the parameters."""
         (loss,) = backward([partial(self.loss, self.model, tokens, places, labels, self.config.precision)])
         return loss
 def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, precision: str) -> Tensor:
@@ -188,15 +188,15 @@ def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, pr
 
 
 def shape_key(config: RecallConfig) -> str:
-    """Makes a text that is equal for runs that share what is compiled: all rates and seeds of a model on a task."""
+    """Returns a key of compiled code. It is equal for runs of one model on one task with any learning rate and seed."""
     return repr((config.model, config.train, config.batch, config.precision))
 
 
 @lru_cache(maxsize=1)
 def compiled_loss(key: str) -> _Loss:
-    """Returns `_loss` compiled whole, for the shapes of a key.
+    """Returns `_loss` compiled as one graph for the shapes of a key.
 
-    What was compiled before is dropped: a function keeps few variants, and a sweep needs many.
+    Code that was compiled before is dropped, because torch keeps few variants of a function and a sweep needs many.
     """
     torch.compiler.reset()
     return torch.compile(_loss, dynamic=False, fullgraph=True)

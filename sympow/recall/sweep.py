@@ -36,29 +36,29 @@ def run_sweep(
     about: Mapping[str, Any] | None = None,
     tracker: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs what is missing of a sweep, and returns all its rows, which are also in `folder`/results.csv.
+    """Does the missing runs of a sweep. Returns all rows of the sweep, which are also in `folder`/results.csv.
 
-    That file is written anew after every run. A finished run leaves its rows in the folder and is never repeated there;
-    an interrupted one starts anew. So a sweep can be killed and given again, also with more runs in it. `jobs` workers
-    take the runs one after another, model by model, the longest first; on one machine they share its GPUs. See
-    `sympow.sweeps.run_jobs`.
+    results.csv is written again after every run. The folder keeps the rows of finished runs, which are never repeated;
+    an interrupted run starts again. Therefore a sweep can be interrupted at any time and called again, also with more
+    runs. `jobs` workers take the runs one after another, model by model, the longest first. Workers on one machine
+    share its GPUs. See `sympow.sweeps.run_jobs`.
 
     Args:
         sweep: the runs.
         folder: where their rows and results.csv go.
-        executor: "submitit": local jobs of submitit; "slurm": the same as an array of Slurm, on a file system that all
-            nodes share, with locks; "process": processes of this one alone, without submitit. A sweep of one run, or
-            with one job of "process", runs in this process.
-        jobs: workers.
+        executor: where workers run. "submitit": in local jobs of submitit. "slurm": in a job array on Slurm; all nodes
+            must share a file system with locks. "process": in child processes, without submitit. A sweep of one run,
+            or with one worker and "process", runs in this process.
+        jobs: the number of workers.
         device: as for `run`.
         compiled: as for `run`.
         cuda_graphs: as for `run`.
         slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
-        quiet: no progress on stderr.
-        about: further columns of the rows of runs that are done now, such as a commit.
+        quiet: show no progress on stderr.
+        about: further columns for the rows of runs of this call, such as a commit.
         tracker: as for `run`.
 
-    Raises RuntimeError where runs failed, after all others were run; the folder holds their errors.
+    Raises RuntimeError if runs failed, after all other runs are done. The folder contains the errors.
     """
     if executor not in EXECUTORS:
         raise ValueError(unknown("executor", executor, EXECUTORS))
@@ -101,7 +101,7 @@ def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]
 
 
 def keep(rows: Iterable[Mapping[str, Any]], folder: str | os.PathLike[str]) -> None:
-    """Puts rows of runs that finished elsewhere into the folder of a sweep, which then does not repeat these runs."""
+    """Writes rows of runs that finished elsewhere into the folder of a sweep, so that these runs are not repeated."""
     records = Records(Path(folder).absolute())
     records.open()
     for (name,), same in group(list(rows), "run").items():
@@ -119,7 +119,7 @@ def _write(sweep: Sweep, folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the workers of a sweep do. `workers` is how many share the machine; None: this process is none of them."""
+    """Describes the work of a sweep's workers. `workers` share the machine; None: this process is not a worker."""
 
     device: str
     compiled: bool

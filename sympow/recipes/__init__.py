@@ -1,9 +1,9 @@
-"""A run is a Python function that returns a `RunConfig`; this package holds those of the project, by subject.
+"""Recipes: Python functions that return a `RunConfig`. This package contains the recipes of the project, by subject.
 
-Those of `mqar.py` return a `RecallConfig`, or a `Sweep` of them.
+Recipes in `mqar.py` return a `RecallConfig`, or a `Sweep` of them.
 
-A recipe is named by its file and function, "demo:softmax"; without a function it is the first one of the
-file. Recipes of one's own are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".
+A recipe is named by its file and function, "demo:softmax". Without a function, the name means the first recipe of the
+file. Recipes of users are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class RecipeError(ValueError):
-    """What the code of a recipe raised, with the file and the line, in one line."""
+    """Reports an error in the code of a recipe, with the file and the line, in one line."""
 
 
 def recipe_names() -> list[str]:
-    """The recipe files of this package."""
+    """Returns the names of the recipe files of this package."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def describe_recipes(*returned: str) -> dict[str, str]:
-    """The first line about each of the package's recipes that return one of these types, by name, as "demo:power".
+    """Returns the first docstring line of every recipe that returns one of these types, by name, such as "demo:power".
 
-    The files are read and not run, which would import torch.
+    The files are parsed and not run, because running them would import torch.
     """
     lines = {}
     for module in recipe_names():
@@ -51,7 +51,7 @@ def describe_recipes(*returned: str) -> dict[str, str]:
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The config that the recipe of this name returns.
+    """Returns the config of a recipe.
 
     Raises ValueError for an unknown recipe or function, FileNotFoundError for a missing file, ImportError for
     a module that cannot be imported, TypeError for a function that is no recipe, and RecipeError for whatever
@@ -66,7 +66,7 @@ def load_recipe(name: str) -> RunConfig:
 
 
 def load_sweep(name: str) -> Sweep:
-    """The sweep that the recipe of this name returns, or that of the one run it returns; raises as `load_recipe`."""
+    """Returns the sweep of a recipe, or a sweep of the one run that it returns. Raises the errors of `load_recipe`."""
     from sympow.recall.config import RecallConfig, Sweep
 
     label, config = _called(name)
@@ -78,7 +78,7 @@ def load_sweep(name: str) -> Sweep:
 
 
 def _called(name: str) -> tuple[str, Any]:
-    """What the recipe is called in messages, and what it returns."""
+    """Calls a recipe. Returns its name for messages, and its result."""
     from sympow.fields import unknown
 
     place, colon, function_name = name.rpartition(":")
@@ -123,7 +123,7 @@ def _module(place: str) -> ModuleType:
 
 @contextmanager
 def _errors_of_recipes() -> Iterator[None]:
-    """Turns what a recipe's code raises into a RecipeError that says where; other errors pass."""
+    """Converts errors in a recipe's code into a RecipeError with file and line. Other errors are not changed."""
     try:
         yield
     except SyntaxError as error:
@@ -140,7 +140,7 @@ def _errors_of_recipes() -> Iterator[None]:
 
 
 def _recipes_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """The public functions defined in a module, in the order of its source."""
+    """Returns the public functions that a module defines, in the order of its source."""
     return {
         name: value
         for name, value in vars(module).items()

@@ -1,7 +1,7 @@
-"""The demonstration: power attention beside softmax attention, on the source of Python's standard library.
+"""The demonstration: power attention and softmax attention on the source of Python's standard library.
 
-The two recipes differ in the mixer alone: both stand in the same block, with a short convolution in front, a norm of
-every head's output, a gate on it, and a rotation of a quarter of the channels.
+The two recipes differ in the mixer only. Both use the same block: a short convolution before the mixer, a norm of every
+head's output, a gate on it, and a rotation of a quarter of the channels.
 """
 
 from sympow.data import DataConfig
@@ -21,9 +21,9 @@ def softmax() -> RunConfig:
 
 
 def _config(name: str, mixer: MixerConfig) -> RunConfig:
-    """A recipe for two CPU cores: a small model that sees many tokens learns more in a few minutes than a larger one.
+    """Returns a config for two CPU cores, where a small model learns more in a few minutes than a larger one.
 
-    The learning rate is the best of both mixers, of those that benchmarks/demo_learning_rates.py tries.
+    Of the learning rates that benchmarks/demo_learning_rates.py tries, this one is the best for both mixers.
     """
     return RunConfig(
         name=name,

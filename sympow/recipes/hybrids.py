@@ -1,9 +1,9 @@
-"""Which mixers recall on real text: attention, convolutions, and hybrids of both, alike in all but the mixers.
+"""Recall on real text by attention, convolutions, and hybrids of both. The models differ in their mixers only.
 
-Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two arrays in the
-layout of LongCrawl64 with 16,384 different tokens. All stand in the body of Llama, in one shape, and train on the same
-tokens; `sympow ar-hits` measures them. The hybrids are those of Zoology (Arora et al., 2023, Table 2): BaseConv with
-attention in two of six layers, for all tokens or for selected ones alone.
+The recipes need the paths of the documents: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two
+arrays in the layout of LongCrawl64 with 16,384 different tokens. All models have the body llama and the same shape, and
+train on the same tokens. `sympow ar-hits` measures them. The hybrids are those of Zoology (Arora et al., 2023, Table
+2): BaseConv with attention in two of six layers, for all tokens or for selected tokens only.
 """
 
 from typing import Any

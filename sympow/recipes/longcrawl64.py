@@ -1,8 +1,9 @@
 """GPT-2 shapes on LongCrawl64, documents of 65,536 GPT-2 tokens in a zarr array.
 
-Say where it is: data.path=FOLDER, or data.path=URL with data.storage_options.token=anon for a public bucket.
-GPT-2's tokenizer.json as data.tokenizer=FILE lets the trained model generate text. A step is 524,288 tokens
-at every context. Another corpus of that layout is `sympow kernel-corpus`; docs/corpus.md tells how to name it here.
+The recipes need the path of the array: data.path=FOLDER, or data.path=URL with data.storage_options.token=anon for a
+public bucket. With GPT-2's tokenizer.json as data.tokenizer=FILE the trained model can generate text. A step has
+524,288 tokens at every context. `sympow kernel-corpus` makes another corpus with this layout; docs/corpus.md shows its
+use here.
 """
 
 from sympow.data import DataConfig

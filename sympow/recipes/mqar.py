@@ -148,7 +148,7 @@ def relatives() -> Sweep:
 
 
 def _mixers() -> list[Architecture]:
-    """What is compared; attention and power first. Power has heads of 32, whose states are small enough to be kept."""
+    """Returns the compared mixers. Power attention has heads of 32, whose states are small enough to be kept."""
     return [
         _behind("attention", "softmax", rotation="none"),
         _alone("power p=2", ("power", {}), head_dim=32),
@@ -163,7 +163,7 @@ def _mixers() -> list[Architecture]:
 
 
 def _with_convolutions() -> list[Architecture]:
-    """The two kinds of attention and four mixers that look back by convolutions or a token shift."""
+    """Returns the two kinds of attention and four mixers that use convolutions or a token shift."""
     named = {model.label: model for model in _mixers()}
     return [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
 
@@ -176,9 +176,9 @@ def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
 
 
 def _of_state(kib: int, width: int = 128) -> list[Architecture]:
-    """Models of two layers that hold `kib` KiB in float32, and what the short convolutions of the mixers hold.
+    """Returns models of two layers with `kib` KiB of state in float32, besides that of the mixers' own convolutions.
 
-    The value width or the window fills the size up.
+    The value width or the window is chosen to reach this size.
     """
     room = kib * 128 - 3 * width  # elements of a layer, without those of its short convolution
     models = [
@@ -197,7 +197,7 @@ def _of_state(kib: int, width: int = 128) -> list[Architecture]:
 def _alone(
     label: str, *mixers: tuple[str, dict[str, Any]], heads: int = 1, head_dim: int | None = None
 ) -> Architecture:
-    """Mixers, one a layer, that need no convolution in front; without MLP, as in the published code."""
+    """Returns a model with one mixer per layer, without a convolution before it and without MLP, as published."""
     configs = tuple(MixerConfig(name, options) for name, options in mixers)
     return Architecture(label, configs, heads, head_dim, mlp_ratio=0)
 
@@ -205,13 +205,13 @@ def _alone(
 def _behind(
     label: str, mixer: str, *, heads: int = 1, head_dim: int | None = None, **options: Any
 ) -> Architecture:
-    """A mixer behind a short convolution, without MLP."""
+    """Returns a model with a mixer after a short convolution, without MLP."""
     convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
     return Architecture(label, (convolution,), heads, head_dim, mlp_ratio=0)
 
 
 def _hybrids(length: int) -> dict[str, Architecture]:
-    """BaseConv of 3 taps and what stands behind it in a hybrid, for rows of `length` tokens, without MLP.
+    """Returns hybrids of BaseConv with 3 taps and another mixer, for rows of `length` tokens, without MLP.
 
     Selection by scores takes k = N / 16 and so about a quarter of the tokens; filters keep N / 8 lags.
     """

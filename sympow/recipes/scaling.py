@@ -1,13 +1,13 @@
-"""Loss against context: one function a variant, of one shape, one budget of tokens and one order of the data.
+"""Loss against context: one function for each variant, with the same shape, number of tokens and order of the data.
 
-Say where the documents are: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two arrays in the
-layout of LongCrawl64 with 16,384 different tokens. A step is 65,536 tokens at every context: training.context=N goes
-with training.batch_size=65536/N. `python -m benchmarks.context_scaling run` runs the whole grid.
+The recipes need the paths of the documents: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two
+arrays in the layout of LongCrawl64 with 16,384 different tokens. A step has 65,536 tokens at every context, so
+training.context=N needs training.batch_size=65536/N. `python -m benchmarks.context_scaling run` runs the whole grid.
 
-All stand in the body of Llama. "The block" is a short convolution before the mixer, a norm of every head's output, a
-gate on it, and a rotation of a quarter of the channels. Variants have it unless they are called plain or published.
-"Published" variants have none of the project's defaults either: eps = 1e-6, scores that start at 0, and where there is
-a gate, biases of 0 [CST].
+Variants have the body llama, except those of RWKV-7's body. "The block" means a short convolution before the mixer, a
+norm of every head's output, a gate on it, and a rotation of a quarter of the channels. Variants have the block unless
+they are called plain or published. "Published" variants do not have the project's defaults either: they have
+eps = 1e-6, scores that start at 0, and biases of 0 if there is a gate [CST].
 """
 
 from dataclasses import replace
@@ -182,7 +182,7 @@ def conformal_p4() -> RunConfig:
     return _power("conformal_p4", p=4, **PUBLISHED, **CONFORMAL)
 
 
-# `power` with one thing changed: to what a source has, or to nothing for the parts of the block.
+# `power` with one change: to the value of a source, or without one part of the block.
 
 
 def power_eps() -> RunConfig:
@@ -302,7 +302,7 @@ def _window(name: str, width: int) -> RunConfig:
 
 
 def _rwkv7() -> list[MixerConfig]:
-    """The six layers of the shape: RWKV-7 starts otherwise the deeper a layer stands."""
+    """Returns the mixers of the six layers. RWKV-7's initial values depend on the number of the layer."""
     return [MixerConfig("rwkv7", {"depth": layer / 5}) for layer in range(6)]
 
 
@@ -317,7 +317,7 @@ def _shape(name: str, d_model: int, n_layers: int, mixer: MixerConfig) -> RunCon
 
 
 def _config(name: str, *mixers: MixerConfig) -> RunConfig:
-    """The run at the longest context: a tenth of the steps warms up, the held-out loss is measured eight times."""
+    """Returns the run at the longest context. A tenth of the steps is warmup; the held-out loss is measured 8 times."""
     return RunConfig(
         name=f"scaling-{name}",
         model=preset("mini", vocab_size=VOCAB_SIZE, mixers=mixers or MixerConfig("power"), body="llama"),

@@ -1,6 +1,6 @@
-"""Models behind OpenAI's interface: an engine with continuous batching, and in `http` the server around it.
+"""Serves models with OpenAI's interface: an engine with continuous batching, and in `http` the server for it.
 
-The engine needs torch alone; the server needs the extra `serve`.
+The engine needs only torch; the server needs the extra `serve`.
 """
 
 from sympow.serving.engine import Engine, EngineClosedError, Load, QueueFullError

@@ -1,4 +1,4 @@
-"""Steps sequences whose prompts are read, as one batch, and puts the drawn tokens into their answers."""
+"""Steps all sequences whose prompts are read as one batch, and adds the drawn tokens to their answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Flight(NamedTuple):
     """Holds tokens that are not yet in the answers.
 
     Attributes:
-        sequences: those that the tokens belong to, by row; None where the prompt is not yet read.
+        sequences: the sequences of the tokens, by row; None for a sequence whose prompt is not yet read.
         logits: [rows, vocab_size], from which the tokens were drawn. The next step may overwrite them.
         drawn: the tokens.
     """
@@ -79,8 +79,8 @@ class Decoder:
     def step(self) -> None:
         """Steps all sequences, and puts drawn tokens into the answers.
 
-        A GPU steps while the host puts in the tokens that were drawn before this step. A sequence whose answer ends
-        with such a token has stepped once too often: its newest token is dropped.
+        While a GPU computes the step, the host adds the tokens that were drawn before it to the answers. If such a
+        token ends an answer, the sequence has taken one step too many, and its newest token is dropped.
         """
         stepped = bool(self.sequences)
         if stepped:
@@ -114,7 +114,7 @@ class Decoder:
 
         Sequences whose prompt is not yet read get its next token instead.
         """
-        known = logits[:, : self._tokenizer.vocab_size]  # a model may have more, which stand for nothing
+        known = logits[:, : self._tokenizer.vocab_size]  # a model may have more logits than tokens
         ready = [None if each.left else each for each in sequences]
         how = [None if each is None else each.draws for each in ready]
         drawn = draw(known, how, [None if each is None else each.request.logprobs for each in ready])
@@ -152,9 +152,9 @@ class Decoder:
                     self._release(row).end()
 
     def _keep_answer(self, row: int, flight: _Flight) -> None:
-        """Puts the state after an answer into the cache: the next turn of a conversation begins with it.
+        """Puts the state after an answer into the cache, because the next prompt of a conversation starts with it.
 
-        The state has read the last token of the answer if a step was begun since that token was drawn.
+        The state includes the last token of the answer if a step was started since that token was drawn.
         """
         sequence = self.sequences[row]
         newest = self._flights[-1] if self._flights else flight
@@ -174,5 +174,5 @@ class Decoder:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Returns whether a call of a step only begins it, so that the host has time until the results are needed."""
+    """Returns whether steps run asynchronously on the device, so that the host can work until results are needed."""
     return device.type == "cuda"

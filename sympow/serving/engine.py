@@ -36,7 +36,7 @@ class EngineClosedError(RuntimeError):
 
 
 class Load(NamedTuple):
-    """Counts requests: waiting for a slot, reading their prompt, decoding."""
+    """Counts requests that wait for a slot, requests whose prompt is read, and requests that are decoded."""
 
     waiting: int
     reading: int

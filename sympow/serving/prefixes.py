@@ -1,8 +1,8 @@
-"""The prefix cache: states of prompts that were read before, so that the same beginning is not read again.
+"""The prefix cache: states of prompts that were read before, so that the same prefix is not read again.
 
-A state is kept at three places: at the end of a prompt, at the end of an answer, and where two prompts begin to differ
-(behind a shared system prompt), once the second prompt comes. Memory drops the least recently used state first. With a
-folder, a dropped state is written to a context file, and can be loaded from there.
+A state is kept after a prompt, after an answer, and after the common prefix of two prompts (such as a shared system
+prompt), when the second prompt arrives. Memory drops the least recently used state first. With a folder, a dropped
+state is written to a context file, and can be loaded from it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sympow.models import Context, ContextError, LanguageModel, ModelState, load
 from sympow.models.context_file import NO_TOKENS, extended_digest, fingerprint
 
 BLOCK = 32  # tokens hashed at a time; prefixes that are shorter are not kept
-_SEEN = 1 << 17  # blocks of prompts remembered, to see where prompts part
-_WAITING = 16  # prefixes that wait to be written at most: others are dropped
+_SEEN = 1 << 17  # blocks of prompts that are remembered, to find common prefixes
+_WAITING = 16  # prefixes that may wait to be written; others are dropped
 _SUFFIX = ".ctx"
 
 
@@ -35,8 +35,8 @@ class PrefixKeys:
 
     Args:
         tokens: integers [T], on the CPU.
-        blocks: the hashes of the first blocks of tokens, as far as they are known, behind what else tells prefixes
-            apart.
+        blocks: a hash of what else distinguishes prefixes, such as the model, and then the known hashes of the first
+            blocks of tokens.
     """
 
     def __init__(self, tokens: Tensor, blocks: Sequence[bytes]):
@@ -72,6 +72,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
+        """Returns the bytes of all tensors of the prefix."""
         return self.state.nbytes + self.logits.nbytes + self.tokens.nbytes
 
     def context(self) -> Context:
@@ -86,10 +87,10 @@ class PrefixCache:
     All methods work from any thread.
 
     Args:
-        model: whose states these are.
-        memory_bytes: held in memory at most; 0 keeps nothing.
-        folder: where context files go; None for memory alone. It is made if it is missing.
-        disk_bytes: held in the folder at most.
+        model: the model of the states.
+        memory_bytes: the largest size in memory; 0 keeps nothing.
+        folder: the folder of context files, which is made if it is missing; None: use memory only.
+        disk_bytes: the largest size of the folder.
     """
 
     def __init__(self, model: LanguageModel, memory_bytes: int, folder: Path | None = None, disk_bytes: int = 0):
@@ -136,7 +137,7 @@ class PrefixCache:
             return self._prefixes.get(key)
 
     def parting(self, keys: PrefixKeys) -> int:
-        """Returns how many tokens, in whole blocks, an earlier call began with, too. Remembers these tokens."""
+        """Returns how many tokens, in whole blocks, are a prefix of an earlier call's tokens. Remembers the tokens."""
         if not self._limit:
             return 0
         with self._lock:

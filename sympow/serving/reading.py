@@ -14,9 +14,9 @@ from sympow.serving.sampling import begun
 from sympow.serving.sequence import Sequence
 from sympow.serving.work import Work
 
-_TOGETHER = 16  # prompts at most, each of which has its own state
-_LEAST = 16  # tokens of a piece of a prompt, below which steps read it
-_STEPS_END = 63  # tokens at the end of a prompt that steps read on a GPU, which takes no longer than a call more
+_TOGETHER = 16  # the most prompts that are read together; each has its own state
+_LEAST = 16  # pieces of a prompt with fewer tokens are read by steps
+_STEPS_END = 63  # tokens at the end of a prompt that steps read on a GPU; one more call would take as long
 _EVERY = 8  # every 8th chunk is of the prompt that waits longest; the others are of the shortest prompt
 
 
@@ -26,7 +26,7 @@ class Ready(NamedTuple):
     Attributes:
         group: the sequences. All have read the same number of tokens.
         state: of the model, a row for each sequence.
-        logits: [rows, vocab_size] after the tokens read. They mean nothing where none are read.
+        logits: [rows, vocab_size] after the tokens read. They are undefined if no tokens are read.
     """
 
     group: list[Sequence]
@@ -96,7 +96,7 @@ class Reader:
         stop = sequence.read + self._piece(goal - sequence.read)
         tokens = torch.stack([each.request.tokens[sequence.read : stop] for each in group])
         with self._work.during("wait"):
-            self._piece_read()  # so that at most one piece is begun before a short prompt that comes now
+            self._piece_read()  # so that at most one piece is started before a short prompt that arrives now
         logits, sequence.state = self._model.step(tokens.to(self._device, non_blocking=True), sequence.state)
         self._piece_read = begun(self._device)
         self._work.pieces += 1

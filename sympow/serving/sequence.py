@@ -13,9 +13,9 @@ from sympow.serving.requests import Output, Request, TokenLogprob, Usage
 from sympow.serving.sampling import Draws
 from sympow.serving.text import AnswerText
 
-# Least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs, and a reader
-# does not notice when hundreds of tokens a second come in groups. With many streams there is a longer time between the
-# pieces of each, so that the server sends 500 pieces a second at most.
+# The least time between two pieces of a stream. Sending a piece takes time that the engine's thread needs. A reader
+# does not notice that hundreds of tokens per second arrive in groups. With many streams the time is longer, so that
+# the server sends at most 500 pieces per second.
 PIECE_SECONDS = 0.03
 _SECONDS_A_STREAM = 0.002
 
@@ -28,19 +28,25 @@ def pause(streams: int) -> float:
 class Sequence:
     """Holds a request with its progress.
 
+    Args:
+        request: the request.
+        keys: the names of the prompt's prefixes.
+        tokenizer: the tokenizer of the model.
+        device: the device of the logits.
+
     Attributes:
-        request: what was asked for.
-        length: tokens of the prompt.
-        keys: names of the prompt's prefixes.
-        read: tokens of the prompt read so far; `cached` of them were found.
-        state: while the prompt is read, that of the model; then None, as it stands in a slot. The first of a group
-            that is read together has the states of all.
-        parting: tokens after which the prompt begins to differ from earlier ones, where the state is kept; or 0.
+        request: the request.
+        length: the number of tokens of the prompt.
+        keys: the names of the prompt's prefixes.
+        read: the number of tokens of the prompt read so far; `cached` of them were found in the prefix cache.
+        state: the state of the model while the prompt is read; None afterwards, when a slot contains the state. In a
+            group that is read together, the first sequence has the states of all.
+        parting: the number of tokens that the prompt shares with earlier prompts, after which the state is kept; or 0.
         looked_up: whether `parting` is known.
         kept: whether the state after the prompt was offered to the prefix cache.
-        draws: the options and the random numbers of its draws.
-        drawn: tokens of the answer, an end token among them.
-        finish: why the request has ended, as in `Output`; None before.
+        draws: the options and the random numbers of the draws.
+        drawn: the tokens of the answer, including an end token.
+        finish: the reason why the request has ended, as in `Output`; None before.
     """
 
     def __init__(self, request: Request, keys: PrefixKeys, tokenizer: Tokenizer, device: torch.device):
@@ -63,7 +69,7 @@ class Sequence:
         return self.length - self.read
 
     def read_of_answer(self, drawn: int) -> tuple[PrefixKeys, int]:
-        """Returns the names of the prefixes of the prompt with so many drawn tokens, and their number."""
+        """Returns the names of the prefixes of the prompt with `drawn` tokens of the answer, and the tokens' number."""
         return self.keys.extended(torch.tensor(self.drawn[:drawn], dtype=torch.int64)), self.read + drawn
 
     def admit(self) -> None:
@@ -74,10 +80,10 @@ class Sequence:
         """Adds a token.
 
         Args:
-            token: the next of the answer.
-            shown: its log probabilities, where they are asked for.
+            token: the next token of the answer.
+            shown: its log probabilities; None if they were not requested.
             ends: the model's end tokens.
-            streams: sequences that are decoded at present.
+            streams: the number of sequences that are being decoded.
         """
         now = time.monotonic()
         if self._first is None:

@@ -1,4 +1,4 @@
-"""Sweeps: jobs shared out among processes that may be killed at any moment, each done once."""
+"""Sweeps: jobs that several processes share. Each job is done once, even if processes are killed."""
 
 from sympow.sweeps.estimates import Estimates
 from sympow.sweeps.executors import EXECUTORS

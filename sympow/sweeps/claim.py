@@ -1,4 +1,4 @@
-"""Who works on what, among processes that may be killed at any moment."""
+"""Claims on jobs, for processes that may be killed at any time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Tells whether no other process holds the claim at `path`; it ends with the block, and with a process killed."""
+    """Tells whether this process got the claim at `path`. The claim ends with the block, or when the process dies."""
     import fcntl  # not on Windows
 
     with open(path, "w") as file:

@@ -9,14 +9,15 @@ J = TypeVar("J")
 
 
 class Estimates(Generic[J]):
-    """Tells how long jobs take: a first guess, corrected by how wrong it was for those that are finished.
+    """Estimates how long jobs take: a first guess, multiplied by a correction from finished jobs.
 
     Args:
-        guess: seconds of a job by itself.
-        kind: jobs of one kind share a correction; others take the mean of all.
-        company: how much longer jobs take side by side, until one is finished.
+        guess: returns the seconds of a job that runs alone.
+        kind: returns the kind of a job. Jobs of one kind share a correction; other kinds use the mean of all.
+        company: the factor by which jobs take longer side by side, used until a job is finished.
 
-    Workers get a copy: in a sweep that workers share out, `guess` and `kind` are functions of a module.
+    Workers get a copy of the estimates. Therefore `guess` and `kind` must be functions of a module if there are workers
+    in other processes.
     """
 
     def __init__(self, guess: Callable[[J], float], kind: Callable[[J], object], company: float):
@@ -24,11 +25,11 @@ class Estimates(Generic[J]):
         self._factors: dict[object, float] = {}
 
     def seconds(self, job: J) -> float:
-        """Returns what a job is expected to take."""
+        """Returns the seconds that a job is expected to take."""
         known = self._factors.values()
         usual = sum(known) / len(known) if known else self._company
         return self._guess(job) * self._factors.get(self._kind(job), usual)
 
     def learn(self, job: J, seconds: float) -> None:
-        """Learns from what a finished job took."""
+        """Learns from the seconds of a finished job."""
         self._factors[self._kind(job)] = seconds / self._guess(job)

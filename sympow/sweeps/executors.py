@@ -1,4 +1,4 @@
-"""Where the workers of a sweep run: in processes of this one, in local jobs of submitit, or on Slurm."""
+"""Starts the workers of a sweep in child processes, in local jobs of submitit, or on Slurm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sympow.sweeps.worker import Worker
 
 EXECUTORS = ("submitit", "slurm", "process")
 
-_NO_LIMIT = 60 * 24 * 365  # minutes; submitit's local jobs would else end after two
-_FAILED = 75  # exit code of a worker in which a job failed; Python ends with 1 where it cannot begin
+_NO_LIMIT = 60 * 24 * 365  # minutes; by default submitit's local jobs end after two
+_FAILED = 75  # exit code of a worker in which a job failed; Python exits with 1 if it cannot start
 
 
 class Team(Protocol):
@@ -27,23 +27,30 @@ class Team(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends the workers, whatever they are at."""
+        """Ends the workers, even while they do a job."""
         ...
 
 
 class Processes:
-    """Processes of this one. One that dies, or in which a job failed, is replaced by another."""
+    """Runs workers in child processes. A process that dies, or in which a job failed, is replaced by a new one.
+
+    Args:
+        worker: what each process runs; `ends_on_failure` is set.
+        workers: the number of processes.
+    """
 
     def __init__(self, worker: Worker[Any], workers: int):
         worker.ends_on_failure = True
         self._worker, self._records = worker, Records(worker.folder)
-        # Forked from a server that never used CUDA, as a process forked from this one could not use it. The server
-        # has imported torch, which takes seconds; torch imports torch._dynamo at the first step of an optimizer.
+        # A process that is forked from one with CUDA cannot use CUDA. Therefore processes are forked from a server
+        # that has never used it. The server imports torch once, which takes seconds. It also imports torch._dynamo,
+        # which torch imports at the first step of an optimizer.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["sympow.sweeps.worker", "torch._dynamo"])
         self._team = [self._start(number) for number in range(workers)]
 
     def works(self) -> bool:
+        """Tells whether a process is at work. Processes that died, or in which a job failed, are replaced first."""
         for number, process in enumerate(self._team):
             if process.exitcode in (None, 0):
                 continue
@@ -55,6 +62,7 @@ class Processes:
         return any(process.is_alive() for process in self._team)
 
     def stop(self) -> None:
+        """Ends the processes: by a signal, and by SIGKILL those that still run 10 seconds after it."""
         for process in self._team:
             process.terminate()
         for process in self._team:
@@ -69,7 +77,7 @@ class Processes:
 
 
 def _work(worker: Worker[Any], number: int) -> None:
-    """The whole of a process: it ends with code `_FAILED` where a job failed."""
+    """Runs a worker in a child process; exits with code `_FAILED` if its last job failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which then terminates this
     names = list(worker.run(number))
     if names and Records(worker.folder).error(names[-1]):
@@ -77,32 +85,34 @@ def _work(worker: Worker[Any], number: int) -> None:
 
 
 class Submitted:
-    """Jobs of submitit.
+    """Runs workers in jobs of submitit.
 
     Args:
-        jobs: as `submit` gives them.
-        kept: whether they go on in their queue where the sweep is stopped.
+        jobs: the results of `submit`.
+        kept: whether the jobs continue when the sweep is stopped.
     """
 
     def __init__(self, jobs: list[Any], kept: bool):
         self._jobs, self._kept = jobs, kept
 
     def works(self) -> bool:
+        """Tells whether at least one job is not done."""
         return not all(job.done() for job in self._jobs)
 
     def stop(self) -> None:
+        """Stops the jobs, unless they are kept."""
         for job in () if self._kept else self._jobs:
             job.cancel()
 
 
 def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, Any]) -> Team:
-    """Starts workers. Raises ImportError where submitit is needed and missing.
+    """Starts workers. Raises ImportError if submitit is needed and is not installed.
 
     Args:
         executor: one of `EXECUTORS`.
-        worker: what each of them does.
-        workers: how many.
-        slurm: parameters of submitit's executor, for "slurm".
+        worker: the worker that each process or job runs.
+        workers: the number of workers.
+        slurm: the parameters of submitit's executor, for "slurm".
     """
     if executor == "process":
         return Processes(worker, workers)
@@ -115,7 +125,7 @@ def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, 
     array.update_parameters(**slurm)
     with array.batch():
         jobs = [array.submit(drain, worker, number) for number in range(workers)]
-    return Submitted(jobs, kept=True)  # the same command, given later, collects
+    return Submitted(jobs, kept=True)  # the same command, run later, collects the results
 
 
 def drain(worker: Worker[Any], number: int) -> None:
@@ -125,9 +135,9 @@ def drain(worker: Worker[Any], number: int) -> None:
 
 
 def visible_gpus() -> dict[str, Any]:
-    """Returns the GPUs of this process as submitit, which sets CUDA_VISIBLE_DEVICES anew, wants to be told.
+    """Returns the GPUs of this process as parameters of submitit, which sets CUDA_VISIBLE_DEVICES for its jobs.
 
-    Raises ValueError where they are not listed by number.
+    Raises ValueError if CUDA_VISIBLE_DEVICES does not list GPUs by number.
     """
     count, listed = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not listed or not count:

@@ -1,4 +1,4 @@
-"""The folder of a sweep: a file for each finished job, one for each failure, and who works on what."""
+"""The folder of a sweep: a file for each finished job, a file for each failed job, and the claims of workers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ _FOLDERS = ("rows", "claims", "errors", "workers")
 
 
 class Record(NamedTuple):
-    """Holds what a job gave, in JSON values, and how long it took. Version 0.1 did not write down the seconds: None."""
+    """Holds the result of a job in JSON values, and its seconds, which are None in folders of version 0.1."""
 
     result: Any
     seconds: float | None
 
 
 class Records:
-    """Reads and writes the folder of a sweep. Every job has a name that can be that of a file."""
+    """Reads and writes the folder of a sweep. The name of a job must be a valid file name.
+
+    Args:
+        folder: the folder of the sweep.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def open(self) -> None:
-        """Makes the folder, and forgets the errors of an earlier call, so that what failed is tried again."""
+        """Makes the folder, and removes the errors of an earlier call, so that failed jobs are tried again."""
         for name in _FOLDERS:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         for name in ("errors", "workers"):
@@ -39,12 +43,12 @@ class Records:
         return claim(self.folder / "claims" / name)
 
     def save(self, name: str, result: Any, seconds: float) -> None:
-        """Writes down what a job gave; whole or not at all."""
+        """Writes the result of a job atomically."""
         with atomic_write(self._row(name)) as file:
             file.write((json.dumps({"seconds": round(seconds, 6), "result": result}, indent=1) + "\n").encode())
 
     def fail(self, name: str, error: str) -> None:
-        """Writes down that a job failed, and why."""
+        """Writes the error of a job that failed."""
         with atomic_write(self.error_file(name)) as file:
             file.write(error.encode())
 
@@ -53,27 +57,27 @@ class Records:
         return self._row(name).exists()
 
     def read(self, name: str) -> Record:
-        """Returns what a finished job gave."""
+        """Returns the record of a finished job."""
         content = json.loads(self._row(name).read_text(encoding="utf-8"))
         if isinstance(content, list):  # of version 0.1: the rows of a run of recall
             return Record(content, None)
         return Record(content["result"], content["seconds"])
 
     def error(self, name: str) -> str | None:
-        """Returns the last line that is not empty of what a failed job said; None for one that did not fail."""
+        """Returns the last line of a failed job's error that is not empty, or None if the job did not fail."""
         file = self.error_file(name)
         return file.read_text(encoding="utf-8").rstrip().splitlines()[-1] if file.exists() else None
 
     def error_file(self, name: str) -> Path:
-        """Returns where the error of a job stands if it failed."""
+        """Returns the path of the file that contains the error of a job if it failed."""
         return self.folder / "errors" / f"{name}.txt"
 
     def begin(self, worker: int, name: str) -> None:
-        """Writes down what a worker is at, for the error of one that dies."""
+        """Writes the name of the job that a worker starts, so that the job is known if the worker dies."""
         self._worker(worker).write_text(name, encoding="utf-8")
 
     def last_of(self, worker: int) -> str | None:
-        """Returns the job that a worker began last if it has not ended; None where there is none."""
+        """Returns the job that a worker started last, or None if that job has ended or there is none."""
         file = self._worker(worker)
         name = file.read_text(encoding="utf-8") if file.exists() else ""
         return name if name and not self.is_done(name) and self.error(name) is None else None

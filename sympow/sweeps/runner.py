@@ -1,4 +1,4 @@
-"""The sweep runner: jobs are shared out, each is done once, and results come as they are ready."""
+"""The sweep runner: workers share the jobs, each job is done once, and results are yielded when they are ready."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOOK = 0.2  # seconds between looks at the folder
 
 
 class Finished(NamedTuple, Generic[J]):
-    """Tells of a job that ended: its result or the last line of its error, and the seconds left for others.
+    """Holds the result of a job that ended, or the last line of its error, and the seconds left for the sweep.
 
-    The seconds are an estimate for the jobs that have not ended, shared among the workers; nan without estimates.
+    The seconds are an estimate for all jobs that have not ended, divided among the workers; nan without estimates.
     """
 
     job: J
@@ -44,27 +44,28 @@ def run_jobs(
     estimates: Estimates[J] | None = None,
     slurm: Mapping[str, Any] | None = None,
 ) -> Iterator[Finished[J]]:
-    """Runs jobs, and yields each that ended, as it ends; first those that `folder` holds already.
+    """Runs jobs, and yields every job when it ends. Jobs that finished in an earlier call are yielded first.
 
-    A finished job leaves its result in the folder and is never repeated there. A job that failed is tried again by the
-    next call. So a sweep can be killed at any moment and given again, also with more jobs in it, and several processes
+    The folder keeps the results of finished jobs, which are never repeated. A job that failed is tried again by the
+    next call. Therefore a sweep can be killed at any time and called again, also with more jobs, and several processes
     can work in one folder.
 
     Args:
-        jobs: by names that can be those of files. They begin in this order.
-        work: what is done to a job; see `Work`.
-        folder: for results, errors and claims.
-        executor: where workers run: "process": processes of this one; "submitit": local jobs of submitit; "slurm": an
-            array of Slurm, on a file system that all nodes share, with locks. None: in this process, one after another.
-        workers: how many there are.
-        group: what the group of a job is called; a worker does the jobs of a group before those of another. It is a
-            function of a module, as other processes get it. None: there are no groups.
-        minutes: what is not done by then is given up, and what would not end by then is not begun.
-        estimates: how long jobs take.
-        slurm: parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
+        jobs: the jobs by name, in the order in which they start. A name must be a valid file name.
+        work: does the jobs, see `Work`.
+        folder: the folder for results, errors and claims.
+        executor: where workers run. "process": in child processes. "submitit": in local jobs of submitit. "slurm": in a
+            job array on Slurm; all nodes must share a file system with locks. None: in this process.
+        workers: the number of workers.
+        group: returns the name of a job's group. A worker does all jobs of a group before those of another group. It
+            must be a function of a module, because it is sent to other processes. None: there are no groups.
+        minutes: the time limit. Jobs that are not done by then are given up, and jobs that would not end by then are
+            not started.
+        estimates: estimates how long jobs take.
+        slurm: the parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
 
-    Raises ValueError for an unknown executor, ImportError where submitit is needed and missing, KeyboardInterrupt after
-    SIGINT or SIGTERM, when the workers have been stopped.
+    Raises ValueError for an unknown executor, ImportError if submitit is needed and not installed, and
+    KeyboardInterrupt after SIGINT or SIGTERM, when the workers have been stopped.
     """
     if executor is not None and executor not in EXECUTORS:
         raise ValueError(unknown("executor", executor, EXECUTORS))

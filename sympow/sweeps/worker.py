@@ -1,4 +1,4 @@
-"""A worker of a sweep: it does what nobody has done or is doing, one job after another."""
+"""A worker of a sweep, which does one job after another. It skips jobs that are done or that others are doing."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ class Work(Protocol[J_contra]):
     """Describes what the workers of a sweep do. It is sent to every one of them, so it is made of plain values."""
 
     def prepare(self, worker: int) -> Callable[[J_contra], Any]:
-        """Returns what does a job and gives its result in JSON values.
+        """Returns a function that does a job and returns its result in JSON values.
 
-        It is called once in every worker, with the worker's number, when the worker has its first job.
+        `prepare` is called once in every worker, with the worker's number, before the worker's first job.
         """
         ...
 
 
 @dataclass
 class Worker(Generic[J]):
-    """Holds what a worker is given, in values that can be sent to another process.
+    """Does jobs of a sweep. All attributes can be sent to another process.
 
     Attributes:
-        jobs: by their names, in their order.
-        work: what is done.
+        jobs: the jobs by name, in the order in which they start.
+        work: does the jobs.
         folder: the folder of the sweep.
-        group: jobs of one group are done by one worker as long as there are others; None: there are no groups.
-        deadline: the time.time() after which nothing ends; a job that would end later is not begun.
-        estimates: how long jobs take; without it all are begun.
-        ends_on_failure: whether the worker ends where a job failed, as what failed may have cost it the GPU.
+        group: returns the name of a job's group. One worker does the jobs of a group while there are other groups.
+            None: there are no groups.
+        deadline: the end of the sweep as time.time(). A job that would end later is not started.
+        estimates: estimates how long jobs take; without it all jobs are started.
+        ends_on_failure: whether the worker ends when a job has failed, because the GPU may be unusable afterwards.
     """
 
     jobs: Mapping[str, J]
@@ -57,7 +58,7 @@ class Worker(Generic[J]):
     _learned: set[str] = field(default_factory=set)
 
     def run(self, number: int) -> Iterator[str]:
-        """Runs jobs, all of a group before those of another and then what others hold; yields the name of each."""
+        """Runs jobs group by group, and then the jobs of other workers' groups. Yields the name of each job."""
         records, parent = Records(self.folder), multiprocessing.parent_process()
         do: Callable[[J], Any] | None = None
         for name in self._turns(records):
@@ -83,7 +84,7 @@ class Worker(Generic[J]):
                 torch.cuda.empty_cache()  # others share the GPU
 
     def _turns(self, records: Records) -> Iterator[str]:
-        """Yields names of jobs: those of a group while the worker holds the claim on the group, and then all."""
+        """Yields the names of jobs: first group by group with a claim on the group, and then of all jobs."""
         groups: dict[str, list[str]] = {}
         if self.group is not None:
             for name, job in self.jobs.items():
@@ -101,7 +102,7 @@ class Worker(Generic[J]):
 
 
 def learn(estimates: Estimates[J], jobs: Mapping[str, J], records: Records, learned: set[str]) -> None:
-    """Learns from the jobs that finished since the last call; `learned` are the names of those before."""
+    """Learns from the jobs that finished since the last call. `learned` contains the names of earlier jobs."""
     for name in [name for name in jobs if name not in learned and records.is_done(name)]:
         learned.add(name)
         seconds = records.read(name).seconds

@@ -1,7 +1,7 @@
-"""Checkpoints, written atomically, read without running code from them: a file, or a folder of a run on several ranks.
+"""Checkpoints, which are written atomically. Reading one never runs code from it.
 
-A folder holds what a file does, the tensors as `shards` and the rest in run.pt; either is continued on any number of
-ranks.
+A run on one rank writes a file, a run on several ranks a folder. The folder has the same content as the file: tensors
+are stored as `shards`, the rest in run.pt. A run can be continued from either on any number of ranks.
 """
 
 import os
@@ -28,7 +28,7 @@ _NAME = re.compile(r"step-(\d{8,})\.(pt|shards)")
 
 
 class CheckpointError(RuntimeError):
-    """Says that a checkpoint cannot be written, read or used; the message says which and why."""
+    """Says that a checkpoint cannot be written, read or used. The message names the checkpoint and the reason."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Checkpoint:
         step: optimizer steps done.
         tokens: target tokens seen.
         seconds: training time so far, without held-out losses and checkpoints.
-        data: what the batches say of themselves and the next position in them.
-        rng: states of torch's generators: "cpu", and "cuda" where the run uses it.
+        data: the state of the batches, and the next position in them.
+        rng: the states of torch's generators: "cpu", and "cuda" if the run uses it.
     """
 
     config: dict[str, Any]
@@ -83,9 +83,9 @@ def latest_step(run_dir: str | os.PathLike[str]) -> int:
 def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], keep: int, ranks: Ranks = ALONE) -> Path:
     """Writes a checkpoint, then removes all but the newest `keep`.
 
-    On several ranks, a folder; all of them call it.
+    On several ranks the checkpoint is a folder, and every rank calls this function.
 
-    Raises CheckpointError where the disk refuses (full, over quota, read-only): then nothing is removed.
+    Raises CheckpointError if the disk refuses to write (full, over quota, read-only). Then nothing is removed.
     """
     path = checkpoint_path(run_dir, checkpoint.step, sharded=ranks.size > 1)
     try:
@@ -146,9 +146,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def load_checkpoint_into(
     header: Checkpoint, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> Checkpoint:
-    """Loads the whole of the checkpoint at `path` that `header` is of, its tensors sharded as those of `model` are.
+    """Loads the complete checkpoint at `path`, whose header is `header`. Tensors are sharded as those of `model`.
 
-    Every rank calls it. Raises as `load_checkpoint` does.
+    Every rank calls this function. Raises the errors of `load_checkpoint`.
     """
     if ranks.size == 1 and not path.is_dir():
         return header
@@ -168,9 +168,9 @@ def load_checkpoint_into(
 
 
 def load_header(path: str | os.PathLike[str]) -> Checkpoint:
-    """Loads a checkpoint without the tensors that lie in shards: all of a file.
+    """Loads a checkpoint without the tensors that are stored in shards. A file has no shards and is loaded completely.
 
-    Raises as `load_checkpoint` does.
+    Raises the errors of `load_checkpoint`.
     """
     path = Path(path)
     if path.is_dir():
@@ -217,14 +217,14 @@ def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str
 
 
 def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns `state` with the name of a weight that version 0.1 called otherwise: the norm of the heads' outputs."""
+    """Returns `state` with the current name of a weight that version 0.1 named differently: the norm of the heads."""
     renamed = {name.replace(".head_norm.", ".out_norm."): name for name in own if ".head_norm." in name}
     return {renamed.get(name, name): tensor for name, tensor in state.items()}
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a binary file that becomes `path` when the block ends, whole and on disk, or leaves no trace."""
+    """Opens a binary file that is synced and renamed to `path` when the block ends, or removed if the block raises."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -255,7 +255,7 @@ def _remove(path: Path) -> None:
 
 
 def _flat(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """All tensors: weights as model.NAME, the optimizer's as optimizer.NUMBER.KEY, by the parameter's number in it."""
+    """Returns all tensors by name: model.NAME for weights, optimizer.NUMBER.KEY with the parameter's number."""
     states = checkpoint.optimizer.get("state", {})
     flat = {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
     return flat | {f"optimizer.{i}.{key}": tensor for i, state in states.items() for key, tensor in state.items()}
@@ -284,7 +284,7 @@ def _with_shards(header: Checkpoint, path: Path, like: Callable[[str], Tensor | 
 
 
 def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's shard of a tensor that every rank has whole."""
+    """Returns this rank's shard of a tensor that is complete on every rank."""
     from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
 
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
@@ -311,7 +311,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _instead(path: Path) -> str:
-    """Returns which older checkpoint can stand in for an unreadable one."""
+    """Returns the part of an error message that names an older checkpoint to continue from."""
     older = [other for other in _in_folder(path.parent) if _step(other) < _step(path) and _is_whole(other)]
     return f"; remove it to continue from {older[-1]}" if older else ""
 
@@ -331,7 +331,7 @@ def _step(path: Path) -> int:
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """Returns the OSError behind `error`: torch's writer buries it under an error of its own."""
+    """Returns the OSError that caused `error`, or None. torch's writer raises an error of its own for it."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OSError):

@@ -1,4 +1,4 @@
-"""What a training run is: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
+"""Configurations of a run: `TrainingConfig`, `ExecutionConfig`, and `RunConfig`, which adds the model and the data."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -125,14 +125,15 @@ class TrainingConfig:
 class ExecutionConfig:
     """Describes how a run is executed.
 
-    It changes speed, memory and rounding; a run may continue with another one.
+    The values affect speed, memory and rounding only. A run may be continued with other values.
 
     Attributes:
-        context_parallel: ranks that share a row, each with a part of it; the number of ranks is a multiple.
-        checkpoint_activations: recompute every block in the backward pass.
-        compile: run every block through torch.compile.
-        profile_steps: steps to trace, from the third on, into the run's folder as profile/; 0: none.
-        tracker: "wandb": send the metrics to Weights & Biases as well.
+        context_parallel: the number of ranks that share a row; each computes a part of it. The total number of ranks
+            must be a multiple.
+        checkpoint_activations: whether to recompute every block in the backward pass.
+        compile: whether to compile every block with torch.compile.
+        profile_steps: the number of steps to trace, from the third step on, into profile/ in the run's folder; 0: none.
+        tracker: "wandb" to send the metrics to Weights & Biases as well, or None.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -167,11 +168,12 @@ class DistillationConfig:
     """Describes how a converted model learns from its teacher, in three stages over the steps of a run.
 
     Attributes:
-        start: the folder of the converted model, with whose weights the run begins.
-        teacher: a run's folder, or what `sympow convert` reads.
-        layer_steps: steps of stage 1: the output of every layer's mixer against the teacher's, on the teacher's inputs.
-        text_steps: steps of stage 3, the last ones: the loss of the text itself. Stage 2, between them, is the
-            divergence of the predictions from the teacher's.
+        start: the folder of the converted model, whose weights are the initial weights of the run.
+        teacher: a run's folder, or a model that `sympow convert` can read.
+        layer_steps: the steps of stage 1, which fits the output of every layer's mixer to the teacher's, on the
+            teacher's inputs.
+        text_steps: the steps of stage 3, which are the last ones and train on the text. Stage 2 is between them, and
+            trains on the divergence of the predictions from the teacher's.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range.
     """
@@ -200,9 +202,9 @@ class DistillationConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Holds all that decides a run: its name, the model, the data and the training; and how it is executed.
+    """Holds the configuration of a run: its name, the model, the data, the training, and how the run is executed.
 
-    `distillation` is None but for runs of `sympow distill`.
+    `distillation` is None except for runs of `sympow distill`.
     """
 
     name: str
@@ -277,12 +279,12 @@ class RunConfig:
 
 
 def without_execution(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what decides the run, of `RunConfig.to_dict`."""
+    """Returns the fields of `RunConfig.to_dict` without `execution`."""
     return {name: value for name, value in values.items() if name != "execution"}
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Returns where two JSON values first differ: (dotted path, old, new), or None where they are equal."""
+    """Returns the first difference of two JSON values as (dotted path, old, new), or None if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         pairs = [(str(key), old.get(key), new.get(key)) for key in {**old, **new}]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):

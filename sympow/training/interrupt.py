@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop reads between steps."""
+"""Turns Ctrl-C and SIGTERM into a request that the training loop reads between steps."""
 
 import signal
 import threading
@@ -7,11 +7,13 @@ from typing import Any
 
 
 class StopRequest:
-    """Sets `.signal` at the first SIGINT or SIGTERM while it is entered.
+    """Sets `signal` at the first SIGINT or SIGTERM inside its `with` block.
 
-    The second signal does what it did before, or nothing if `patient`.
+    After the first signal, the previous handlers are back in place, unless `patient` is true. Python handles signals
+    in the main thread only. In other threads the block has no effect, and `signal` remains None.
 
-    Outside the main thread, where Python handles no signals, it changes nothing and never asks to stop.
+    Args:
+        patient: whether further signals in the block have no effect either.
     """
 
     def __init__(self, patient: bool = False) -> None:

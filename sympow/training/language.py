@@ -1,4 +1,4 @@
-"""Training of a language model: batches in, a run folder out; it goes on where it was stopped."""
+"""Training of a language model on batches into a run folder. A stopped run continues from its last checkpoint."""
 
 import math
 import os
@@ -43,7 +43,7 @@ class NonFiniteError(RuntimeError):
 
 
 class TrainingResult(NamedTuple):
-    """Tells where training stands: steps done, of how many, the last step's loss, the signal that stopped it."""
+    """Holds the steps done, the steps of the whole run, the last step's loss, and the signal that stopped training."""
 
     step: int
     steps: int
@@ -65,27 +65,34 @@ def train(
 ) -> TrainingResult:
     """Trains a language model, or continues from the newest checkpoint in `run_dir`.
 
-    With a default process group, which must take tensors on the CPU as well, all its ranks call this, with one
-    `run_dir`, on a disk that they share. `ranks` is what `join` gives; None calls it. Rank 0 writes the metrics, and
-    to the terminal.
+    If there is a default process group, all its ranks call this function with the same `run_dir` on a shared disk. The
+    group must support tensors on the CPU as well. Rank 0 writes the metrics and prints to the terminal.
 
-    `batches[i]` holds `config.training.rows_per_pass` rows; step s takes `passes_per_step` of them, in turns on
-    several ranks, so that position in the data is a function of the step alone. The loss of a step is the mean over
-    all its real targets, however they fall into passes. `held_out` gives the first `evaluation_batches` of its
-    batches to the held-out loss; without it there is none. `observe(model, step)` is called every `evaluate_every`
-    steps and after the last, on every rank; its time does not count.
+    `batches[i]` has `config.training.rows_per_pass` rows. A step takes `passes_per_step` consecutive batches, which the
+    ranks share, so the position in the data depends on the step only. The loss of a step is the mean over all its
+    targets that are not -100.
 
-    `start` are the weights to begin with, by name; without it they are drawn from the seed. `objective` gives the
-    loss of the steps; without it that is `LanguageModel.loss_sum`. With it the metrics hold the stage, and beside a
-    held-out loss that of the objective's reference and the gap between them.
+    On the CPU a continued run equals an uninterrupted one bit for bit. On another number of ranks it equals it up to
+    rounding. SIGINT and SIGTERM end the run after the current step with a checkpoint. A second signal ends it at once.
+    On several ranks a second signal has no effect, because torchrun forwards a signal that a scheduler may already have
+    sent to every process.
 
-    On the CPU a continued run equals an uninterrupted one bit for bit; on another number of ranks, to rounding.
-    SIGINT and SIGTERM end it after the current step with a checkpoint; a second one ends it at once (on several
-    ranks it does nothing: torchrun passes on what a scheduler may have sent to every process).
+    Args:
+        config: the config of the run.
+        batches: the training batches.
+        run_dir: the folder of the run.
+        held_out: batches of held-out documents; the first `evaluation_batches` of them give the held-out loss. None:
+            there is no held-out loss.
+        observe: called as `observe(model, step)` on every rank, every `evaluate_every` steps and after the last. Its
+            time is not counted.
+        start: the initial weights by name; None: they are drawn from the seed.
+        objective: gives the loss of the steps. The metrics then also contain the stage, the held-out loss of the
+            objective's reference, and the gap between the held-out losses. None: the loss is `LanguageModel.loss_sum`.
+        quiet: show no progress on stderr.
+        ranks: the result of `join`; None: `join` is called.
 
-    Raises ValueError where `run_dir` belongs to another config or other data, NonFiniteError where the loss
-    or its gradient is not finite (that step is not saved), CheckpointError where a checkpoint
-    cannot be read or written.
+    Raises ValueError if `run_dir` belongs to another config or other data, NonFiniteError if the loss or its gradient
+    is not finite (that step is not saved), and CheckpointError if a checkpoint cannot be read or written.
     """
     settings = config.training
     device = resolve_device(settings.device)
@@ -106,7 +113,7 @@ def train(
 
 
 class _Training:
-    """A language model in training, for `run_steps`: what `train` was given, and where the run stands."""
+    """Trains a language model, for `run_steps`: holds the arguments of `train` and the progress of the run."""
 
     def __init__(
         self,
@@ -138,7 +145,7 @@ class _Training:
         self.reference_loss: float | None = None
 
     def open(self, stack: ExitStack, quiet: bool) -> None:
-        """Begins the metrics, the progress, the trace, and the reading of batches; `stack` ends them."""
+        """Opens the metrics, the progress, the trace, and the reading of batches; `stack` closes them."""
         ranks, settings, step = self.ranks, self.settings, self.resumed
         tracked = self.config if self.config.execution.tracker else None
         self.metrics = MetricsWriter(self.run_dir, step, tracked) if ranks.main else None
@@ -177,7 +184,7 @@ class _Training:
         self.tracing()
 
     def end(self, done: int) -> str | None:
-        """Evaluates, writes metrics and saves a checkpoint where these are due; names the signal that ends the run."""
+        """Evaluates, writes metrics and saves a checkpoint if they are due. Returns the signal that ends the run."""
         settings, objective = self.settings, self.objective
         last = done == settings.steps
         ends_stage = objective is not None and not last and objective.stage(done)[0] != self.stage
@@ -249,7 +256,7 @@ def _restore(
     device: torch.device,
     ranks: Ranks,
 ) -> Checkpoint | None:
-    """Brings model, optimizer and generators to the newest checkpoint and returns it; None where there is none."""
+    """Loads the newest checkpoint into model, optimizer and generators. Returns it, or None if there is none."""
     path = latest(run_dir)
     if path is None:
         return None

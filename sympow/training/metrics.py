@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a file of JSON lines, and TensorBoard."""
+"""Writes the metrics of a run to a file of JSON lines, to TensorBoard, and to Weights & Biases."""
 
 import hashlib
 import json
@@ -12,11 +12,17 @@ from sympow.training.config import RunConfig
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`, one object a line, and to `tensorboard/`.
+    """Appends metrics to `metrics.jsonl`, one object per line, and to `tensorboard/`.
 
-    A run that goes on from `step` first drops what a killed one wrote after it, so that no step stands twice.
-    With `tracked`, a run's config, it sends them to Weights & Biases as well. Raises ImportError where a package is
-    not installed.
+    A run that continues from `step` first removes the metrics of later steps, which an interrupted run has written. So
+    no step occurs twice.
+
+    Args:
+        run_dir: the folder of the run.
+        step: the number of steps done.
+        tracked: the config of the run, to send the metrics to Weights & Biases as well; None: do not send them.
+
+    Raises ImportError if a package is not installed.
     """
 
     def __init__(self, run_dir: Path, step: int, tracked: RunConfig | None = None):
@@ -33,7 +39,7 @@ class MetricsWriter:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; its "step" is the place of all its other numbers."""
+        """Writes metrics; "step" is the number of steps after which the other values were measured."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         for name, value in row.items():
@@ -43,12 +49,12 @@ class MetricsWriter:
             self._tracker.log(row, step=row["step"])
 
     def sync(self) -> None:
-        """Puts what was written on disk: a checkpoint is not to be newer than its metrics."""
+        """Writes the metrics to disk, so that a checkpoint is never newer than its metrics."""
         os.fsync(self._file.fileno())
         self._board.flush()
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes the file, TensorBoard and the tracker."""
         self._file.close()
         self._board.close()
         if self._tracker is not None:

@@ -11,9 +11,9 @@ from sympow.training.config import TrainingConfig
 def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> float:
     """Returns the learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
 
-    It rises over `warmup_steps` steps to `learning_rate`, which the last of them uses, and falls to
-    `min_lr_ratio * learning_rate`, which the last step of the run uses. Where a later stage of the run begins, at
-    step `stage_start`, it rises again over as many steps from near 0 to the half cosine.
+    The rate rises over `warmup_steps` steps to `learning_rate`, which the last of these steps uses. Then it falls to
+    `min_lr_ratio * learning_rate`, which the last step of the run uses. If a later stage of the run starts at step
+    `stage_start`, the rate rises again from near 0 to the half cosine over the same number of steps.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -27,7 +27,7 @@ def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> fl
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Returns two AdamW groups: matrices decay; norms, biases and every other vector or scalar do not.
 
-    A parameter shared by two modules (a tied head) stands once.
+    A parameter that two modules share (a tied head) occurs once.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [

@@ -14,13 +14,13 @@ C = TypeVar("C")
 def override(config: C, assignments: Sequence[str]) -> C:
     """Returns a copy of a dataclass with some fields set, nested ones by dotted names: "training.learning_rate=1e-3".
 
-    Tuples of plain values are written with commas (0.9,0.95), None as none, elements of a tuple of groups by
-    number (model.mixers.0.name=softmax), entries of a dict by key, as JSON or else a string
-    (model.mixers.0.options.p=4). All fields are set at once, so that values which belong together may change
-    together.
+    Tuples of plain values are written with commas (0.9,0.95), and None as none. Elements of a tuple of groups are named
+    by number (model.mixers.0.name=softmax). Entries of a dict are named by key, and their values are read as JSON, or
+    as strings if they are not JSON (model.mixers.0.options.p=4). All fields are set at once, so that values that depend
+    on each other can be changed together.
 
-    Raises ValueError in one line for what is not key=value, an unknown field, a field given twice, and a
-    value that is not of its field's type.
+    Raises ValueError in one line for an assignment that is not key=value, an unknown field, a field that is set twice,
+    and a value that is not of its field's type.
     """
     tree: dict[str, Any] = {}
     for assignment in assignments:
@@ -40,7 +40,7 @@ def override(config: C, assignments: Sequence[str]) -> C:
 
 
 def _apply(value: Any, kind: Any, change: Any, path: str) -> Any:
-    """Returns `value`, of the type `kind`, with `change`: a text in its stead, or a dict of changes to its parts."""
+    """Returns `value`, of type `kind`, after `change`: a text that replaces it, or a dict of changes to its fields."""
     if isinstance(change, str):
         return _read(change, kind, path)
     prefix = f"{path}." if path else ""

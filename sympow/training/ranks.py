@@ -1,8 +1,8 @@
-"""The processes of a run: which rows and which part of a row each has, and the model on all of them.
+"""The ranks of a run: the distribution of rows of tokens over ranks, and the model on all ranks.
 
-R ranks are a grid of data ranks and context ranks. Ranks of one row of the grid share every row of tokens, each with a
-part of it; different rows of the grid have different rows of tokens. Weights, gradients and optimizer are sharded over
-all R ranks (FSDP2). Ranks that share rows are neighbours, so that they are on one host.
+R ranks form a grid of data ranks and context ranks. Ranks with the same data rank share rows of tokens: each computes
+a part of every row. Ranks with different data ranks have different rows. Weights, gradients and optimizer state are
+sharded over all R ranks (FSDP2). Ranks that share rows have consecutive numbers, so that they are on one host.
 """
 
 from __future__ import annotations
@@ -22,22 +22,30 @@ from sympow.models import LanguageModel
 from sympow.models.bodies.base import PreNormBlock
 from sympow.training.config import RunConfig
 
-GATHERED = 1 << 25  # weights: every gather takes the host time, however little it brings
+GATHERED = 1 << 25  # weights in a group: every gather takes time of the host, even a small one
 
 
 class Rows(Protocol):
-    """A batch: int64 tokens and targets [B, T], -100 where there is none; cu_seqlens [N + 1] or None."""
+    """Describes a batch: int64 tokens and targets [B, T], -100 for no target, and cu_seqlens [N + 1] or None."""
 
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """Returns the tokens, int64 [B, T]."""
+        ...
+
     @property
-    def targets(self) -> Tensor: ...
+    def targets(self) -> Tensor:
+        """Returns the targets, int64 [B, T], -100 where there is none."""
+        ...
+
     @property
-    def cu_seqlens(self) -> Tensor | None: ...
+    def cu_seqlens(self) -> Tensor | None:
+        """Returns the bounds of packed documents [N + 1], or None."""
+        ...
 
 
 class Part(NamedTuple):
-    """A context rank's part of `Rows`, or all of them on another device."""
+    """Holds a context rank's part of `Rows`, or `Rows` on another device."""
 
     tokens: Tensor
     targets: Tensor
@@ -46,9 +54,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: rank of size, on the grid data_rank of data_size and context_rank of context_size.
+    """Describes this process: its rank of `size` ranks, and its place in the grid of data ranks and context ranks.
 
-    The default process group takes tensors on the CPU, and on `device`, the type of that of the weights.
+    The default process group supports tensors on the CPU and on `device`, the device type of the weights.
     """
 
     rank: int = 0
@@ -64,14 +72,17 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
+        """Returns the data rank of this process, counted from 0."""
         return self.rank // self.context_size
 
     @property
     def data_size(self) -> int:
+        """Returns the number of data ranks."""
         return self.size // self.context_size
 
     @property
     def context_rank(self) -> int:
+        """Returns the context rank of this process, counted from 0."""
         return self.rank % self.context_size
 
     def part(self, rows: Rows) -> Rows:
@@ -106,15 +117,15 @@ class Ranks:
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
         if self.size == 1:
             return value
-        tensor = torch.tensor(value, dtype=torch.float64)  # on the CPU, where rank 0 may be waited for for long
+        tensor = torch.tensor(value, dtype=torch.float64)  # on the CPU, where ranks may wait for a long time
         dist.all_reduce(tensor, operation)
         return tensor.item()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Runs a block that fails on all ranks where it fails on one.
+        """Runs a block, and raises an error on all ranks if the block fails on one.
 
-        Not for blocks in which ranks wait for each other.
+        The ranks must not wait for each other in the block.
         """
         failure: Exception | None = None
         try:
@@ -126,7 +137,7 @@ class Ranks:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Runs a block on rank 0 before the others, so that they find what it writes."""
+        """Runs a block on rank 0 first, so that the other ranks find the files that rank 0 writes."""
         if not self.main:
             self.wait()
         try:
@@ -140,13 +151,13 @@ ALONE = Ranks()
 
 
 def is_main() -> bool:
-    """Returns whether this process is rank 0 of those that torchrun started, or the only one."""
+    """Returns whether this process is rank 0 of the processes that torchrun started, or the only process."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
 def launched(device: torch.device) -> Iterator[None]:
-    """Makes a default process group for a program that torchrun started on several ranks; alone, it does nothing.
+    """Makes a default process group if torchrun started the program on several ranks. On one rank it does nothing.
 
     On CUDA every rank takes the GPU of its local rank.
     """
@@ -157,9 +168,9 @@ def launched(device: torch.device) -> Iterator[None]:
         if device != torch.device("cuda"):
             raise ValueError(f"training.device is one GPU, {str(device)!r}; on several ranks it is 'cuda' or 'auto'")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # No device_id: groups of ranks would then be split off this one, which not every torch can with gloo in it.
+    # No device_id: with it, groups of ranks are split from this group, which not every torch can do with gloo.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    # Until all have met: where one refused its config and left, others would add a lost connection to what it says.
+    # Wait for all ranks: if one rank has refused its config and ended, others would report a lost connection as well.
     dist.all_reduce(torch.zeros(1))
     yield
     dist.destroy_process_group()  # not after an error, when other ranks may wait for this one
@@ -168,7 +179,7 @@ def launched(device: torch.device) -> Iterator[None]:
 def join(config: RunConfig, device: torch.device) -> Ranks:
     """Returns this process among the ranks of the default group, if there is one.
 
-    Raises ValueError where the ranks cannot be arranged as the config says, or a step not be divided among them.
+    Raises ValueError if the ranks cannot form the grid of the config, or cannot share the passes of a step.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     parts, passes = config.execution.context_parallel, config.training.passes_per_step
@@ -206,10 +217,10 @@ def gathered_together(blocks: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def prepare(model: LanguageModel, config: RunConfig, ranks: Ranks) -> None:
-    """Makes `model` run as config.execution says, on all ranks: in place, before its optimizer is made.
+    """Prepares `model` in place to run as config.execution says, on all ranks, before its optimizer is made.
 
-    Weights are gathered, and gradients summed, in float32 whatever the precision: with bf16 autocast casts what goes
-    into products, and nothing else, as on one rank.
+    Weights are gathered and gradients are summed in float32 for every precision. With bf16, autocast casts the operands
+    of matrix products only, as on one rank.
     """
     execution = config.execution
     if ranks.context_group is not None:

@@ -31,10 +31,9 @@ def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: R
 
     Every rank calls it.
 
-    A folder of another config that has no checkpoint yet, as after a mistyped path, is made anew; how a run is
-    executed may change at any time. Raises ValueError where there is a checkpoint of another config,
-    FileExistsError where the folder holds something else than a run, FileNotFoundError where rank 0 made it and
-    another does not see it.
+    A folder of another config without a checkpoint is made again. The `execution` part of the config may change at any
+    time. Raises ValueError if there is a checkpoint of another config, FileExistsError if the folder contains something
+    other than a run, and FileNotFoundError if another rank does not see the folder that rank 0 made.
     """
     path = Path(run_dir)
     with ranks.together():
@@ -66,7 +65,7 @@ def _open_run_folder(path: Path, config: RunConfig) -> None:
 
 
 def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
-    """Removes what a run wrote into its folder, and nothing else. FileNotFoundError where it holds no run."""
+    """Removes the files that a run wrote into its folder, and no others. Raises FileNotFoundError without a run."""
     path = Path(run_dir)
     if not path.is_dir() or not any(path.iterdir()):
         return
@@ -97,20 +96,20 @@ def write_run_folder(
     tokenizer: str | None,
     beside: Mapping[str, str] | None = None,
 ) -> Path:
-    """Makes the folder of a run that stands at `step`, with weights that come from elsewhere.
+    """Makes the folder of a run at `step` with the weights of `model`.
 
-    What is not known, the state of the optimizer and of the data, is left empty: the run is one to evaluate, to
-    generate with and to begin others from.
+    The states of the optimizer and of the data are left empty. The run is meant for evaluation,
+    for generation, and as the start of other runs.
 
     Args:
         run_dir: a new or an empty folder.
-        config: of the run.
-        model: its weights are written as they are.
-        step: optimizer steps done.
-        tokenizer: the text of its tokenizer.json, None for a run without one.
-        beside: what stands beside it, see `sympow.data.tokenizer_files.read_beside`.
+        config: the config of the run.
+        model: the model whose weights are written.
+        step: the number of optimizer steps done.
+        tokenizer: the text of the tokenizer.json; None for a run without a tokenizer.
+        beside: the files beside the tokenizer.json, see `sympow.data.tokenizer_files.read_beside`.
 
-    Raises FileExistsError where the folder is not empty, CheckpointError where the disk refuses.
+    Raises FileExistsError if the folder is not empty, CheckpointError if the disk refuses to write.
     """
     path = new_folder(run_dir)
     path.mkdir(parents=True, exist_ok=True)
@@ -126,7 +125,7 @@ def write_run_folder(
 
 
 def new_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the path of a folder that is new or empty; FileExistsError for another."""
+    """Returns the path of a folder that is new or empty. Raises FileExistsError for another folder."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; give a new or an empty folder")
@@ -188,7 +187,7 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
 
 
 def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
-    """Adds the fields that are newer than the run to what it stored of its config, if that can be read."""
+    """Adds fields that are newer than the run to its stored config, if that config can be read."""
     try:
         return RunConfig.from_dict(stored).to_dict()
     except (KeyError, TypeError, ValueError):
@@ -196,7 +195,7 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_older(config: dict[str, Any]) -> bool:
-    """Returns whether the config of a run is of version 0.1, which knew no bodies."""
+    """Returns whether the config of a run is of version 0.1, which had no bodies."""
     return "body" not in config.get("model", {})
 
 

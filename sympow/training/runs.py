@@ -1,4 +1,4 @@
-"""The doors of this part: `run` trains what a config describes, `load` reads what was trained."""
+"""The public functions for runs: `run` trains the model of a config, `load` loads a trained model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPENING = "opening the data"  # which may train a tokenizer and fill a cache
 
 
 class Lesson(NamedTuple):
-    """Holds what training begins with and aims at; None for both is that of any run but a distillation."""
+    """Holds the initial weights and the objective of a run. Both are None unless the run is a distillation."""
 
     start: Mapping[str, Tensor] | None = None
     objective: Objective | None = None
@@ -63,7 +63,7 @@ def run(
         lesson: loads what a distillation begins with and aims at, on the device of the run; `sympow.conversion.distill`
             gives it.
 
-    Returns where training stands: the steps done and the last loss, which is None for a run that was finished before.
+    Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
     Raises ValueError where the folder holds another run, where the corpus has more tokens than the model, and for a
     distillation without a lesson; FileNotFoundError where the data are missing; and as `train` does.
@@ -117,7 +117,7 @@ def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
 
 
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
-    """Of the training and the held-out documents; saves the tokenizer into the run's folder if asked."""
+    """Returns batches of the training and of the held-out documents. With `save`, saves the tokenizer in the folder."""
     tokenizer = saved_tokenizer(folder)
     if config.distillation is not None:
         tokenizer = saved_tokenizer(Path(config.distillation.start))
@@ -141,11 +141,11 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
 
 
 def _check_tokenizer(named: str, own: Tokenizer | None) -> None:
-    """Raises ValueError where the data name a tokenizer whose tokens mean something else than those of the model.
+    """Raises ValueError if the data config names another tokenizer than that of the model.
 
     Args:
-        named: as `DataConfig.tokenizer`.
-        own: the model's.
+        named: the value of `DataConfig.tokenizer`.
+        own: the model's tokenizer.
     """
     if own is None or not Path(named).exists():
         return

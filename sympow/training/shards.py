@@ -1,4 +1,4 @@
-"""Named tensors in a folder to which every rank writes its part, and which any number of ranks reads.
+"""Named tensors in a folder. Every rank writes its part of them, and any number of ranks can read them.
 
 This is torch's distributed checkpoint, read without running code from it.
 """
@@ -34,7 +34,7 @@ _CONTENTS = {
 
 
 class ShardError(RuntimeError):
-    """A folder that cannot be read, the message completing "PATH ...", or written, the message saying why."""
+    """Says that a folder cannot be read or written. For reading, the message follows the path of the folder."""
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -58,8 +58,9 @@ def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str,
 
     Every rank of the default group calls it, if there is one.
 
-    `like(name)` is a tensor on whose device the named one is to be, and sharded as it is where the shapes agree;
-    None: whole, on the CPU. Raises ShardError for a folder that is truncated, damaged or holds something else.
+    A tensor is loaded to the device of the tensor `like(name)`. If their shapes agree, it is sharded in the same way.
+    If `like(name)` is None, the complete tensor is loaded to the CPU. Raises ShardError for a folder that is truncated,
+    damaged, or contains something other than tensors.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -108,7 +109,7 @@ def _check_sizes(folder: Path, contents: Metadata) -> None:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Returns what failed on the first rank that did."""
+    """Returns the error of the first rank that failed."""
     first = min(error.failures)
     return error.failures[first][0]
 

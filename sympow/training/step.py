@@ -22,20 +22,21 @@ LossSum = Callable[[LanguageModel, Rows], Tensor]
 
 
 class RowSource(Protocol):
-    """Gives batches by index, endless and always the same, as `sympow.data.Batches`.
-
-    `state()` says which they are, in JSON values; `check_state` raises ValueError for the state of others.
-    """
+    """Gives an endless sequence of batches by index, such as `sympow.data.Batches`. An index always gives one batch."""
 
     def __getitem__(self, index: int) -> Rows: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Returns JSON values that determine the batches, except for the index."""
+        ...
 
-    def check_state(self, state: dict[str, Any]) -> None: ...
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if `state` is of other batches."""
+        ...
 
 
 class Pass(NamedTuple):
-    """Holds rows that pass at once, checked, and how many real targets they have: see `make_pass`."""
+    """Holds the checked rows of one forward and backward pass, and the number of their targets, see `make_pass`."""
 
     rows: Rows
     targets: int
@@ -48,8 +49,8 @@ def backward(
 
     Args:
         losses: one function for each pass, which returns the loss of the pass, a scalar.
-        weigh: what the gradient is taken of, made of the loss of a pass; None: the loss itself. Auxiliary losses of
-            layers are added to it, as their mean over the passes.
+        weigh: maps the loss of a pass to the value whose gradient is computed; None: the loss itself. Auxiliary losses
+            of layers are added to this value, as their mean over the passes.
 
     Returns the losses of the passes, without gradients.
     """
@@ -63,16 +64,16 @@ def backward(
 
 
 def move(optimizer: torch.optim.Optimizer) -> None:
-    """Moves the weights by their gradients, and clears the gradients. It does not wait for the device."""
+    """Applies the gradients to the weights, and clears the gradients. It does not wait for the device."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def make_pass(rows: Rows, model: LanguageModel, device: torch.device) -> Pass:
-    """Makes what `train_step` takes: work of the host that no step should wait for, done ahead.
+    """Makes an argument of `train_step`. This is work of the host, which is done before the step needs the result.
 
-    A GPU's model does not look at the tokens it is trained on, so they are checked here, with the errors of
-    `LanguageModel.check_tokens`, and their memory is pinned; on the CPU the model checks them itself.
+    A model on a GPU does not check the tokens that it is trained on. Therefore tokens for a GPU are checked here, with
+    the errors of `LanguageModel.check_tokens`, and their memory is pinned. On the CPU the model checks them.
     """
     if device.type != "cpu":
         model.check_tokens(rows.tokens, rows.targets)
@@ -93,8 +94,8 @@ def train_step(
 ) -> tuple[float, float, int]:
     """Takes one optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
 
-    `loss_sum` gives the loss of rows, summed up over their targets; None: `LanguageModel.loss_sum`. The device is
-    waited for once, at the end.
+    `loss_sum` computes the loss of rows, summed over their targets; None: `LanguageModel.loss_sum`. The host waits for
+    the device once, at the end.
     """
     targets = int(ranks.sum(sum(each.targets for each in passes)))
     if targets == 0:
@@ -136,9 +137,9 @@ def held_out_loss(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Finds the torch device of a name, "auto" being CUDA where there is one, else the CPU.
+    """Returns the torch device of a name. "auto" means CUDA if it is available, otherwise the CPU.
 
-    Raises ValueError where there is none.
+    Raises ValueError if the device does not exist or cannot be used.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

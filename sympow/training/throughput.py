@@ -1,4 +1,4 @@
-"""How well a run uses its hardware: model FLOPs utilization, and traces of single steps."""
+"""The utilization of the hardware by a run: model FLOPs utilization, and traces of single steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +26,10 @@ PEAK_FLOPS = {
 
 
 def token_flops(model: LanguageModel, context: int) -> float | None:
-    """Counts the FLOPs of training on one token of rows of `context`: 6 an element of a matrix, and the mixers'.
+    """Counts the FLOPs of training on one token of rows of `context`: 6 per element of a matrix, and those of mixers.
 
-    The head counts, tied or not; the embedding is looked up and does not. Rows count as one document each. None where a
-    mixer does not count its own.
+    The head counts, tied or not. The embedding does not, because it is looked up. Each row counts as one document.
+    Returns None if a mixer does not count its FLOPs.
     """
     mixing = [block.mixer.training_flops(context) for block in model.blocks]
     counted = [flops for flops in mixing if flops is not None]
@@ -53,8 +53,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def trace(run_dir: Path, steps: int) -> Iterator[Callable[[], None]]:
     """Gives the function to call after every step.
 
-    The third to the `steps` + 2nd are traced, with what runs on which device and when, into profile/trace.json of the
-    folder, which chrome://tracing and Perfetto show. With 0 steps it does nothing.
+    Steps 3 to `steps` + 2 are traced into profile/trace.json in the folder, which chrome://tracing and Perfetto can
+    show. With 0 steps nothing is traced.
     """
     if not steps:
         yield lambda: None

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def register() -> None:
-    """Registers the classes with the Auto classes, as the import has done; again does no harm."""
+    """Registers the classes with the Auto classes. The import calls this function; further calls have no effect."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)

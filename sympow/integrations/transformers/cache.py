@@ -1,4 +1,4 @@
-"""The states of a model as a cache of transformers, whose rows may have read different numbers of tokens."""
+"""The states of a model as a cache of transformers. Its sequences may have read different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ Value = TypeVar("Value")
 
 
 class SympowCacheLayer(CacheLayerMixin):
-    """Holds the state of one block, as many as the cache has groups of rows (`SympowCache`).
+    """Holds the states of one block, one state for each group of sequences (`SympowCache`).
+
+    Args:
+        cache: the cache that the layer belongs to.
 
     Attributes:
-        states: the state of each group; None where no token has been read yet.
+        states: the state of each group; None if the group has read no token.
     """
 
     is_sliding = False
@@ -49,26 +52,33 @@ class SympowCacheLayer(CacheLayerMixin):
         self._states = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises NotImplementedError: the block makes its state."""
         raise NotImplementedError("a block's state is made by the block, not from keys and values")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Raises NotImplementedError: a state takes no keys and values."""
         raise NotImplementedError("a block continues its state itself; there are no keys and values to add")
 
     def get_seq_length(self) -> int:
+        """Returns the number of columns seen, including those that the attention mask leaves out."""
         return self._cache.columns
 
     def get_max_length(self) -> int:
+        """Returns -1, which means in transformers that the cache has no largest length."""
         return -1
 
     def get_max_cache_shape(self) -> int:
+        """Returns -1, which means in transformers that the cache has no largest length."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the length and the offset of the mask's columns, for a forward of `query_length` columns."""
         return self._cache.columns + query_length, 0
 
     def offload(self) -> None:
+        """Raises NotImplementedError: a state is not moved to another device."""
         raise NotImplementedError("states of sympow stay on the device of their block")
 
     prefetch = offload
@@ -79,33 +89,32 @@ class SympowCacheLayer(CacheLayerMixin):
         return sum(state.nbytes for state in self.states if state is not None)
 
 
-# The rows of a group, in the order of their states, and the state of each block; None where no token has
-# been read.
+# The sequences of a group, in the order of their states, and the state of each block; None if the group has read no
+# token.
 Part = tuple[list[int], list[MixerState | None]]
 
 
 class SympowCache(Cache):
-    """What a model of sympow carries from step to step: `past_key_values` of `SympowModel`.
+    """Holds the states of a model between forward passes: `past_key_values` of `SympowModel`.
 
-    Tokens that the attention mask leaves out are not read: they leave no trace in keys, values, gates,
-    convolutions, or the distances of rotations. Rows that have therefore read different numbers of tokens
-    are stepped in groups, one for each number. Groups whose states can stand in the same tensors are joined
-    again behind every forward. That is so for states of a constant size, as those of power attention, whose
-    rows then go on as one batch. Rows with key/value caches of different lengths stay apart, which is right
-    but slower.
+    Tokens that the attention mask leaves out are not read. They have no effect on keys, values, gates, convolutions,
+    or the distances of rotations. Sequences may therefore have read different numbers of tokens. The model steps them
+    in groups, one for each number of tokens. After every forward pass, groups are joined if their states fit into the
+    same tensors. States of a constant size, such as those of power attention, always fit, and their sequences continue
+    as one batch. Sequences with key/value caches of different lengths remain separate groups, which is slower.
 
-    As with all caches of transformers, a forward changes the cache that it is given.
+    As with all caches of transformers, a forward pass changes the cache that it is given.
 
-    On a GPU, single tokens without padding go through CUDA graphs (`stepped`). The states stand in
-    the slots of these graphs then, until somebody asks for them.
+    On a GPU, CUDA graphs read single tokens without padding (`stepped`). The states are then in the slots of these
+    graphs until they are accessed.
 
     Args:
         config: a `SympowConfig`, or the number of blocks.
 
     Attributes:
-        groups: the rows of each group.
-        columns: tokens seen, those left out included.
-        before: how many tokens were read before those, and their hash, if the cache comes from a context file.
+        groups: the indices of the sequences in each group.
+        columns: the number of tokens seen, including tokens that the mask leaves out.
+        before: the number of tokens read before these, and their hash, if the cache comes from a context file.
     """
 
     def __init__(self, config: Any):
@@ -113,7 +122,7 @@ class SympowCache(Cache):
         self.groups: list[list[int]] = []
         self.columns = 0
         self.before = (0, NO_TOKENS)
-        self._padded = False  # whether a row has left out a token
+        self._padded = False  # whether the mask has left out a token of a sequence
         self._slots: Slots | None = None
         super().__init__(layers=[SympowCacheLayer(self) for _ in range(layers)])
 
@@ -125,13 +134,13 @@ class SympowCache(Cache):
         return copy
 
     def stepped(self, tokens: Tensor, steps: Steps) -> Tensor | None:
-        """Reads one more token in every row by a CUDA graph, where that is possible.
+        """Reads one more token of every sequence with a CUDA graph, if that is possible.
 
         Args:
             tokens: int64 [B, 1].
-            steps: of the model.
+            steps: steps the model.
 
-        Returns logits [B, vocab_size]; None where nothing was read, and the model is to be stepped as usual.
+        Returns logits [B, vocab_size], or None if no graph can be used. Then nothing was read.
         """
         if self._slots is None:
             whole = self.groups == [list(range(tokens.shape[0]))] and not self._padded
@@ -148,7 +157,7 @@ class SympowCache(Cache):
         return logits
 
     def settle(self) -> None:
-        """Takes the states out of the slots of CUDA graphs, if they stand there."""
+        """Moves the states from the slots of CUDA graphs into the layers, if they are in slots."""
         if self._slots is None:
             return
         slots, self._slots = self._slots, None
@@ -162,25 +171,27 @@ class SympowCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Returns the number of sequences, or -1 before the first forward."""
         return sum(len(group) for group in self.groups) or -1
 
     @property
     def is_initialized(self) -> bool:
+        """Returns whether a forward has filled the cache."""
         return bool(self.groups)
 
     def states(self, group: int) -> list[MixerState | None]:
-        """Returns the states of a group, one a block."""
+        """Returns the states of a group, one for each block."""
         return [layer.states[group] for layer in self.layers]
 
     def parts(self, rows: int, counts: Sequence[int] | None, time: int) -> list[Part]:
-        """Gives the groups that a forward of `time` columns steps, with their states before it.
+        """Returns the groups that a forward pass over `time` columns steps, with their incoming states.
 
         Args:
-            rows: rows of the batch.
-            counts: tokens that each row reads; None if each reads all.
-            time: columns of the forward.
+            rows: the number of sequences in the batch.
+            counts: the number of tokens that each sequence reads; None if each reads all.
+            time: the number of columns of the forward pass.
 
-        Raises ValueError where the cache holds another number of rows.
+        Raises ValueError if the cache has another number of sequences.
         """
         self.settle()
         self._padded |= counts is not None
@@ -202,7 +213,7 @@ class SympowCache(Cache):
         return found
 
     def fill(self, parts: Sequence[Part], time: int) -> None:
-        """Takes the groups and states after a forward of `time` columns."""
+        """Stores the groups and states after a forward pass over `time` columns."""
         self.columns += time
         if len(parts) > 1:
             parts = _joined(parts)
@@ -212,7 +223,7 @@ class SympowCache(Cache):
             layer.is_initialized = True
 
     def select(self, index: Sequence[int]) -> None:
-        """Makes row i of the cache what row index[i] was; rows may occur many times, or not at all."""
+        """Copies sequence index[i] to sequence i of the cache; an index may occur several times, or not at all."""
         at = {row: (g, place) for g, group in enumerate(self.groups) for place, row in enumerate(group)}
         picked: list[list[tuple[int, int]]] = [[] for _ in self.groups]
         for new, old in enumerate(index):
@@ -229,36 +240,42 @@ class SympowCache(Cache):
             self.fill(parts, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Selects sequences for the next step of beam search, as `select`; `beam_idx` is int64 [B]."""
         index = beam_idx.tolist()
         if index != list(range(self.batch_size)):
             self.select(index)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Selects sequences by their indices, int64, or by a mask, bool [B]."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Copies every sequence, so that it occurs `repeats` times in a row."""
         self.select([row for row in range(max(0, self.batch_size)) for _ in range(repeats)])
 
     def reset(self) -> None:
+        """Forgets all tokens: the cache is as new."""
         self.groups, self.columns, self.before = [], 0, (0, NO_TOKENS)
         self._slots, self._padded = None, False
         for layer in self.layers:
             layer.states, layer.is_initialized = [], False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NotImplementedError: a state cannot remove tokens."""
         raise NotImplementedError("a state cannot forget its last tokens: copy the cache before reading them")
 
     def activate_past_recording(self) -> None:
+        """Raises NotImplementedError: a state cannot remove tokens."""
         raise NotImplementedError("assisted generation takes tokens back, which a state cannot")
 
 
 def moved(state: Value, offset: int) -> Value:
-    """Returns `state` with its rotation `offset` positions later, where nothing but differences of positions matters.
+    """Returns `state` with the position of its rotation increased by `offset`.
 
-    Rows of a batch that begin at different columns then stand at the same position, so that their states
-    join.
+    This is correct for states in which only differences of positions matter. Sequences that start at different columns
+    get the same position in this way, so that their states can be joined.
     """
     if isinstance(state, PowerAttentionState | LinearAttentionState) and isinstance(state.position, int):
         return replace(state, position=state.position + offset)
@@ -276,7 +293,7 @@ def _selected(state: MixerState | None, places: Sequence[int]) -> MixerState | N
 
 
 def _mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
-    """Returns `value` with function(tensor, the tensors in its place in the others) for every tensor in it."""
+    """Returns `value` with every tensor replaced by function(tensor, the corresponding tensors of the others)."""
     if isinstance(value, Tensor):
         return function(value, *others)
     if isinstance(value, list | tuple):
@@ -289,7 +306,7 @@ def _mapped(function: Callable[..., Tensor], value: Any, *others: Any) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """Returns what has to be equal for two states to be held in the same tensors."""
+    """Returns a key that is equal for two states if and only if they can be joined in the same tensors."""
     if isinstance(value, Tensor):
         return value.shape[1:], value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -300,7 +317,7 @@ def _form(value: Any) -> Any:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Joins the groups of one form, their rows in rising order."""
+    """Joins groups whose states have the same form, with their sequences in ascending order."""
     alike: dict[Any, list[Part]] = {}
     for part in parts:
         alike.setdefault(tuple(_form(state) for state in part[1]), []).append(part)

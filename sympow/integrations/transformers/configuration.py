@@ -10,17 +10,17 @@ from sympow.models import ModelConfig, preset
 
 
 class SympowConfig(PreTrainedConfig):
-    """Wraps a `ModelConfig`: its fields stand under "model" in config.json.
+    """Wraps a `ModelConfig`, whose fields are stored under "model" in config.json.
 
     Args:
-        model: what `ModelConfig.to_dict` gives, or a `ModelConfig`; None: the preset "mini" over bytes.
-        use_cache: whether a forward in evaluation mode returns a cache, where it is not told.
+        model: a `ModelConfig`, or the result of `ModelConfig.to_dict`; None: the preset "mini" over bytes.
+        use_cache: whether a forward pass in evaluation mode returns a cache if its argument `use_cache` is None.
         pad_token_id: as in transformers.
         bos_token_id: as in transformers.
         eos_token_id: as in transformers.
 
-    Other keywords are those of `transformers.PreTrainedConfig`; `vocab_size` and `tie_word_embeddings`
-    replace what `model` says.
+    Other keyword arguments are those of `transformers.PreTrainedConfig`. `vocab_size` and `tie_word_embeddings`
+    replace the values in `model`.
 
     Raises ValueError for a model that `ModelConfig` refuses.
     """
@@ -47,6 +47,7 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
+        """Returns the number of tokens in the vocabulary."""
         return self.model["vocab_size"]
 
     @vocab_size.setter
@@ -55,6 +56,7 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def tie_word_embeddings(self) -> bool:
+        """Returns whether the head has the weights of the embedding."""
         return self.model["tie_embeddings"]
 
     @tie_word_embeddings.setter
@@ -63,12 +65,15 @@ class SympowConfig(PreTrainedConfig):
 
     @property
     def hidden_size(self) -> int:
+        """Returns the width of the model."""
         return self.model["d_model"]
 
     @property
     def num_hidden_layers(self) -> int:
+        """Returns the number of blocks."""
         return self.model["n_layers"]
 
     @property
     def num_attention_heads(self) -> int:
+        """Returns the number of heads."""
         return self.model["n_heads"]

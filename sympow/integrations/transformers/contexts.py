@@ -1,4 +1,4 @@
-"""Context files of models in transformers: those of `sympow.models.context_file`, read and written by either kind."""
+"""Context files of models in transformers. The format is that of `sympow.models.context_file`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sympow.models.context_file import extended_digest
 
 
 class LoadedContext(NamedTuple):
-    """What a model has read, as `load_context` gives it.
+    """Holds a context that `load_context` has read.
 
     Attributes:
-        cache: goes to `forward` or `generate` as `past_key_values`, with the tokens that follow alone as input: it
-            counts those from 0. As all caches it is changed by a forward.
-        logits: [B, vocab_size] of the token behind the context.
-        tokens: how many tokens of every row were read.
+        cache: the `past_key_values` for `forward` or `generate`. The input then consists only of the tokens after the
+            context, which the cache counts from 0. A forward pass changes the cache.
+        logits: [B, vocab_size], the logits of the next token after the context.
+        tokens: the number of tokens of every sequence that were read.
     """
 
     cache: SympowCache
@@ -42,14 +42,14 @@ def save_context(
     """Writes what a cache holds into a context file, which `sympow.models.load_context` reads too.
 
     Args:
-        path: of the file to write.
-        model: the one that has filled the cache.
-        cache: of rows without padding.
-        input_ids: int64 [B, T], all tokens that the cache has read since it was made or loaded.
-        logits: [B, vocab_size] of the next token, the last ones that the model gave.
-        dtype: of the file, as in `sympow.models.save_context`.
+        path: the path of the file to write.
+        model: the model that has filled the cache.
+        cache: a cache of sequences without padding.
+        input_ids: int64 [B, T], all tokens that were read since the cache was made or loaded.
+        logits: [B, vocab_size], the logits of the next token, which the model returned last.
+        dtype: the dtype of the file, as for `sympow.models.save_context`.
 
-    Raises ValueError where these do not fit together, and as `sympow.models.save_context` does.
+    Raises ValueError if these arguments do not fit together, and the errors of `sympow.models.save_context`.
     """
     rows, columns = cache.batch_size, cache.columns
     if cache.groups != [list(range(rows))]:
@@ -66,9 +66,9 @@ def save_context(
 
 
 def load_context(path: str | os.PathLike[str], model: SympowForCausalLM) -> LoadedContext:
-    """Reads a context file of this model, written here or by `sympow read`; every call gives a cache of its own.
+    """Reads a context file of this model, from `save_context` or `sympow read`. Every call returns a new cache.
 
-    Raises as `sympow.models.load_context` does.
+    Raises the errors of `sympow.models.load_context`.
     """
     context = context_file.load_context(path, native_view(model))
     cache = SympowCache(model.config)

@@ -63,11 +63,11 @@ def to_transformers(
 def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Writes a folder that `to_transformers` made as a run folder, with the weights that are in it now.
 
-    What the folder does not hold, the state of the optimizer and of the data, is left empty: the run is one
-    to evaluate and to generate with, and counts as finished.
+    The states of the optimizer and of the data, which the folder does not contain, are left empty. The run is meant for
+    evaluation and generation, and counts as finished.
 
     Args:
-        folder: what `to_transformers` wrote, also after its weights were trained in transformers.
+        folder: the folder that `to_transformers` wrote, possibly with weights that were trained in transformers.
         out: a new or an empty folder.
 
     Raises FileNotFoundError for a folder without sympow_run.json, ValueError for a model that is not of
@@ -114,7 +114,7 @@ def to_native(model: SympowForCausalLM) -> LanguageModel:
 
 
 def native_view(model: SympowForCausalLM) -> LanguageModel:
-    """Makes a native model with the very weights of a `SympowForCausalLM`, in evaluation mode."""
+    """Makes a native model that shares the weights of a `SympowForCausalLM`, in evaluation mode."""
     native = Undrawn(model.config.model_config)
     state = {native_name(name): tensor for name, tensor in weights(model).items()}
     for name, tensor in weights(native).items():

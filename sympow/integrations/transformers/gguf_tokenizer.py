@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file as the text of a tokenizer.json, and as the files beside that.
+"""Converts the tokenizer in a GGUF file into the text of a tokenizer.json and of the files beside it.
 
-The tokenizer of transformers splits texts otherwise than the file says, and loses a space in decoding.
+transformers can convert it too, but then splits texts differently from the file, and loses a space in decoding.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def gguf_tokenizer(file: Path) -> str:
 
 
 def _splitters() -> dict[str, list[dict[str, Any]]]:
-    """Returns how a text is split before merges, by the name in the file."""
+    """Returns the rules that split a text before merges, by their names in GGUF files."""
 
     def words(digits: str) -> list[dict[str, Any]]:
         split = {"type": "Split", "pattern": {"Regex": _WORDS % digits}, "behavior": "Isolated", "invert": False}

@@ -41,14 +41,14 @@ class SympowBlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
     ) -> Any:
-        """Computes whole sequences x [B, T, d], as `Block.forward`, or continues a state, as `Block.step`."""
+        """Computes whole sequences x [B, T, d] as `Block.forward`, or continues a state as `Block.step`."""
         if state is None:
             return self.block(x, cu_seqlens, tokens)
         return self.block.step(x, state, tokens)
 
 
 class SympowPreTrainedModel(PreTrainedModel):
-    """What the models of sympow share: their configuration and how their weights start."""
+    """Holds what the models of sympow share: the configuration and the initialization of weights."""
 
     config_class = SympowConfig
     base_model_prefix = "model"
@@ -58,17 +58,17 @@ class SympowPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # no assisted generation: a state cannot take tokens back
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the weights as `LanguageModel.reset_parameters` does; those that were loaded are left alone.
+        """Draws the weights as `LanguageModel.reset_parameters` does, except weights that were loaded.
 
-        They are drawn for a whole model at once, from a seed that comes from torch's default generator, so
-        that the same generator gives the weights of the native model.
+        The weights of a whole model are drawn at once, from a seed of torch's default generator. The same generator
+        gives the same weights as in the native model.
         """
         if module is self:
             self._draw()
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # As the models in transformers: of others a module without weights of its own, such as the whole, is
-        # passed by.
+        # False, as for the models in transformers: with True, modules without weights of their own are skipped, and
+        # the whole model is such a module.
         super()._initialize_weights(module, False)
 
     def _draw(self) -> None:
@@ -76,12 +76,15 @@ class SympowPreTrainedModel(PreTrainedModel):
 
 
 class SympowModel(SympowPreTrainedModel):
-    """The body of a language model without its head: hidden states after the last norm.
+    """Computes hidden states after the last norm: a language model without its head.
 
-    Tokens that `attention_mask` leaves out are not read at all: they leave no trace in keys, values, gates,
-    convolutions or token shifts, and count in no position. Without a cache what is left of the rows is
-    computed packed, as documents that do not see each other. With a cache rows that read different numbers
-    of tokens are stepped in groups (`SympowCache`). `position_ids` are not read.
+    Tokens that `attention_mask` leaves out are not read. They have no effect on keys, values, gates, convolutions or
+    token shifts, and positions do not count them. Without a cache, the remaining tokens are computed as packed
+    documents, one for each sequence. With a cache, sequences that read different numbers of tokens are stepped in
+    groups (`SympowCache`). `position_ids` are not read.
+
+    Args:
+        config: the configuration of the model.
     """
 
     def __init__(self, config: SympowConfig):
@@ -95,9 +98,11 @@ class SympowModel(SympowPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the embedding of the tokens."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Sets the embedding of the tokens."""
         self.embedding = value
 
     @can_return_tuple
@@ -116,17 +121,15 @@ class SympowModel(SympowPreTrainedModel):
         """Computes hidden states [B, T, d] of tokens [B, T].
 
         Args:
-            input_ids: int64 [B, T], T >= 1; or `inputs_embeds` [B, T, d] in their place.
-            attention_mask: [B, S >= T], 0 for tokens to leave out; its last T columns are those of the
-                tokens.
-            position_ids: not read; a position is a number of tokens read.
-            past_key_values: the cache to continue, which is changed.
-            inputs_embeds: [B, T, d], in place of `input_ids`.
+            input_ids: int64 [B, T], T >= 1. Exactly one of `input_ids` and `inputs_embeds` is given.
+            attention_mask: [B, S >= T], 0 for tokens to leave out; the last T columns are those of the tokens.
+            position_ids: not read; the position of a token is the number of tokens read before it.
+            past_key_values: the cache to continue; it is changed.
+            inputs_embeds: [B, T, d], instead of `input_ids`.
             use_cache: whether to return a cache; None: as the configuration says, but not in training.
-            output_hidden_states: whether to return the input of every block too, and what the last norm
-                gives.
-            cu_seq_lens_q: documents packed into a single row, as `cu_seqlens` of `LanguageModel.forward`.
-            **kwargs: not read; callers of transformers pass more.
+            output_hidden_states: whether to return the input of every block, and the output of the last norm.
+            cu_seq_lens_q: the bounds of packed documents, as `cu_seqlens` of `LanguageModel.forward`.
+            **kwargs: not read; transformers passes further arguments.
 
         Raises ValueError for arguments that do not fit together, TypeError for a cache of another model.
         """
@@ -143,9 +146,7 @@ class SympowModel(SympowPreTrainedModel):
         x = self._embedded(input_ids) if inputs_embeds is None else self._normed(inputs_embeds)
         if use_cache:
             if cu_seq_lens_q is not None:
-                raise ValueError(
-                    "packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False"
-                )
+                raise ValueError("packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False")
             past_key_values = SympowCache(self.config) if past_key_values is None else past_key_values
             hidden = self._continue(x, input_ids, keep, past_key_values, output_hidden_states)
         else:
@@ -158,7 +159,7 @@ class SympowModel(SympowPreTrainedModel):
         )
 
     def step(self, tokens: Tensor, states: list[MixerState]) -> tuple[Tensor, list[MixerState | None]]:
-        """Continues the states of all blocks by tokens [B, T]: hidden states [B, T, d] after the last norm."""
+        """Reads tokens [B, T] from incoming states; returns hidden states [B, T, d] after the last norm, and states."""
         hidden, after = self._step(self._embedded(tokens), tokens, list(states), 0, False)
         return self.final_norm(hidden[-1]), after
 
@@ -170,13 +171,9 @@ class SympowModel(SympowPreTrainedModel):
 
     def _uses_cache(self, use_cache: bool | None, past: Any) -> bool:
         if past is not None and not isinstance(past, SympowCache):
-            raise TypeError(
-                f"past_key_values must be a SympowCache, which generate makes; got {type(past).__name__}"
-            )
+            raise TypeError(f"past_key_values must be a SympowCache, which generate makes; got {type(past).__name__}")
         if past is not None and len(past.layers) != len(self.layers):
-            raise TypeError(
-                f"past_key_values is of {len(past.layers)} blocks; the model has {len(self.layers)}"
-            )
+            raise TypeError(f"past_key_values is of {len(past.layers)} blocks; the model has {len(self.layers)}")
         if past is not None and use_cache is False:
             raise ValueError("past_key_values was given with use_cache=False: the states would be lost")
         if use_cache is None:
@@ -190,11 +187,11 @@ class SympowModel(SympowPreTrainedModel):
     def _whole(
         self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cu_seqlens: Tensor | None, every: bool
     ) -> list[Tensor]:
-        """Computes what the last block gives for whole rows; with `every`, all blocks' inputs first."""
+        """Returns the output of the last block for whole sequences; with `every`, after the inputs of all blocks."""
         if keep is not None and cu_seqlens is not None:
             raise ValueError("give one of attention_mask and cu_seq_lens_q")
         if keep is None or (self._causal and bool((keep[:, 1:] <= keep[:, :-1]).all())):
-            # What stands behind a causal row does not change it.
+            # Padding is at the end of sequences, and does not change the tokens before it.
             return self._through(x, tokens, cu_seqlens, every)
         counts = keep.sum(1, dtype=torch.int32)
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
@@ -204,7 +201,7 @@ class SympowModel(SympowPreTrainedModel):
     def _continue(
         self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cache: SympowCache, every: bool
     ) -> list[Tensor]:
-        """Computes the same from the states in the cache, which it moves on."""
+        """Computes the same as `_whole` from the states in the cache, and stores the states after the tokens."""
         rows, time = x.shape[:2]
         counts = None if keep is None else keep.sum(1).tolist()
         parts = cache.parts(rows, counts, time)
@@ -228,9 +225,7 @@ class SympowModel(SympowPreTrainedModel):
             after.append((index, states))
             if not results:
                 results = [h.new_zeros(rows, time, h.shape[-1]) for h in hidden]
-            results = [
-                r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)
-            ]
+            results = [r.index_put((row, column), h.to(r.dtype)) for r, h in zip(results, hidden, strict=True)]
         if not results:  # nothing but padding
             results = [torch.zeros_like(x) for _ in range(len(self.layers) + 1 if every else 1)]
         cache.fill(after, time)
@@ -239,7 +234,7 @@ class SympowModel(SympowPreTrainedModel):
     def _step(
         self, x: Tensor, tokens: Tensor | None, states: list[MixerState | None], start: int, every: bool
     ) -> tuple[list[Tensor], list[MixerState | None]]:
-        """Steps rows alike; those without a state stand at position `start`."""
+        """Steps the sequences of one group. If the group has no state, its position is `start`."""
         hidden, after = [x], []
         for layer, state in zip(self.layers, states, strict=True):
             if state is None:
@@ -249,9 +244,7 @@ class SympowModel(SympowPreTrainedModel):
             after.append(state)
         return hidden, after
 
-    def _through(
-        self, x: Tensor, tokens: Tensor | None, cu_seqlens: Tensor | None, every: bool
-    ) -> list[Tensor]:
+    def _through(self, x: Tensor, tokens: Tensor | None, cu_seqlens: Tensor | None, every: bool) -> list[Tensor]:
         hidden = [x]
         for layer in self.layers:
             x = layer(x, tokens, cu_seqlens)
@@ -271,15 +264,18 @@ class SympowModel(SympowPreTrainedModel):
                 tensor.copy_(native[native_name(name)])
             bias = own.get(name.removesuffix("qkv_start") + "qkv.bias") if name.endswith("qkv_start") else None
             if bias is not None and _is_loaded(bias) and not _is_loaded(tensor):
-                tensor.zero_()  # older weights, whose biases hold the start
+                tensor.zero_()  # in older weights `qkv.bias` includes the initial value
 
 
 class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
-    """A language model of sympow for `generate`, `Trainer` and what else reads causal language models.
+    """Computes logits of the next token: a model of sympow for `generate`, `Trainer` and other users of causal models.
 
-    `generate` carries a `SympowCache`, whose size does not grow where all mixers are recurrences. Greedy
-    search, sampling, beams, rows padded on the left and prefill in chunks work; assisted generation does
-    not, because a state cannot take tokens back.
+    `generate` uses a `SympowCache`, whose size does not grow if all mixers are recurrences. Greedy search, sampling,
+    beam search, padding on the left and prefill in chunks work. Assisted generation does not work, because a state
+    cannot remove tokens.
+
+    Args:
+        config: the configuration of the model.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
@@ -291,15 +287,19 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the embedding of the tokens."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Sets the embedding of the tokens."""
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Returns the head, a linear layer from the width of the model to the vocabulary."""
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Sets the head."""
         self.lm_head = new_embeddings
 
     @can_return_tuple
@@ -316,7 +316,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Computes logits [B, T, vocab_size] of the token after each; arguments as for `SympowModel.forward`.
+        """Computes logits [B, T, vocab_size] of the token after each token.
 
         Args:
             input_ids: as for `SympowModel.forward`.
@@ -324,8 +324,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             position_ids: as for `SympowModel.forward`.
             past_key_values: as for `SympowModel.forward`.
             inputs_embeds: as for `SympowModel.forward`.
-            labels: int64 [B, T], the tokens themselves, -100 where there is no loss: gives `loss`, of every
-                token's prediction from those before it.
+            labels: int64 [B, T], the input tokens, or -100 to leave out a token. With labels, `loss` is the loss
+                of predicting each token from the tokens before it.
             use_cache: as for `SympowModel.forward`.
             output_hidden_states: as for `SympowModel.forward`.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
@@ -362,12 +362,10 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Makes the cache of `generate`, where none was given."""
+        """Makes the cache of `generate` if none was given."""
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
-            raise ValueError(
-                f"models of sympow have a cache of their own; got cache_implementation={named!r}"
-            )
+            raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
         given = model_kwargs.get("past_key_values")
         if given is not None:
             given._is_user_defined = True
@@ -379,8 +377,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Prepares the arguments of the next forward of `generate`.
 
-        With a cache that forward reads one generated token in every row. The attention mask leaves none of
-        these out. To look at a mask on a GPU the host would wait, so the mask is not handed on.
+        With a cache, the next forward pass reads one generated token of every sequence, and the attention mask leaves
+        out none of them. The mask is not passed on, because the host would wait for the GPU to read it.
         """
         if outputs.past_key_values is not None:
             unread = ("attention_mask", "position_ids")

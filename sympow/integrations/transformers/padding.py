@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
-    """Returns the last `time` columns of an attention mask as booleans; None where it leaves nothing out."""
+    """Returns the last `time` columns of an attention mask as booleans, or None if they leave out no token."""
     if mask is None:
         return None
     if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < time:
@@ -16,5 +16,5 @@ def kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
 
 
 def scattered(keep: Tensor, values: Tensor) -> Tensor:
-    """Puts values [N, d] into the N places of keep [B, T], with zeros elsewhere: [B, T, d]."""
+    """Puts values [N, d] at the N true positions of keep [B, T]; returns [B, T, d] with zeros elsewhere."""
     return values.new_zeros(*keep.shape, values.shape[-1]).index_put(keep.nonzero(as_tuple=True), values)

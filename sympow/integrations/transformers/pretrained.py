@@ -22,12 +22,12 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 class Pretrained(NamedTuple):
-    """A pretrained model in native form.
+    """Holds a pretrained model in native form.
 
-    model: in evaluation mode, float32.
-    tokenizer: the text of its tokenizer.json; None where there is none.
-    beside: what stands beside it, see `sympow.data.tokenizer_files.read_beside`.
-    context: the longest context that it was made for, in tokens.
+    model: the model in evaluation mode, float32.
+    tokenizer: the text of its tokenizer.json, or None.
+    beside: the files beside the tokenizer.json, see `sympow.data.tokenizer_files.read_beside`.
+    context: the longest context that the model was made for, in tokens.
     """
 
     model: LanguageModel
@@ -37,12 +37,10 @@ class Pretrained(NamedTuple):
 
 
 def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrained:
-    """Reads a pretrained model into the llama body with softmax attention.
+    """Reads a pretrained model into the llama body with softmax attention. The logits are the same.
 
-    Its logits stay the same.
-
-    The rotation of those models turns the two halves of a head, and the rotation here turns neighbouring channels.
-    Therefore rows of queries and keys, their biases and their norms are permuted.
+    Those models rotate pairs of channels from the two halves of a head; this package rotates pairs of neighbouring
+    channels. Therefore the rows of query and key projections, their biases and their norms are permuted.
 
     Args:
         source: a folder of Hugging Face transformers, the path of a GGUF file, which is dequantized and needs the
@@ -224,7 +222,7 @@ def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) 
 
 
 def neighbouring_pairs(rows: Tensor, head_dim: int) -> Tensor:
-    """Orders the rows of heads whose two halves turn together so that neighbouring rows turn together.
+    """Orders the rows of heads, in which rows of the two halves are rotated as pairs, so that neighbours are pairs.
 
     Args:
         rows: [heads * head_dim, ...].

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, as the evaluations of sympow read models."""
+"""Causal language models of transformers with the interface of the evaluations of sympow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
 
 
 class ScoredCausalLM(nn.Module):
-    """Any causal language model of transformers with the methods that evaluations call on `LanguageModel`.
+    """Wraps a causal language model of transformers with the methods of `LanguageModel` that evaluations call.
 
     Args:
-        model: what `AutoModelForCausalLM.from_pretrained` gives.
+        model: the result of `AutoModelForCausalLM.from_pretrained`.
     """
 
     def __init__(self, model: Any):
@@ -26,12 +26,12 @@ class ScoredCausalLM(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Returns rows of the embedding: every token is below it."""
+        """Returns the number of embeddings; every token is below it."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def longest(self) -> int | None:
-        """Returns the most tokens of a row that the model's configuration allows; None where it says nothing."""
+        """Returns the longest sequence that the model's configuration allows, in tokens; None if it has no limit."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     def forward(self, tokens: Tensor) -> Tensor:

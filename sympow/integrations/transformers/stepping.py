@@ -1,4 +1,4 @@
-"""Single tokens read by CUDA graphs, where `generate` of transformers asks for them one by one."""
+"""Reads single tokens with CUDA graphs, for `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ModelSteps:
 def logits_by_graph(
     model: SympowForCausalLM, tokens: Tensor, mask: Tensor | None, cache: Any, logits_to_keep: int | Tensor
 ) -> Tensor | None:
-    """Reads one token in every row by a CUDA graph, as `SympowCache.stepped`.
+    """Reads one token of every sequence with a CUDA graph, as `SympowCache.stepped`.
 
-    Returns logits [B, vocab_size]; None where that is not possible: elsewhere than on a single GPU, with
-    gradients, in what torch.compile traces, with padding, and where hidden states are asked for.
+    Returns logits [B, vocab_size], or None if that is not possible: if the model is not on a single GPU, with
+    gradients, in code that torch.compile traces, with padding, and if hidden states are requested.
     """
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if tokens.shape[1:] != (1,) or not tokens.is_cuda or torch.is_grad_enabled() or len(devices) > 1:

@@ -1,4 +1,4 @@
-"""Weights by name: those that a model holds, and their names here and in transformers."""
+"""The weights of a model by name, and the mapping of names between transformers and this package."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from sympow.models import LanguageModel
 
 
 class Undrawn(LanguageModel):
-    """A language model whose weights are not drawn: they are loaded, or drawn by `_init_weights`."""
+    """Makes a language model without drawing its weights: they are loaded, or `_init_weights` draws them."""
 
     def reset_parameters(self, seed: int | None = None) -> None:
+        """Keeps the weights as they are."""
         return
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Lists the parameters of a model by name, a tied head not again, and the constants saved with them."""
+    """Lists the parameters and buffers of a model by name. A tied head is not listed a second time."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 

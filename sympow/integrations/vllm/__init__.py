@@ -8,9 +8,9 @@ import logging
 
 
 def register() -> None:
-    """Registers the model and its configuration with vLLM; again does no harm.
+    """Registers the model and its configuration with vLLM. Further calls have no effect.
 
-    Where it cannot, it warns and leaves vLLM to its other models.
+    If this is not possible, a warning is logged, and vLLM can serve other models.
     """
     try:
         from vllm.model_executor.models import ModelRegistry

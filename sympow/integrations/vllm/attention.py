@@ -13,12 +13,12 @@ from sympow.layers.window import WindowAttention
 
 
 class CachedAttention(nn.Module):
-    """Softmax attention to all tokens before, or to a window, by vLLM.
+    """Computes softmax attention to all earlier tokens, or to a window, with vLLM.
 
     Args:
-        mixer: what projects the tokens, turns queries and keys, and maps the heads' outputs.
-        name: of the layer, unique in the model.
-        vllm_config: of the engine, which learns of the layer.
+        mixer: projects the tokens, rotates queries and keys, and maps the heads' outputs.
+        name: the name of the layer, unique in the model.
+        vllm_config: the configuration of the engine, in which the layer registers itself.
     """
 
     def __init__(self, mixer: AttentionMixer, name: str, vllm_config: VllmConfig):

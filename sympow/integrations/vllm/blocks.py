@@ -1,4 +1,4 @@
-"""The blocks of a model for one of vLLM's ranks, and what is refused."""
+"""The blocks of a model for one of vLLM's ranks. Bodies and mixers that vLLM cannot serve are refused."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:
 
 
 def common_page(blocks: Sequence[PreNormBlock], device: str, dtype: torch.dtype) -> Page:
-    """Describes what a page holds, which is the same in all layers that keep a state.
+    """Describes a page, which is the same for all layers with a state.
 
     Args:
-        blocks: those of `rank_blocks`, which have states where they have no cache.
-        device: where the model runs.
-        dtype: of its weights.
+        blocks: the result of `rank_blocks`. A block has a state if it has no key/value cache.
+        device: the device of the model.
+        dtype: the dtype of the weights.
 
-    Raises ValueError where no layer keeps a state, and where layers keep different ones.
+    Raises ValueError if no layer has a state, and if layers have different kinds of states.
     """
     mixers = [block.mixer for block in blocks if not keeps_cache(block.mixer)]
     pages = {page_of(mixer.init_state(1, device=device, dtype=dtype).with_all_room()) for mixer in mixers}

@@ -1,4 +1,4 @@
-"""What vLLM asks of a model before it makes its processes."""
+"""The hooks of a model that vLLM calls before it makes its processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sympow.integrations.vllm.blocks import common_page, rank_blocks
 
 
 class SympowModelConfig(VerifyAndUpdateConfig):
-    """Refuses what cannot be served, and tells vLLM the heads of softmax attention."""
+    """Refuses configurations that cannot be served, and tells vLLM the heads of softmax attention."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -26,7 +26,7 @@ class SympowModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Sets the heads by which vLLM makes pages of key/value caches and of states equally large."""
+        """Sets the heads from which vLLM computes page sizes. Pages of caches and of states have the same size."""
         for block in rank_blocks(model_config.hf_config.model_config, 1):
             if keeps_cache(block.mixer):
                 model_config.model_arch_config.total_num_kv_heads = block.mixer.n_kv_heads

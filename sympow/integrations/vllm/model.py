@@ -30,12 +30,12 @@ from sympow.models.bodies.base import PreNormBlock
 
 
 class ServedBlock(nn.Module):
-    """A block on tokens of many requests, with this rank's heads.
+    """Computes a block with this rank's heads on tokens of many requests.
 
     Args:
         block: the block.
-        name: of the layer.
-        vllm_config: of the engine.
+        name: the name of the layer.
+        vllm_config: the configuration of the engine.
     """
 
     def __init__(self, block: PreNormBlock, name: str, vllm_config: VllmConfig):
@@ -51,12 +51,16 @@ class ServedBlock(nn.Module):
 
 
 class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
-    """A language model of sympow in vLLM: the bodies gpt2 and llama.
+    """Computes a language model of sympow in vLLM, with the body gpt2 or llama.
 
-    Mixers have states of a constant size, or are softmax attention as vLLM computes it. To vLLM the model is a hybrid,
-    also without any layer of attention, so that vLLM chooses the sizes of its pages.
+    A mixer must have a state of constant size, or be softmax attention as vLLM computes it. The model declares itself
+    a hybrid, even if it has no layer of softmax attention. Then vLLM chooses the size of its pages.
 
-    Raises ValueError for other bodies and mixers; `SympowModelConfig` has refused them before.
+    Args:
+        vllm_config: the configuration of the engine.
+        prefix: the prefix of the layers' names.
+
+    Raises ValueError for other bodies and mixers. `SympowModelConfig` refuses these earlier.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -76,6 +80,7 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings [N, d] of tokens [N], before the norm of the embedding."""
         return self.embedding(input_ids)
 
     def forward(
@@ -94,15 +99,16 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         return self.final_norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Returns logits [N, vocab_size] of hidden states [N, d]; vLLM may return None on some ranks."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads weights by their names in transformers, of each the part of this rank."""
+        """Loads this rank's part of every weight, by names in transformers. Returns the names of loaded weights."""
         own = dict(self.named_parameters()) | dict(self.named_buffers())
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         for name, tensor in own.items():
             if name.endswith("qkv_start"):
-                tensor.zero_()  # older weights have none: their biases hold the start
+                tensor.zero_()  # older weights lack it: their biases include the initial value
         loaded = set()
         for theirs, whole in weights:
             name = native_name(theirs)
@@ -127,10 +133,12 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of each tensor in a page, without the dimension of the pages."""
         return _page(vllm_config).shapes
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Returns the dtype of each tensor in a page."""
         return _page(vllm_config).dtypes
 
 

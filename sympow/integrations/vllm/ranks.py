@@ -1,6 +1,6 @@
 """Tensor parallelism: heads and hidden channels of the MLP are split over ranks, each with its part of the weights.
 
-A rank computes with blocks of fewer heads. What mixers and MLPs give, added over the ranks, is that of whole blocks.
+A rank computes blocks with fewer heads. The sum of mixer and MLP outputs over the ranks is the output of whole blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.models.bodies.base import PreNormBlock
 
-# What is added once, and not by every rank.
+# Biases that are added once, and not by every rank.
 _ONCE = ("mixer.out.bias", "mlp_out.bias")
 
 
@@ -51,12 +51,12 @@ def rank_part(name: str, whole: Tensor, own: Tensor, block: PreNormBlock, rank: 
     """Cuts the part of a rank out of a block's weight.
 
     Args:
-        name: of the weight in the block.
+        name: the name of the weight in the block.
         whole: the weight of the whole model.
-        own: the rank's weight, whose shape says what is split.
+        own: the rank's weight, whose shape shows which dimension is split.
         block: the rank's block.
-        rank: 0 to ranks - 1.
-        ranks: how many share a layer.
+        rank: the number of the rank, 0 to ranks - 1.
+        ranks: the number of ranks that share a layer.
     """
     if name in _ONCE and rank > 0:
         return torch.zeros_like(whole)

@@ -1,4 +1,4 @@
-"""The states of mixers in vLLM's pages: a page holds all tensors of one request's state in one layer."""
+"""The states of mixers in vLLM's pages. A page contains all tensors of one request's state in one layer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Part:
     """The requests of a batch that read equally many tokens, which are stepped as one batch.
 
     Attributes:
-        tokens: int64 [B, T'], where their tokens stand in the batch.
-        pages: int64 [B], the page of each.
-        read: int64 [B], how many tokens each has read before. The page of a request that has read none holds what
-            another request left there.
+        tokens: int64 [B, T'], the indices of the requests' tokens in the batch.
+        pages: int64 [B], the page of each request.
+        read: int64 [B], the number of tokens that each request has read before. If it is 0, the page still contains
+            the state of an earlier request.
     """
 
     tokens: Tensor
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass
 class StateMetadata:
-    """What the layers know of a batch: its parts."""
+    """Holds what layers need to know of a batch: its parts."""
 
     parts: list[Part]
 
@@ -51,6 +51,10 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StateMetadata:
+        """Collects the requests of a batch in parts, by the number of tokens that they read.
+
+        `common_prefix_len` and `fast_build` are not used.
+        """
         batch = common_attn_metadata
         mode = self.vllm_config.cache_config.mamba_cache_mode
         table = mamba_get_block_table_tensor(batch.block_table_tensor, batch.seq_lens, self.kv_cache_spec, mode)
@@ -72,26 +76,29 @@ class StateBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Returns the name of the backend."""
         return "SYMPOW_STATES"
 
     @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:
+        """Returns the class that builds the metadata."""
         return StateMetadataBuilder
 
     @classmethod
     def is_ssm(cls) -> bool:
+        """Returns True: vLLM treats the layers as state space models."""
         return True
 
 
 class PagedMixer(MambaBase):
-    """A mixer with states of a constant size, stepped on vLLM's pages.
+    """Steps a mixer with a state of constant size on vLLM's pages.
 
-    Its states are those of `sympow generate`, tensor by tensor; the number of tokens read comes from vLLM.
+    The states have the same tensors as in `sympow generate`. The number of tokens read comes from vLLM.
 
     Args:
         mixer: the mixer, on its device.
-        name: of the layer, unique in the model.
-        vllm_config: of the engine, which learns of the layer.
+        name: the name of the layer, unique in the model.
+        vllm_config: the configuration of the engine, in which the layer registers itself.
     """
 
     def __init__(self, mixer: Mixer, name: str, vllm_config: VllmConfig):
@@ -103,7 +110,7 @@ class PagedMixer(MambaBase):
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Mixes the tokens x [N, d] of a batch: [N, d]. The positions follow from the metadata and are not read."""
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM tries how much memory a batch takes, before there are pages
+        if metadata is None:  # before there are pages, vLLM measures how much memory a batch takes
             return self.mixer.step(x[None], self.first.clone())[0][0]
         y = torch.zeros_like(x)
         for part in metadata[self.name].parts:
@@ -123,32 +130,36 @@ class PagedMixer(MambaBase):
         return self.first.mapped(lambda _: next(tensors)).counting(part.read)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shape of each tensor in a page, without the dimension of the pages."""
         return page_of(self.first).shapes
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Returns the dtype of each tensor in a page."""
         return page_of(self.first).dtypes
 
     def get_attn_backend(self) -> type[AttentionBackend]:
+        """Returns the backend, which names the builder of the metadata."""
         return StateBackend
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
+        """Returns the kind of the layer: a custom one."""
         return MambaAttentionBackendEnum.CUSTOM
 
 
 class Page(NamedTuple):
-    """What a page holds: the shapes and dtypes of the tensors of a sequence's state."""
+    """Describes a page by the shapes and dtypes of the tensors of one sequence's state."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
 
 
 def page_of(state: MixerState) -> Page:
-    """Describes what a page of this state holds."""
+    """Describes a page that contains this state."""
     tensors = list(state.tensors())
     return Page(tuple(tuple(tensor.shape[1:]) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
 
 
 def keeps_state(mixer: Mixer) -> bool:
-    """Tells whether a page can hold the state of a mixer: whether its size does not depend on the tokens read."""
+    """Tells whether a page can contain the state of a mixer: the size must not depend on the number of tokens read."""
     return mixer.causal and not mixer.reads_tokens and mixer.init_state(1).rows_may_differ

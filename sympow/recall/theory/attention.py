@@ -26,9 +26,9 @@ def recall_weights(vocab_size: int) -> Weights:
 def recall_by_attention(instances: Instances, p: int | None) -> Tensor:
     """Answers the queries of rows of triples with one layer of attention: [n, M], NONE where there is no answer.
 
-    Keys move down 3 rows and values 2, so that both of triple j stand in row 3 j + 3. Query i stands in row 3 i + 2 and
-    sees, by the causal mask alone, the triples j < i. The scores of one-hot tokens are 1 for the key of the query and 0
-    for all others, so every power of them is the same.
+    Keys are moved down by 3 rows and values by 2, so that key and value of triple j are in row 3 j + 3. Query i is in
+    row 3 i + 2. Because of the causal mask it attends to the triples j < i only. Scores of one-hot tokens are 1 for the
+    key that equals the query and 0 for all others, so every power of the scores is the same.
 
     Args:
         instances: the rows.
@@ -50,9 +50,9 @@ def recall_by_attention(instances: Instances, p: int | None) -> Tensor:
 def recall_layer(vocab_size: int, p: int) -> ShortConvolution:
     """Makes a layer of this project that answers the rows of `sympow.data.mqar`: power attention behind a convolution.
 
-    The layer takes tokens as one-hot vectors of 2 C channels, twice the same, 0 for filler. The convolution passes the
-    first half as it is and moves the second half down one token, so that a value's row holds its key too. The query's
-    key meets it there, and the output has the value in the first C channels.
+    The layer takes tokens as vectors of 2 C channels: a one-hot vector twice, or 0 for filler. The convolution keeps
+    the first half and moves the second half down by one token, so that the row of a value also contains its key. A
+    query matches this key, and the output contains the value in the first C channels.
     """
     options = {"p": p, "head_dim": vocab_size, "gate": False, "rotation": "none", "qk_norm": False, "bias": False,
                "short_convolution": 0, "head_norm": False, "output_gate": False, "initial_score": 0.0}  # fmt: skip

@@ -77,8 +77,8 @@ def shift_down(rows: int, width: int, by: int) -> Layer:
 def shift_up(rows: int, width: int, by: int) -> Layer:
     """Moves every row up by `by` rows, zeros behind (H.8).
 
-    A causal convolution never moves a row up. The circular one with tap N - by does, and what comes round to the last
-    rows is masked.
+    A causal convolution cannot move a row up. The circular one with tap N - by can. The rows that it moves from the
+    start to the end of the tape are masked.
     """
     mask = (torch.arange(rows) < rows - by).double()[:, None]
     return convolution(rows, taps(width, (rows - by) % rows), mask, circular=True)
@@ -90,10 +90,11 @@ def running_sum(rows: int, width: int) -> Layer:
 
 
 def remember(head: int, inner: Sequence[Layer]) -> list[Layer]:
-    """Makes the layers that apply `inner` to the rows behind the first `head`, and leave those as they are (H.10).
+    """Makes the layers that apply `inner` to the rows after the first `head` rows, which they do not change (H.10).
 
-    The tape has head + N rows, N those of `inner`, and 2 d channels, of which the last d are empty at the start and at
-    the end. The first rows wait there: in the channels of `inner` its filters would spread them over what follows.
+    The tape has head + N rows, where `inner` has N rows, and 2 d channels. The last d channels are 0 before and after
+    these layers, and contain the first rows while `inner` is applied. In the channels of `inner`, its filters would
+    spread the first rows over the rows after them.
     """
     length, width = inner[0].gate_bias.shape
     rows = head + length
@@ -108,7 +109,7 @@ def remember(head: int, inner: Sequence[Layer]) -> list[Layer]:
 def _beside(layer: Layer, head: int) -> Layer:
     """Returns `layer` on the rows behind the first `head` of the first d channels; the last d channels pass."""
     if layer.circular:
-        raise ValueError("a circular layer turns round at the end of its own tape and cannot stand on a longer one")
+        raise ValueError("a circular layer has the period of its own tape and cannot be applied on a longer tape")
     rows, width = head + layer.gate_bias.shape[0], layer.weight.shape[0]
     ones = torch.ones(rows, width).double()
     behind = (0, 0, head, 0)

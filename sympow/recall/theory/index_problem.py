@@ -1,8 +1,8 @@
-"""The index problem (H.24): what a state of few bits can tell of N stored ones.
+"""The index problem (H.24): how well a state of few bits answers questions about N stored bits.
 
-Alice has N bits and sends a message; Bob has an index and must name that bit. A message of far fewer than N bits lets
-Bob do little better than guess, whatever Alice and Bob compute. A recurrent mixer that has read N pairs of a key and a
-bit is Alice, and its state is the message.
+Alice has N bits and sends a message. Bob has an index and must name the bit at this index. If the message has far fewer
+than N bits, Bob can do little better than guess, for any computations of Alice and Bob. A recurrent mixer that has read
+N pairs of a key and a bit corresponds to Alice, and its state to the message.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def accuracy(memory: Memory, stored: int, rows: int, seed: int) -> float:
     asked = torch.rand(rows, stored, generator=generator).argsort(1)[:, :_QUERIES]
     held = replace(state, s=_rounded(state.s, memory.bits), z=torch.zeros_like(state.z))
     q = key.gather(1, asked[..., None].expand(-1, -1, memory.key_dim))
-    # Reading: queries stand behind all pairs, with keys of 0, which add nothing.
+    # Reading: queries follow all pairs. Their keys are 0 and add nothing to the state.
     q = q[:, :, None].expand(-1, -1, heads, -1)
     out = power_attention(q, 0 * q, 0 * q[..., :1], **options, initial_state=held).out.sum(2)
     return ((out > 0) == (bit.gather(1, asked[..., None]) > 0)).double().mean().item()

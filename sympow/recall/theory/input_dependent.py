@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 from sympow.recall.theory.base_conv import Layer, apply, convolution, taps
 from sympow.recall.theory.instances import Instances, read, tape
 
-_OWN = 3  # rows of a triple: at smaller lags a query meets the key of its own triple
+_OWN = 3  # rows of a triple: at smaller lags a query would be compared with the key of its own triple
 
 
 def matches_by_lag(u: Tensor) -> Tensor:
-    """Counts at every lag how many queries of tapes u [n, N, 3 C] equal the key so many rows before (H.36): [n, N].
+    """Counts, for every lag, the queries of tapes u [n, N, 3 C] that equal the key `lag` rows before (H.36): [n, N].
 
     It is the cross-correlation of queries with keys, summed over the channels, by fast Fourier transforms in
     O(C N log N). Lags below 3 are set to 0.
@@ -36,8 +36,8 @@ def largest_lags(u: Tensor, count: int) -> Tensor:
 def recall_by_filters(instances: Instances, lags: int) -> Tensor:
     """Answers queries by four BaseConv layers whose first filters are 1 at the `lags` largest lags (H.38): [n, M].
 
-    Every lag gets a block of the tape of its own, in which all keys and values are moved down by that lag, so that a
-    query and the key it meets can be compared alone. The answers are right where a row has no more lags than that.
+    Every lag gets its own block of the tape, in which all keys and values are moved down by the lag. In this block each
+    query is compared with only one key. The answers are correct if a row has at most `lags` different lags.
     """
     u = tape(instances)
     rows, size = u.shape[1], instances.vocab_size
@@ -49,7 +49,7 @@ def recall_by_filters(instances: Instances, lags: int) -> Tensor:
 def filter_layers(lags: Tensor, rows: int, size: int) -> list[Layer]:
     """Makes the layers for lags [n, t] of tapes of `rows` rows: the tape has 2 t rows for each of them, 3 C channels.
 
-    Blocks lie 2 N rows apart: what a lag moves out of the end of its block then meets no query of the next.
+    Blocks start 2 N rows apart, so that keys that a lag moves beyond the end of its block reach no query of the next.
     """
     n, count = lags.shape
     long = 2 * count * rows

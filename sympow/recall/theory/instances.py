@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-NONE = -1  # the answer to a query whose key has not stood before
+NONE = -1  # the answer to a query that equals no earlier key
 
 
 class Instances(NamedTuple):
@@ -25,7 +25,7 @@ class Instances(NamedTuple):
 
 
 def draw(examples: int, triples: int, vocab_size: int, seed: int) -> Instances:
-    """Draws rows whose queries are tokens of the vocabulary: keys from before, keys still to come, and other tokens.
+    """Draws rows whose queries are tokens of the vocabulary: earlier keys, later keys, and other tokens.
 
     Raises ValueError for a vocabulary that has fewer tokens than a row has triples.
     """
@@ -40,8 +40,8 @@ def draw(examples: int, triples: int, vocab_size: int, seed: int) -> Instances:
 def draw_with_lags(examples: int, triples: int, vocab_size: int, lags: int, seed: int) -> Instances:
     """Draws rows in which the queries of a row find their keys at no more than `lags` distances.
 
-    A query is the key that stood one of the row's distances before, or the last token of the vocabulary, which is never
-    a key. Raises ValueError where the vocabulary has no such token, or the row has fewer distances.
+    A query is the key at one of the row's distances before it, or the last token of the vocabulary, which is never a
+    key. Raises ValueError if the vocabulary has no such token, or the row has fewer distances.
     """
     if vocab_size <= triples or not 1 <= lags < triples:
         raise ValueError(

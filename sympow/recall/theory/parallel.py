@@ -1,8 +1,8 @@
-"""Multi-query associative recall as an algorithm, one after another and in parallel, with its work and depth counted.
+"""Sequential and parallel algorithms for multi-query associative recall, with counts of their work and depth.
 
-These are Algorithms 8 to 11. Work counts comparisons and written elements; depth counts the steps that wait for each
-other when there are as many processors as a step can use. All rows of a batch are counted as one row: they run the
-same steps, so counts are those of a single row of N triples.
+These are Algorithms 8 to 11. Work counts comparisons and written elements. Depth counts the steps that depend on each
+other, with as many processors as a step can use. All rows of a batch run the same steps, so the counts are those of a
+single row of N triples.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def recall_all_pairs(instances: Instances) -> tuple[Tensor, Cost]:
 
 
 def recall_in_blocks(instances: Instances) -> tuple[Tensor, Cost]:
-    """Sorts the keys of all dyadic blocks and searches in those that make up what came before (Algorithm 10).
+    """Sorts the keys of all dyadic blocks, and searches for each query in the blocks before it (Algorithm 10).
 
-    The row is cut into blocks of 1, 2, 4, ... triples. A block is sorted by merging its two halves. What stood before
-    triple i is one block for every bit that is 1 in i, the largest, of the most significant bit, first; a binary search
-    (Algorithm 11) in each of them finds the key or finds that it is not there. Both take O(N log^2 N) work, and
-    O(log^2 N) and O(log N) depth.
+    The row is cut into blocks of 1, 2, 4, ... triples. A block is sorted by merging its two halves. The triples before
+    triple i form one block for every bit that is 1 in i; the largest block, of the most significant bit, is the first.
+    A binary search (Algorithm 11) in each block finds the key or shows that the block does not contain it. Sorting and
+    searching take O(N log^2 N) work each, and O(log^2 N) and O(log N) depth.
     """
     triples = instances.keys.shape[1]
     levels = ceil(log2(max(triples, 2)))
@@ -119,9 +119,9 @@ def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
 
 
 def _look_up(ordered: Tensor, wanted: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
-    """Returns where wanted [n, m, k] would stand in ordered [n, m, size], and whether it does stand there.
+    """Returns the positions of wanted [n, m, k] in ordered [n, m, size], and whether ordered contains them.
 
-    A search alone only tells how many keys are smaller: the key there must be compared too.
+    A search only counts the smaller keys, so the key at the position is compared too.
     """
     place = binary_search(ordered, wanted, cost).clamp(max=ordered.shape[-1] - 1)
     cost.add(wanted[0].numel())
@@ -129,10 +129,10 @@ def _look_up(ordered: Tensor, wanted: Tensor, cost: Cost) -> tuple[Tensor, Tenso
 
 
 def _merged(keys: Tensor, values: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
-    """Merges neighbouring blocks of keys [n, blocks, size], and their values: every key finds its rank by a search.
+    """Merges neighbouring blocks of keys [n, blocks, size], and their values. A search finds the rank of every key.
 
-    The rank of a key is its place in its own block and the number of smaller keys in the other. Where keys are equal,
-    as those that fill up the row, the left block comes first.
+    The rank of a key is its position in its own block plus the number of smaller keys in the other block. If keys are
+    equal, as in the padding of a row, those of the left block come first.
     """
     left, right = keys.unflatten(1, (-1, 2)).unbind(2)
     own = torch.arange(keys.shape[2])

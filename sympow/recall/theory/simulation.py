@@ -15,8 +15,8 @@ from sympow.recall.theory.base_conv import Layer, convolution, linear
 def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
     """Makes the five BaseConv layers, of 3 d channels, that compute what `mixer` does on `rows` tokens.
 
-    The input stands in the first d channels, and so does the output. The layers are: the projections, their short
-    convolution, k * v, the long convolution with the gate q, and the output's projection.
+    The input and the output are in the first d channels. The layers are: the projections, their short convolution,
+    k * v, the long convolution with the gate q, and the output's projection.
 
     Raises ValueError for a Hyena with heads, whose state is no product of channels.
     """
@@ -42,7 +42,7 @@ def hyena_as_base_conv(mixer: Hyena, rows: int) -> list[Layer]:
 
 
 def _gated(rows: int, d: int, *, source: int, kernel: torch.Tensor, keep_first: bool) -> Layer:
-    """Convolves the second d channels with `kernel` and gates them by block `source`; the first d pass or vanish."""
+    """Convolves the second d channels with `kernel` and gates them by block `source`; keeps or zeroes the first d."""
     weight = torch.zeros(3 * d, 3 * d, dtype=torch.float64)
     weight[source * d : (source + 1) * d, d : 2 * d] = torch.eye(d)
     gate = torch.zeros(rows, 3 * d, dtype=torch.float64)
@@ -55,9 +55,9 @@ def _gated(rows: int, d: int, *, source: int, kernel: torch.Tensor, keep_first: 
 def base_conv_as_hyena(mixer: BaseConv) -> Hyena:
     """Makes the Hyena layer, of 2 d channels, that computes what `mixer` does.
 
-    Input and output stand in the first d channels. Its q is x W + b_1 in both halves; k is 1, and v is x in the first
-    half and 1 in the second. The filter is that of `mixer` in the first half and only passes in the second, so that the
-    two halves come to q * (h (*) x) and q, and the output adds the first to b_2 times the second.
+    The input and the output are in the first d channels. q is x W + b_1 in both halves, k is 1, and v is x in the first
+    half and 1 in the second. The filter is that of `mixer` in the first half and the identity in the second. Therefore
+    the two halves are q * (h (*) x) and q. The output is the first half plus b_2 times the second.
     """
     d, length = mixer.d_model, mixer.filter.max_length
     hyena = Hyena(2 * d, 1, max_length=length).double()

@@ -36,8 +36,8 @@ class Answer(ABC):
     """Formats one answer of one or more choices.
 
     Args:
-        model: its name.
-        tokenizer: of the model.
+        model: the name of the model.
+        tokenizer: the tokenizer of the model.
         logprobs: whether log probabilities are shown.
     """
 
@@ -98,7 +98,13 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Formats an answer of /v1/completions."""
+    """Formats an answer of /v1/completions. The arguments are those of `Answer`.
+
+    Args:
+        model: the name of the model.
+        tokenizer: the tokenizer of the model.
+        logprobs: whether log probabilities are shown.
+    """
 
     prefix, whole_kind, event_kind = "cmpl", "text_completion", "text_completion"
 
@@ -132,6 +138,7 @@ class ChatAnswer(Answer):
     prefix, whole_kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> bytes | None:
+        """Returns the event that starts a choice and names its role."""
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return self._event([first | {"logprobs": None}])
 

@@ -18,7 +18,11 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Counts the answers of an engine, and reports its load."""
+    """Counts the answers of an engine, and reports its load.
+
+    Args:
+        engine: the engine whose load and work are reported.
+    """
 
     def __init__(self, engine: Engine):
         self._registry = registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The server's process: a socket, signals, and an orderly end."""
+"""The server's process: its socket, its signals, and its shutdown."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SWITCH_SECONDS = 0.0005
 
 
 def run_server(service: Service, host: str, port: int, *, grace: float, started: Callable[[str], None]) -> None:
-    """Serves until SIGINT or SIGTERM, then lets running requests end for `grace` seconds.
+    """Serves until SIGINT or SIGTERM. Running requests then get `grace` seconds to end.
 
     Args:
-        service: what is served; its engine is started here, and closed at the end.
+        service: the service; its engine is started here, and closed at the end.
         host: the address to listen at.
         port: the port to listen at; 0 takes a free one.
-        grace: seconds that running requests get at the end.
-        started: is called with the address once requests are taken.
+        grace: the seconds that running requests get at the end.
+        started: called with the address when the server accepts requests.
 
-    Raises ValueError for a port that does not exist, OSError where the address cannot be had.
+    Raises ValueError for a port out of range, OSError if the address cannot be used.
     """
     if not 0 <= port < 1 << 16:
         raise ValueError(f"a port is a number from 0 to 65,535; got {port}")
@@ -54,9 +54,9 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
         timeout_graceful_shutdown=max(1, round(grace)),
         server_header=False,
     )
-    # uvicorn raises the signal again after its orderly end: by then it has been obeyed.
-    # The engine's thread waits for a GPU in every step, and then needs the interpreter at once. The event loop would
-    # keep it for 5 ms.
+    # uvicorn raises the signal again after its shutdown, when the signal needs no further action.
+    # The engine's thread waits for a GPU in every step, and then needs the interpreter at once. With the default switch
+    # interval the event loop would keep the interpreter for 5 ms.
     switching = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}

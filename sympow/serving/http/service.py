@@ -1,4 +1,4 @@
-"""What the routes share: the model with its name and limits, and requests made of what clients send."""
+"""The served model with its name and limits, and the conversion of clients' requests into the engine's requests."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Limits:
     """Limits what one request may ask for.
 
     Attributes:
-        prompt_tokens: of a prompt.
-        new_tokens: of an answer; also what a chat gets that names no number.
-        choices: prompts times `n`.
-        seconds: for a whole answer.
-        body_seconds: for sending a request.
+        prompt_tokens: the largest number of tokens of a prompt.
+        new_tokens: the largest number of tokens of an answer; also the default of chats.
+        choices: the largest number of prompts times `n`.
+        seconds: the time limit of a whole answer.
+        body_seconds: the time limit for sending a request.
     """
 
     prompt_tokens: int = 1_000_000
@@ -53,13 +53,13 @@ class Service:
     """Holds a served model and turns bodies of requests into requests of the engine.
 
     Attributes:
-        engine: that continues prompts.
-        tokenizer: of the model.
-        name: under which clients ask for the model.
-        template: for chats; None where the model has none.
-        limits: of a request.
-        keys: API keys, one of which a client must have; empty: everybody may ask.
-        created: seconds since 1970.
+        engine: continues the prompts.
+        tokenizer: the tokenizer of the model.
+        name: the name of the model for clients.
+        template: the chat template; None if the model has none.
+        limits: the limits of a request.
+        keys: the API keys, one of which a client must send; empty: clients need no key.
+        created: the time of creation, in seconds since 1970.
     """
 
     engine: Engine

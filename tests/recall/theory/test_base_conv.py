@@ -52,7 +52,7 @@ def test_remember_applies_layers_behind_what_waits(count):
     got = apply(remember(head, inner), torch.cat([u, 0 * u], dim=2))
     assert torch.equal(got[:, :head, :D], u[:, :head])
     assert torch.equal(got[:, head:, :D], apply(inner, u[:, head:])) and not got[..., D:].any()
-    with pytest.raises(ValueError, match="a circular layer turns round at the end of its own tape"):
+    with pytest.raises(ValueError, match="a circular layer has the period of its own tape"):
         remember(1, [shift_up(length, D, 1)])
 
 
