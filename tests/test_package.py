@@ -164,5 +164,13 @@ def test_version_is_that_of_the_changelog():
     assert citation and citation[1] == version
 
 
+def test_the_oldest_transformers_is_the_same_everywhere():
+    """In the extra, in `make test-transformers`, and where CONTRIBUTING tells of that."""
+    required = re.search(r"transformers>=([\d.]+)", (ROOT / "pyproject.toml").read_text("utf-8"))[1]
+    tested = re.findall(r"'[=>]=([\d.]+?)(?:\.\*)?'", (ROOT / "Makefile").read_text("utf-8"))
+    told = re.search(r"transformers (\d+\.\d+) and", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))[1]
+    assert {required, told, *tested} == {required} and len(tested) == 2
+
+
 def test_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").exists()

@@ -17,20 +17,21 @@ and with N = 24, D = 4 (a grid of 2 first and 2 second keys), C = 12:
     compositional    1 5 8 2 4 9 2 5 11 1 4 10|2 5 0 1 5 0 2 4 0 1 4 0      first keys 1 to 3, second keys 4 to 7,
       targets        . . . . . . . . .  . . . |. 11 . . 8 . . 9 . . 10 .    values 8 to 11
 
-Queries stand in slots of 2 tokens (compositional: 3) behind the context. The slot of distance s = 1, 2, ... is drawn
+Each query is in a slot of 2 tokens (compositional: 3) after the context. The slot of distance s = 1, 2, ... is drawn
 with probability proportional to s**(alpha - 1), without replacement; alpha = 1 is uniform.
 
 Rows differ from those of the published code on purpose:
 
-- The keys are dealt to the drawn slots at random. There they take the slots in the order in which these are drawn, in
-  which near slots tend to come first: the first keys of the context are asked for nearest to it.
-  `deal="drawn"` does so too.
-- alpha is 0.1, as in the paper; there 0.01.
-- Filler is 0, or with filler="random" tokens that are neither 0 nor a key or value of the row. There it is random by
-  default, from the whole vocabulary: a key of the row may stand where nothing is asked.
-- The values of a row are all different, those of updates too. There an update may give a key the value that it had.
-- The generator is the task's own, so a seed gives other rows than there, where numpy's and torch's global ones draw.
-- The pairs stand in the context once; there, if asked for, several times (`num_passes`).
+- Keys are assigned to the drawn slots at random. The published code assigns the slots in the order in which they are
+  drawn. Near slots tend to be drawn first, so the queries of the first keys are nearest to the context.
+  `deal="drawn"` does the same.
+- alpha is 0.1, as in the paper. The published code has 0.01.
+- Filler is 0, or with filler="random" tokens that are neither 0 nor a key or value of the row. In the published code
+  filler is random by default and from the whole vocabulary, so a key of the row may occur outside the slots.
+- The values of a row are all different, those of updates too. In the published code an update may repeat the value.
+- The task has a generator of its own. The published code draws by the global generators of numpy and torch, so the
+  same seed gives other rows.
+- The pairs occur in the context once. The published code can repeat them (`num_passes`).
 """
 
 from __future__ import annotations
