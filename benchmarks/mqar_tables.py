@@ -68,9 +68,9 @@ def claim_1(rows: Sequence[Row]) -> str:
     base = {key[1:]: mean(found) for key, found in cells.items() if key[0] == BASE}
     below = [f"N {length}, d {width}" for (width, length), found in sorted(base.items()) if found < ALL]
     if below:
-        return (f"Claim 1: attention stands below {ALL:.0%} at {'; '.join(below)}. A baseline that failed to train "
+        return (f"Claim 1: attention is below {ALL:.0%} at {'; '.join(below)}. A baseline that failed to train "
                 "supports no comparison, so nothing is concluded from these cells.")  # fmt: skip
-    said = [f"Claim 1: attention stands at {ALL:.0%} or more in all {len(base)} cells."]
+    said = [f"Claim 1: attention is at {ALL:.0%} or more in all {len(base)} cells."]
     pairs = {row["length"]: row["pairs"] for row in rows}
     grows = []
     for label in [name for name in CONVOLUTIONS if any(key[0] == name for key in cells)]:
@@ -85,16 +85,17 @@ def claim_1(rows: Sequence[Row]) -> str:
             grows += [label] if known == sorted(known) and known[0] < known[-1] else []
         elif above:
             where = "; ".join(f"N {n}, d {w}" for w, n in above)
-            said.append(f"{label} reaches {RECALLED:.0%} nowhere and stands above guessing at {where}.")
+            said.append(f"{label} reaches {RECALLED:.0%} nowhere and is above guessing at {where}.")
         else:
             said.append(f"{label} is nowhere more than {NOISE * 100:.0f} points above guessing.")
     said.append("So the part of the claim about attention is reproduced: its width need not grow with N.")
     if grows:
-        said.append(f"That a convolution needs a width that grows with N is reproduced for {' and '.join(grows)}.")
+        named = " and ".join(grows)
+        said.append(f"The claim that a convolution needs a width that grows with N is reproduced for {named}.")
     else:
         said.append(
-            "That a convolution needs a width that grows with N is not reproduced: no convolution here recalls short "
-            "rows at a width at which it fails at long ones, so none tells which width it needs."
+            "The claim that a convolution needs a width that grows with N is not reproduced. No convolution here "
+            "recalls short rows at a width at which it fails at long ones, so the width that it needs is not known."
         )
     return " ".join(said)
 
