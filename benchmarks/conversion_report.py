@@ -92,7 +92,7 @@ def _summary(rows: list[Row]) -> Iterator[str]:
         gaps = [f"{row['gap']:+.3f} nats after {row['tokens'] / 1e6:.0f} million tokens" for row in before[-1:]]
         gaps += [f"{row['converted'] - row['teacher']:+.3f} with the stage on text" for row in rows
                  if row["kind"] == "loss" and row["run"] == name]  # fmt: skip
-        keys = [f"It tells {row['accuracy']:.0%} of the passkeys in {row['length']:,} tokens." for row in rows
+        keys = [f"It finds {row['accuracy']:.0%} of the passkeys in {row['length']:,} tokens." for row in rows
                 if row["kind"] == "passkey" and row["run"] == name and row["model"] == "converted"]  # fmt: skip
         yield " ".join([f"- **{name}** ({layers}): the gap to the teacher is {', '.join(gaps)}.", *keys])
     beyond: dict[str, list[str]] = {}
@@ -237,9 +237,9 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ("Passkeys", "Keys of five digits at evenly spread depths, told by greedy decoding.", "passkey", _passkeys),
     (
         "Passkeys by length and depth",
-        "The share of keys of five digits that a model tells, a mean over five depths with ten keys each,\n"
+        "The share of keys of five digits that a model finds, a mean over five depths with ten keys each,\n"
         "on an H200 at commit d915736. The figure above has the depths. The teacher was made for 8,192\n"
-        "tokens. With windows of 1,024 tokens in every second layer, a model tells a key that stands within\n"
+        "tokens. With windows of 1,024 tokens in every second layer, a model finds a key that is within\n"
         "the last window, and none before it.\n\n"
         "```\n"
         "sympow passkey hybrid-distilled --context 1024 2048 4096 8192 --texts 10 --csv passkeys.csv\n"
