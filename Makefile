@@ -2,7 +2,7 @@
 # make test   everything CI checks: lint, types, tests
 # make lint   lint and types only
 # make docs   the documentation site, in site/
-# make links  the same, and whether all links between its pages lead somewhere (six minutes)
+# make links  the same, and whether all links between its pages lead somewhere
 # make test-transformers   the Hugging Face models, with the oldest and the newest transformers that they support
 # make PYTHON=python3.12 test   another interpreter (the first time: .venv remembers it)
 PYTHON ?= python3
