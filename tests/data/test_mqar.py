@@ -126,16 +126,16 @@ def test_slots_are_drawn_one_after_another_without_replacement():
 
 @pytest.mark.parametrize("text", ["the module", "docs/mqar.md"])
 def test_docs_say_where_rows_differ_from_the_published_code(text):
-    """Of both: who compares results must find it. That the rows are so, the other tests here hold."""
+    """Users who compare results must find the differences in both. The other tests here check the rows."""
     words = mqar.__doc__ if text == "the module" else (Path(__file__).parents[2] / text).read_text()
     start = {"the module": "Rows differ from those of the published code", "docs/mqar.md": "### Where it differs from"}
     part = " ".join(words.partition(start[text])[2].partition("\n## ")[0].split())
-    for said in ("dealt to the", "at random", "0.01", "whole vocabulary", "all different", "num_passes", "global"):
+    for said in ("assigned to the", "at random", "0.01", "whole vocabulary", "all different", "num_passes", "global"):
         assert said in part, said
 
 
 def test_slots_given_out_in_the_order_drawn_favour_early_keys():
-    """What the published code does, and why the keys are dealt at random here."""
+    """The published code does so. This is why keys are assigned at random here."""
     task, rng = RecallTask(length=64, pairs=4), np.random.default_rng(0)
     p = power_law(task.slots, task.alpha)
     drawn = np.array([rng.choice(task.slots, task.pairs, replace=False, p=p) for _ in range(3000)])

@@ -1,7 +1,7 @@
-"""Power attention in Triton: NVIDIA GPUs from Ampere on, AMD GPUs. How the kernels work is in docs/kernels.md.
+"""Power attention in Triton, for NVIDIA GPUs from Ampere on and AMD GPUs. docs/kernels.md explains the kernels.
 
-Head dims are padded to what the kernels hold (zeros change no product), values wider than 128 are done in parts, and
-for p other than 2 the normalizer is two more value channels, of ones.
+Head dims are padded with zeros to sizes that the kernels have, which changes no product. Values wider than 128 are
+computed in parts. For p other than 2, two more value channels of ones compute the normalizer.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def attention(
     context_group: dist.ProcessGroup | None = None,
     rotation: Rotation | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """The contract of `power_attention`, for inputs that it has checked and `unsupported` does not refuse.
+    """Computes what `power_attention` promises, for inputs that it has checked and `unsupported` does not refuse.
 
-    chunk_size: at least T is the quadratic form; else it is rounded up to a multiple of the kernels' block.
+    A chunk_size of at least T is the quadratic form. Others are rounded up to a multiple of the kernels' block.
     """
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
     tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
-    if dtype == torch.float16:  # tf32 has its mantissa, and a range that powers do not leave
+    if dtype == torch.float16:  # tf32 has the mantissa of float16, and a range that powers do not exceed
         q, k, v = q.float(), k.float(), v.float()
     level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
     q, k = _pad(q, level_dim), _pad(k, level_dim)
@@ -114,9 +114,9 @@ def automatic_chunk_size(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, gradient: bool,
     has_state: bool = False,
 ) -> int:  # fmt: skip
-    """Returns what chunk_size=None stands for.
+    """Returns the chunk size for chunk_size=None.
 
-    q and k have a key dim that the kernels hold; `gradient`: of a training step.
+    The key dim of q and k must be one that the kernels have. `gradient` tells whether the call is part of training.
     """
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
     reach = log_g is not None and cu_seqlens is None and not has_state
@@ -130,7 +130,7 @@ def automatic_chunk_size(
 def step_with_tail(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: DecodingState, **options: Unpack[StepOptions]
 ) -> Tensor:
-    """As `sympow.ops.decoding.step_with_tail`, in one launch a token."""
+    """Computes the same as `sympow.ops.decoding.step_with_tail`, with one launch for each token."""
     if not q.shape[0]:
         return torch.empty_like(q[..., :1].expand(-1, -1, -1, v.shape[3]))
     return power_decode(
@@ -140,7 +140,7 @@ def step_with_tail(
 
 
 def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
+    """Returns why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
     if device.type != "cuda" and not _interpreted():
         return f"needs a GPU (or TRITON_INTERPRET=1, to try it out); got tensors on {device}"
     if dtype not in _DTYPES:
@@ -155,8 +155,9 @@ def _interpreted() -> bool:
 
 
 class _Total(torch.autograd.Function):
-    """The normalizer from its two columns, which are the same. Its gradient, which cancels against that of the values,
-    would lose too much in the kernels' dtype: one column takes it rounded, the other what the rounding left."""
+    """Selects the normalizer from its two columns, which are equal. The gradient of the normalizer cancels with that of
+    the values, so rounding it to the kernels' dtype would lose too much. Therefore one column gets the rounded
+    gradient, and the other column gets the rounding error."""
 
     @staticmethod
     def forward(ctx, columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,7 +171,7 @@ class _Total(torch.autograd.Function):
 
 
 def unsupported(q: Tensor, p: int, chunked: bool) -> str | None:
-    """Why the kernels cannot do this call, as the end of a sentence; None if they can."""
+    """Returns why the kernels cannot do this call, as the end of a sentence; None if they can."""
     key_dim = q.shape[3]
     refusal = unsupported_tensors(q.device, q.dtype)
     if refusal:
@@ -188,19 +189,20 @@ def _without_states(p: int, key_dim: int) -> str | None:
 
 
 def _pad(x: Tensor, width: int | None = None) -> Tensor:
-    """Zero channels up to `width`; None: to a power of two, 16 at least, which the kernels' tiles hold, at addresses
-    copies can take."""
+    """Pads x with zero channels up to `width`. None: up to a power of two, at least 16, as tiles and aligned copies
+    need."""
     missing = (padded_key_dim(x.shape[-1]) if width is None else width) - x.shape[-1]
     return pad(x, (0, missing)) if missing else x
 
 
 def _channels(x: Tensor, first: int, last: int) -> Tensor:
-    """x[..., first:last]; x itself if it has no others, as the gradient of a slice is two more kernels."""
+    """Returns x[..., first:last], and x itself if that is all of it, because the gradient of a slice is two more
+    kernels."""
     return x if first == 0 and last == x.shape[-1] else x[..., first:last]
 
 
 def _inner(key_dim: int, width: int, p: int) -> Tensor:
-    """Of the rows of (M7) for `width` channels, those of the first `key_dim` alone."""
+    """Returns which of the rows of (M7) for `width` channels contain only the first `key_dim` channels."""
     return (spow_indices(width, p)[:, -1] < key_dim).nonzero()[:, 0]
 
 

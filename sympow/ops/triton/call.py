@@ -13,24 +13,25 @@ from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.plan import Plan, plan_of
 
-SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # of the gate's sums, within chunks and along whole rows
+SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # tokens of a block of the gate's sums, within chunks and along whole rows
 
 
 class Gate(NamedTuple):
-    """Of the gate's logarithms: sums, and where keys begin and queries end to count (`gate.gate_sums`)."""
+    """Holds sums of the gate's logarithms, and the range of keys and queries that the gate leaves (`gate.gate_sums`).
+    """
 
     sums: Tensor  # float32 [G, tokens]: log2 of the decay within the chunk; empty without a gate
-    begins: Tensor | None  # int32 [G, tiles], as `ends`: of the quadratic form of long rows
+    begins: Tensor | None  # int32 [G, tiles], like `ends`; for the quadratic form of long rows
     ends: Tensor | None
 
 
 class Call:
-    """What all launches of one call share.
+    """Holds what all launches of one call share.
 
     Attributes:
-        plan: what follows from shapes and options alone.
-        q, k, v: batch and time as one axis, heads and channels at strides that all kernels take.
-        gate: what the gate decays.
+        plan: what depends only on shapes and options.
+        q, k, v: with batch and time as one axis; heads and channels have strides that all kernels take.
+        gate: the sums of the gate.
         cu_seqlens: int32 [N + 1], or None.
     """
 
@@ -38,8 +39,10 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, scale: float,
         chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None, plan: Plan | None = None,
     ):  # fmt: skip
-        """chunk: 0 for the quadratic form. gate: of another call with the same log_g, which is not read then. plan: of
-        a call with the same shapes and options."""
+        """Args:
+            chunk: tokens of a chunk; 0 for the quadratic form.
+            gate: that of another call with the same log_g, which is not read then.
+            plan: that of a call with the same shapes and options."""
         self.cu_seqlens = cu_seqlens
         skip = padded_key_dim(q.shape[3]) - q.shape[3] if plan is None else plan.skip
         given = q
@@ -66,8 +69,8 @@ class Call:
         if plan.reaches:
             tiles = plan.layout.blocks(gate_kernels.REACH_TILE.value)
             begins, ends = (plan.new(plan.G, tiles, dtype=torch.int32) for _ in range(2))
-        # Kept to the end of the call: a kernel that begins early may write before this one has read all, and must not
-        # write to memory that a copy of log_g has left.
+        # The call keeps the copy of log_g. With overlapping launches, a later kernel may write before this kernel has
+        # read everything, so the memory of the copy must not be reused.
         self.log_g = log_g.float().contiguous()
         plan.launcher(_gate_sums)(
             log_g=self.log_g, sums=sums, begins=begins, ends=ends, starts=self.cu_seqlens,
@@ -76,8 +79,11 @@ class Call:
         return Gate(sums, begins, ends)
 
     def table(self, size: int) -> Tensor | None:
-        """Of packed documents, int32 [blocks, 2]: of each block its sequence and its place there. Past the last, places
-        beyond its end. Made on the device: the host does not wait for the documents' lengths."""
+        """Returns for packed documents the sequence of each block and the index of the block in it, int32 [blocks, 2].
+
+        Blocks after the last document have an index beyond its end. The table is made on the device, so the host does
+        not wait for the lengths of the documents.
+        """
         if self.cu_seqlens is None:
             return None
         if size not in self._tables:
@@ -90,7 +96,7 @@ class Call:
         return self._tables[size]
 
     def chunk_starts(self) -> Tensor | None:
-        """Of packed documents in chunks, int32 [N]: the first chunk of each."""
+        """Returns for packed documents in chunks the number of the first chunk of each document, int32 [N]."""
         size = self.plan.chunk
         if self.cu_seqlens is None or not size:
             return None
@@ -100,13 +106,13 @@ class Call:
         return self._chunk_starts
 
     def sequences(self, size: int) -> dict[str, Tensor | None]:
-        """The tables that a kernel of blocks of `size` tokens reads, None unless documents are packed."""
+        """Returns the tables that a kernel of blocks of `size` tokens reads; None unless documents are packed."""
         if self.cu_seqlens is None:
             return _NOT_PACKED
         return {"starts": self.cu_seqlens, "chunk_starts": self.chunk_starts(), "blocks": self.table(size)}
 
     def own_channels(self, x: Tensor) -> Tensor:
-        """x [..., K] without those that the call has filled up with zeros."""
+        """Returns x [..., K] without the channels of zeros that the call has added."""
         return x[..., self.plan.skip :].contiguous() if self.plan.skip else x
 
 
@@ -114,8 +120,11 @@ _NOT_PACKED: dict[str, Tensor | None] = {"starts": None, "chunk_starts": None, "
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Batch and time as one axis need stride(0) = T stride(1); rows of channels lie together, at multiples of 32
-    bytes."""
+    """Returns x, or a copy of it, with strides that kernels take.
+
+    Batch and time are one axis, so stride(0) = T stride(1). Channels are contiguous, and rows of channels start at
+    multiples of 32 bytes.
+    """
     if x.data_ptr() % 16 == 0:
         if x.is_contiguous():
             return x

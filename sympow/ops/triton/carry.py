@@ -1,8 +1,8 @@
-"""Adds the incoming state of a rank to the states of all its chunks; and likewise the gradient from the later ranks.
+"""Adds the incoming state of a rank to the states of all its chunks, and in the same way the incoming gradient.
 
-States are linear in the incoming state: the one at the start of a chunk is the one without an incoming state, plus the
-incoming state times the decay from the row's start to there. So states that were formed before the incoming state was
-known need no second pass.
+States are linear in the incoming state. The state at the start of a chunk is the state without an incoming one, plus
+the incoming state times the decay from the start of the row to the chunk. So states that were computed before the
+incoming state was known need no second pass.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def carried(states: Tensor, incoming: Tensor, decays: Tensor | None) -> Tensor:
 def sum_decays(
     sums, decays, log_decay, T, tokens, G, chunks, CHUNK: tl.constexpr, COUNT: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """Grid: rows, kv heads. Sums [G, tokens] begin again at every chunk, so their last is the chunk's own decay."""
+    """Sums the decays of chunks. Grid: rows, key/value heads. `sums` [G, tokens] start again at every chunk, so the
+    last sum of a chunk is the decay of the chunk."""
     n = tl.program_id(0)
     g = tl.program_id(1)
     row = sums + tl.cast(g, tl.int64) * tokens + tl.cast(n, tl.int64) * T
     c = tl.arange(0, COUNT)
     before = c + 1 if REVERSE else c - 1
     between = tl.load(row + tl.minimum((before + 1) * CHUNK, T) - 1, mask=(before >= 0) & (before < chunks), other=0.0)
-    # Summed from the side that a state comes from: a difference of sums would lose what small ones are.
+    # Summed from the side of the incoming state: a difference of sums would lose the precision of small ones.
     decay = tl.cumsum(between, 0, reverse=REVERSE)
     tl.store(decays + (n * G + g) * chunks + c, decay, mask=c < chunks)
     own = tl.load(row + tl.minimum((c + 1) * CHUNK, T) - 1, mask=c < chunks, other=0.0)
@@ -76,7 +77,7 @@ def carry_states(
     states, incoming, decays, out, G, chunks, width,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: pairs of rows and kv heads, blocks of the width, of chunks."""
+    """Adds the incoming state. Grid: pairs of rows and key/value heads, blocks of the width, chunks."""
     pair = tl.cast(tl.program_id(0), tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(2) * CHUNKS + tl.arange(0, CHUNKS)

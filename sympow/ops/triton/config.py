@@ -1,4 +1,5 @@
-"""Block sizes, warps and pipeline depth of every kernel: chosen offline, by head dims and dtype, never by T."""
+"""Block sizes, warps and pipeline depth of every kernel. They were chosen by measurements for head dims and dtypes, and
+do not depend on T."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from triton import knobs
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: tokens a program owns, tokens a step of its inner loop takes, warps, stages."""
+    """Describes one launch: tokens of a program, tokens of an iteration of its inner loop, warps, stages."""
 
     block: int
     step: int
     warps: int
     stages: int
-    tile: int = 0  # rows of a state a step of its loop takes; in the state pass, of a prefix
+    tile: int = 0  # rows of a state in an iteration; in the state pass, rows of a prefix
 
     @property
     def options(self) -> dict[str, int]:
@@ -28,8 +29,8 @@ class Config:
     output: Launch
     query: Launch
     key: Launch
-    state: Launch  # block: tiles of rows a program owns, 1, 2 or 4
-    # Parts of K in the rows of a state (`rows.py`), in the forward and in the backward; 4 for p = 2 on Hopper alone.
+    state: Launch  # block: tiles of rows of a program, 1, 2 or 4
+    # Parts of K in the rows of a state (`rows.py`), in the forward and in the backward. Only p = 2 on Hopper has 4.
     parts: int = 2
     gradient_parts: int = 2
 
@@ -38,13 +39,13 @@ class Config:
         return max(self.output.block, self.query.block, self.key.block, self.state.step)
 
 
-WEIGH_BLOCK = 128  # most tokens that the kernels which weigh tokens take at once
+WEIGH_BLOCK = 128  # the largest number of tokens that the kernels which weigh tokens process at once
 
 INTERPRETER = Config(Launch(32, 16, 4, 1), Launch(32, 16, 4, 1), Launch(32, 16, 4, 1), Launch(2, 16, 4, 1))
 
 
 def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
-    """The configuration for padded head dims and the dtype of q, k and v."""
+    """Returns the configuration for padded head dims and the dtype of q, k and v."""
     wide = max(key_dim, columns)
     if dtype == torch.float32:
         block = 64 if wide <= 64 else 32
@@ -70,9 +71,9 @@ def choose(key_dim: int, columns: int, dtype: torch.dtype) -> Config:
     )
 
 
-# p = 2 in bfloat16 on Hopper, K = V; by K. Two programs of 4 warps a multiprocessor where they fit: they fill each
-# other's waits. Where too much of a state is then read again for each block of tokens, one program of 8 warps.
-# With 4 gradient parts a tile of the query and the key pass has K rows.
+# For p = 2 in bfloat16 on Hopper with K = V, by K. Where they fit, two programs of 4 warps run on an SM, so that one
+# computes while the other waits. Where every block of tokens would then read too much of a state again, one program of
+# 8 warps runs. With 4 gradient parts, a tile of the query and the key pass has K rows.
 HOPPER = {
     32: Config(
         output=Launch(128, 64, 4, 2, 256),
@@ -97,13 +98,14 @@ HOPPER = {
     ),
 }
 _NONE = Launch(0, 0, 4, 0)
-# Registers of a thread with which three programs of 4 warps fit on a multiprocessor.
+# Registers of a thread with which three programs of 4 warps fit on an SM.
 THREE_PROGRAMS = 168
-# p = 3 and 4, by p and K. Tiles of the state pass and of the gradients are those at V = 32, fewer where values are
-# wider. A program of the gradients has as many tokens as registers allow, as each reads all of a state.
+# For p = 3 and 4, by p and K. The numbers of tiles of the state pass and of the gradients are those for V = 32; wider
+# values have fewer. A program of the gradients has as many tokens as registers allow, because each program reads the
+# whole state.
 POWERS = Config(Launch(128, 64, 4, 2, 128), _NONE, _NONE, Launch(4, 32, 4, 4))
-# For p = 4 and K above 16 the products of u take most of the shared memory: one program, of eight warps, in the output
-# and the key pass.
+# For p = 4 and K above 16, the products u take most of the shared memory. So the output pass and the key pass have one
+# program of eight warps on an SM.
 _LEVELED = replace(POWERS, query=Launch(256, 64, 8, 3, 256), key=Launch(256, 32, 8, 3, 256))
 _NARROW = replace(POWERS, query=Launch(256, 64, 8, 3, 128), key=Launch(256, 32, 8, 3, 128))
 _PAIRS = replace(_LEVELED, output=Launch(128, 32, 8, 2, 128), key=Launch(128, 32, 8, 2, 128))
@@ -119,8 +121,8 @@ HOPPER_POWERS = {
 
 
 def level_dim(key_dim: int, p: int, dtype: torch.dtype, device: torch.device) -> int | None:
-    """The K to which keys are padded with zeros for the chunked form of p = 3 and 4 on Hopper; None where that is not
-    what runs."""
+    """Returns the K to which keys are padded with zeros for the chunked form of p = 3 and 4 on Hopper; None for calls
+    that do not take these kernels."""
     fitting = [k for power, k in HOPPER_POWERS if power == p and k >= key_dim] if p > 2 else []
     if not fitting or dtype != torch.bfloat16 or not on_hopper(device):
         return None
@@ -128,25 +130,25 @@ def level_dim(key_dim: int, p: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def slopes_group(key_dim: int) -> int:
-    """Consecutive k of a step of their gradients (`levels.Slopes`), for a padded K: the accumulator is that many times
-    K wide."""
+    """Returns the number of consecutive k in an iteration of their gradients (`levels.Slopes`), for a padded K. The
+    accumulator is that number times K wide."""
     return min(4, 128 // key_dim)
 
 
-# Quadratic: small programs, of which a multiprocessor runs several at once.
+# Quadratic form: small programs, several of which run on one SM.
 HOPPER_QUADRATIC = {
     32: Config(Launch(128, 64, 4, 3, 128), Launch(128, 64, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     64: Config(Launch(128, 64, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 64, 4, 3, 128), _NONE),
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
-# The same for the gradient passes of `hopper.quadratic`: at these K, and for rows that are not packed, because the
+# The same for the gradient passes of `hopper.quadratic`. They have these K, and rows that are not packed, because the
 # positions of packed documents take registers (docs/log/0003-gpu-kernels.md). At K = 128 the passes do not fit.
 HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
 
-# By p and K, for calls without gradients and for training: the longest row that the quadratic form is the fastest for,
-# and tokens of a chunk for longer ones; a larger state is read and written less often. Measured on an H200 where
-# `python -m benchmarks.chunks` does, estimated for other p and K.
+# By p and K, for calls without gradients and for training: the longest row for which the quadratic form is the fastest,
+# and the tokens of a chunk for longer rows. The larger a state is, the less often it should be read and written.
+# Measured on an H200 for the shapes of `python -m benchmarks.chunks`, estimated for other p and K.
 _FORMS = {
     (1, 16): ((512, 128), (512, 128)),
     (1, 32): ((512, 128), (512, 128)),
@@ -164,23 +166,24 @@ _FORMS = {
     (4, 24): ((65536, 2048), (65536, 2048)),
     (4, 32): ((524288, 16384), (524288, 16384)),
 }
-# The same where the quadratic form leaves out what a gate has decayed to nothing, if it is another: with gates as new
-# layers have them.
+# The same for calls in which the quadratic form skips tiles that a gate has decayed to nothing, where it differs. The
+# gates are those of new layers.
 _FORMS_GATED = {
     (2, 64): ((8192, 768), (8192, 1024)),
     (2, 128): ((32768, 1024), (16384, 2048)),
     (3, 32): ((32768, 2048), (8192, 2048)),
 }
-# Chunks where gradients will be taken, and states of the others are too large to be kept but of these are not.
+# Chunk sizes for training in which states are small enough to be kept, for cases in which those of the sizes above are
+# too large.
 KEPT_CHUNKS = {(2, 32): 512, (2, 128): 4096}
-# Tokens of a row from which the quadratic form asks which tiles its gate leaves anything of: that takes a few
-# microseconds, and the first copies wait for the answer.
+# The number of tokens of a row from which the quadratic form computes which tiles its gate leaves. This takes a few
+# microseconds, and the first copies wait for the result.
 LEAST_REACH = 2048
 
 
 def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> int:
-    """The chunk size for a padded key dim, with the backward or without; `time` where the quadratic form is faster or
-    the only one. reach: it would leave out what a gate has decayed to nothing."""
+    """Returns the chunk size for a padded key dim, with the backward or without. It is `time` where the quadratic form
+    is faster, or the only form. `reach` tells whether that form would skip tiles that a gate has decayed to nothing."""
     forms = _FORMS.get((p, key_dim))
     if forms is None:
         return time
@@ -192,23 +195,24 @@ def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> 
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own, made for kernels as well, takes ten times as long on the host."""
+    """Returns a / b, rounded up. Triton's own function is made for kernels too, and takes ten times as long on the
+    host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is at least n; 0 of 0. Not Triton's own, see `ceil_div`."""
+    """Returns the smallest power of two that is at least n; 0 for 0. It replaces Triton's own, see `ceil_div`."""
     return 1 << (int(n) - 1).bit_length() if n else 0
 
 
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; of no GPU, a few."""
+    """Returns the number of SMs of a GPU; a few for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def most_kept(device: torch.device) -> int:
-    """Bytes of states that the forward keeps for the backward, at most: a 256th of a GPU's memory, so that a model of
-    32 layers spends no more than an eighth of it on them."""
+    """Returns the largest number of bytes of states that the forward keeps for the backward: 1/256 of the memory of the
+    GPU. So a model of 32 layers uses at most an eighth of the memory for states."""
     return torch.cuda.get_device_properties(device).total_memory // 256 if device.type == "cuda" else 1 << 30
 
 
@@ -218,33 +222,33 @@ def on_hopper(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a step of decoding is launched."""
+    """Describes the launch of a step of decoding."""
 
-    rows: int  # of a state, a tile
-    lanes: int  # rows of a tile that its threads add up apart, at 16 bytes of a row a thread
-    tiles: int  # a program
-    splits: int  # programs a kv head, without those of the tail
-    tokens: int  # of the tail, a tile
-    folded: int  # tokens of the tail that are folded at a time
-    ranks: int  # parts of the output that are added up at a time
+    rows: int  # rows of a tile of the state
+    lanes: int  # rows of a tile that its threads sum separately; a thread reads 16 bytes of a row
+    tiles: int  # tiles of a program
+    splits: int  # programs for each key/value head, without those of the tail
+    tokens: int  # tokens of a tile of the tail
+    folded: int  # tokens of the tail that are folded together
+    ranks: int  # parts of the output that are added together
     warps: int
-    registers: int | None  # at most, of a thread
-    stages: int  # tiles of the state, the tail or the parts that are held at once, or on their way
+    registers: int | None  # registers of a thread, at most
+    stages: int  # tiles of the state, of the tail or of the parts that are in memory or on their way
 
 
 @dataclass(frozen=True)
 class DecodingLimits:
-    elements: int  # at most, of a tile of the state; for more than 4 query heads that share it, fewer
-    programs: int  # a multiprocessor is to have, over all heads
-    tail: int  # elements at most, of a tile of the tail
+    elements: int  # elements of a tile of the state, at most; fewer for more than 4 query heads that share it
+    programs: int  # programs for each SM, over all heads
+    tail: int  # elements of a tile of the tail, at most
     warps: int
-    registers: int | None  # at most, of a thread with up to 8 query heads
+    registers: int | None  # registers of a thread, at most, with up to 8 query heads
     stages: int
 
 
-# With few kv heads (fewer than multiprocessors) what counts is how soon a program is done, with many how much it reads.
+# With few key/value heads (fewer than SMs) the latency of a program matters; with many heads, the bytes that it reads.
 DECODING = {"few": DecodingLimits(4096, 3, 2048, 2, 168, 3), "many": DecodingLimits(4096, 32, 2048, 2, 168, 3)}
-_OF_FLOAT32 = 224  # registers of a thread with float32 inputs, which spill hundreds of bytes with 168
+_OF_FLOAT32 = 224  # registers of a thread with float32 inputs; with 168, hundreds of bytes would spill
 _DECODING_INTERPRETER = DecodingLimits(128, 2, 32, 4, None, 1)
 
 
@@ -252,15 +256,16 @@ def decoding(
     pairs: int, dim: int, heads: int, padded_heads: int, key_dim: int, columns: int, width: int, wide: bool,
     device: torch.device,
 ) -> Decoding:  # fmt: skip
-    """For `pairs` of sequences and kv heads, D rows of state, the query heads of a pair, padded head dims, bytes of an
-    element of the state, and whether queries, keys and values are float32."""
+    """Returns the launch for `pairs` of sequences and key/value heads, D rows of state, the query heads of a pair,
+    padded head dims, the bytes of an element of the state, and whether queries, keys and values are float32."""
     limits = DECODING["few" if pairs < processors(device) else "many"]
     if knobs.runtime.interpret:
         limits = _DECODING_INTERPRETER
     rows = max(1, limits.elements // (max(1, padded_heads // 4) * columns))
     lanes = max(1, min(rows, limits.warps * 32 * 16 // (width * columns)))
     total = ceil_div(dim, rows)
-    # Each split has a part of the output that another program reads: these are to be fewer than the rows of the state.
+    # Each split writes a part of the output that another program reads. These parts should have fewer rows than the
+    # state.
     splits = max(1, min(total, ceil_div(limits.programs * processors(device), pairs), dim // (4 * heads)))
     tiles = ceil_div(total, splits)
     splits = ceil_div(total, tiles)

@@ -1,10 +1,11 @@
-"""Decoding: one token on a DecodingState (sympow/ops/decoding_state.py) in one launch.
+"""Decoding of one token on a DecodingState (sympow/ops/decoding_state.py) in one launch.
 
-A sequence of the batch stands in a slot of the state's tensors: `slots` names it, and strides between slots are free. A
-program owns some rows of one kv head's state, reads them once and multiplies them by phi(q) of all the query heads that
-share them. One more program a query head attends to the tail. The program that arrives last adds the parts up, in the
-order of the rows, divides by the normalizer, writes the output and appends the new token to the tail. If the tail had
-no room for it and what follows it in its step, every program folds it into its own rows when it has read them.
+Every sequence of the batch has a slot in the tensors of the state. `slots` gives its number, and the strides between
+slots are free. A program reads some rows of the state of one key/value head once, and multiplies them with phi(q) of
+all query heads that share them. One more program for each query head attends to the tail. The program that finishes
+last adds up the parts in the order of the rows, divides by the normalizer, writes the output, and appends the new token
+to the tail. If the tail has no room for the tokens of the step, every program first folds the tail into its rows of the
+state.
 """
 
 from functools import lru_cache
@@ -24,7 +25,7 @@ from sympow.ops.triton.registration import operator
 
 @triton.jit
 def _monomials(x, stride, head, heads, row, index, D, P: tl.constexpr):
-    """[HEADS, ROWS]: rows of phi of the x of each head, without their weights. `index` as in `_tables`."""
+    """Returns rows of phi of the x of each head without their weights, [HEADS, ROWS]. `index` is that of `_tables`."""
     mask = (head < heads)[:, None] & (row < D)[None, :]
     x += head[:, None] * stride
     y = tl.where(mask, 1.0, 0.0)
@@ -41,8 +42,8 @@ def _fold(
     sums, total, tail_k, tail_v, tail_g, held, row, index, root, D,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SPOTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """(M12): rows of a state, [1, ROWS, COLUMNS] and [ROWS], with the `held` tokens of a tail. Returns the
-    new rows."""
+    """Adds the `held` tokens of a tail to rows of a state, [1, ROWS, COLUMNS] and [ROWS], by (M12), and returns the new
+    rows."""
     col = tl.arange(0, COLUMNS)
     token = tl.arange(0, TOKENS)
     spot = tl.arange(0, SPOTS)
@@ -79,8 +80,8 @@ def decode(
     log_g,  # [B, G], or None
     g_sb,
     g_sg,
-    slots,  # int32 [B]: where the sequences stand; None: sequence b in slot b
-    s,  # [slots, G, D, V] and so on, as in DecodingState, each with the stride of its slots
+    slots,  # int32 [B]: the slots of the sequences; None: sequence b has slot b
+    s,  # [slots, G, D, V] and so on, as in DecodingState, each with a stride between slots
     s_sn,
     z,
     z_sn,
@@ -94,38 +95,39 @@ def decode(
     count_sn,
     arrived,
     arrived_sn,
-    index,  # tables of the rows, see `_tables`
+    index,  # tables of the rows of a state, see `_tables`
     roots,
-    parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], written here: what each program has of the numerator
-    totals,  # [B G, SPLITS + 1, HEADS]: of the normalizer
+    parts,  # [B G, SPLITS + 1, HEADS, COLUMNS], workspace: the numerator's part of each program
+    totals,  # [B G, SPLITS + 1, HEADS], workspace: the normalizer's parts
     out,  # [B, H, V]
     out_sb,
     scale,
     eps,
     D,
     G,
-    tiles,  # of a program
-    room,  # this token and those to come that must not find the tail full
+    tiles,  # tiles of a program
+    room,  # tokens for which the tail must have room: this one and those that follow in the step
     K: tl.constexpr,
     V: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
     CAPACITY: tl.constexpr,
-    WIDTH: tl.constexpr,  # WIDTH, COLUMNS, HEADS and SPOTS are the powers of two that hold K, V, R and CAPACITY
+    WIDTH: tl.constexpr,  # WIDTH, COLUMNS, HEADS and SPOTS are the next powers of two of K, V, R and CAPACITY
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     SPOTS: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile of the state
-    TOKENS: tl.constexpr,  # of a tile of the tail
+    ROWS: tl.constexpr,  # rows of a tile of the state
+    TOKENS: tl.constexpr,  # tokens of a tile of the tail
     SPLITS: tl.constexpr,
-    LANES: tl.constexpr,  # rows of a tile that its threads add up apart
-    STAGES: tl.constexpr,  # copies of a tile, one of which is worked on and the others are on their way
-    FOLDED: tl.constexpr,  # tokens of the tail that are folded at a time
-    RANKS: tl.constexpr,  # parts that are added up at a time
+    LANES: tl.constexpr,  # rows of a tile that its threads sum separately
+    STAGES: tl.constexpr,  # copies of a tile: one is used while the others are loaded
+    FOLDED: tl.constexpr,  # tokens of the tail that are folded together
+    RANKS: tl.constexpr,  # parts that are added together
     NORMALIZE: tl.constexpr,
 ):
-    """Grid: SPLITS + R programs a kv head, the last R of which read the tail, each for a query head."""
-    pair = tl.program_id(0) // (SPLITS + R)  # of a sequence and a kv head
+    """Decodes one token. Grid: SPLITS + R programs for each key/value head; each of the last R reads the tail for one
+    query head."""
+    pair = tl.program_id(0) // (SPLITS + R)  # of a sequence and a key/value head
     part = tl.program_id(0) % (SPLITS + R)
     n = tl.cast(pair, tl.int64)
     b = n // G
@@ -145,7 +147,7 @@ def decode(
     arrived += place * arrived_sn + g
     held = tl.load(count)
     full = held + room > CAPACITY
-    length = tl.where(full, 0, held)  # of the tail, once it is folded if it is
+    length = tl.where(full, 0, held)  # of the tail after it was folded, if it was
     spot = tl.arange(0, SPOTS)
     gate = tl.zeros([1], tl.float32)
     if log_g is not None:
@@ -172,10 +174,10 @@ def decode(
                 )  # fmt: skip
                 tl.store(tile, rows.to(s.dtype.element_ty), mask=present)
                 tl.store(z + row, weights, mask=row < D)
-            tl.debug_barrier()  # threads read rows that others of this program wrote
+            tl.debug_barrier()  # threads read rows that other threads of this program wrote
         for i in tl.range(first, last, num_stages=STAGES):
-            # A load of three dimensions: its layout, 16 bytes of a row a thread, is that of the products, and a thread
-            # adds up its own rows. With two dimensions Triton chooses another layout for the products.
+            # The load has three dimensions, so that it has the layout of the products: a thread has 16 bytes of a row,
+            # and sums its own rows. With two dimensions, Triton chooses another layout for the products.
             row = i * ROWS + tl.arange(0, ROWS)
             tile = s + tl.cast(i, tl.int64) * (ROWS * V) + tl.arange(0, ROWS)[None, :, None] * V + col[None, None, :]
             present = (row < D)[None, :, None] & (col < V)[None, None, :]
@@ -201,7 +203,7 @@ def decode(
         query = tl.load(q + r * q_sh + width, mask=width < K, other=0.0).to(tl.float32) * scale
         sums = tl.zeros([TOKENS, COLUMNS], tl.float32)
         weights = tl.zeros([TOKENS], tl.float32)
-        after = gate  # the log decay since the end of the block: added up from the end, or large gates hide small
+        after = gate  # log decay since the end of the block, summed from the end: large gates would absorb small ones
         for i in tl.range(0, blocks, num_stages=STAGES):
             j = (blocks - 1 - i) * TOKENS + token
             past = (j < length)[:, None]
@@ -220,7 +222,7 @@ def decode(
         if NORMALIZE:
             tl.store(totals + here + r, tl.sum(weights, 0) + own)
 
-    tl.debug_barrier()  # all of this program's parts are written
+    tl.debug_barrier()  # all parts of this program are written
     if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS + R - 1:
         flat = tl.arange(0, HEADS * COLUMNS)
         acc = tl.zeros([HEADS * COLUMNS], tl.float32)
@@ -228,7 +230,7 @@ def decode(
         for i in tl.range(0, SPLITS + 1, RANKS, num_stages=STAGES):
             rank = i + tl.arange(0, RANKS)
             there = (n * (SPLITS + 1) + rank)[:, None] * HEADS
-            # .cg: from where the other programs' writes are, past the cache of this multiprocessor.
+            # .cg reads from the L2 cache, where the writes of other programs are, not from the L1 cache of this SM.
             ptrs = parts + there * COLUMNS + flat[None, :]
             acc += tl.sum(tl.load(ptrs, mask=(rank <= SPLITS)[:, None], other=0.0, cache_modifier=".cg"), 0)
             if NORMALIZE:
@@ -273,7 +275,7 @@ def power_decode(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """Decodes T tokens one after another on the tensors of a DecodingState, and returns out [B, T, H, V]."""
+    """Decodes T tokens, one after another, on the tensors of a DecodingState, and returns out [B, T, H, V]."""
     (batch, time, heads, key_dim), groups, value_dim = q.shape, k.shape[2], v.shape[3]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     rows, dim, pairs, capacity = heads // groups, s.shape[2], batch * groups, tail_k.shape[2]
@@ -310,7 +312,8 @@ def power_decode(
 
 @lru_cache(maxsize=32)
 def _tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of every row of (M7) its p channels, two in a word, int32 [(p + 1) // 2, D], and its weight, float32 [D]."""
+    """Returns the p channels of every row of (M7), two in a word, int32 [(p + 1) // 2, D], and its weight, float32 [D].
+    """
     channels = spow_indices(key_dim, p).t().contiguous()
     index = channels[::2].clone()
     index[: p // 2] |= channels[1::2] << 16

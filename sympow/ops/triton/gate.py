@@ -1,9 +1,9 @@
-"""The gate: sums of its logarithms, what they leave of keys, and its gradient.
+"""The gate: sums of its logarithms, the range of keys that they leave, and the gradient of the gate.
 
-Its gradient: that of L_i is (q_i . dq_i - k_i . dk_i) / p, since q_i . dq_i = p sum_j a_ij da_ij, and a gate
-reaches every L after it. So its gradient is a sum of these terms from its token on, in which all that later tokens do
-to each other cancels and leaves its rounding: over a long row more than what the gate did. At the end of a chunk the
-sum is known otherwise, as S . dS, and begins anew.
+The gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, because q_i . dq_i = p sum_j a_ij da_ij. A gate changes every L at
+or after its token, so its gradient is the sum of these terms from its token on. The terms between two later tokens
+cancel in this sum up to rounding, and over a long row the rounding errors exceed the gradient. At the end of a chunk
+the sum equals S . dS, so it starts again there.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from sympow.ops.triton.primitives import await_last, locate, reach_tile, start_next
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-REACH_TILE = tl.constexpr(64)  # tokens; blocks and steps of the quadratic form divide it or are multiples
+REACH_TILE = tl.constexpr(64)  # tokens; blocks and iterations of the quadratic form divide it or are multiples of it
 
 
 @triton.jit
@@ -20,8 +20,8 @@ def gate_sums(
     log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """sums [G, tokens]: log2 of the decay from before the first token of the chunk to after each token, float32. begins
-    and ends: of a row that is one chunk, as `_find_reach` writes them, or None."""
+    """Computes sums [G, tokens], float32: log2 of the decay from before the first token of the chunk to after each
+    token. `begins` and `ends` are written by `_find_reach` for rows of one chunk; otherwise they are None."""
     start_next(OVERLAP)
     g = tl.program_id(1)
     if PACKED:
@@ -43,23 +43,24 @@ def gate_sums(
         tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, (tl.cumsum(x, 0) + carry) * LOG2_E, mask=valid)
         carry += tl.sum(x, 0)
     if begins is not None:
-        tl.debug_barrier()  # sums that other threads have written are read
+        tl.debug_barrier()  # the sums of other threads are read next
         at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
         _find_reach(sums + tl.cast(g, tl.int64) * tokens + start, begins + at, ends + at, T, most)
 
 
 @triton.jit
 def _find_reach(sums, begins, ends, T, most):
-    """Of each tile of REACH_TILE tokens: the first token whose key still counts for one of its queries, and the end of
-    the queries for which one of its keys still counts, both at the borders of tiles. What is decayed by more than
-    2**-most is 0 to the passes, so they leave whole tiles of it out and come to the same numbers."""
+    """Writes for each tile of REACH_TILE tokens the first token whose key one of its queries uses, and the end of the
+    queries that use one of its keys, both at borders of tiles. The passes compute 0 for decays below 2**-most, so they
+    can skip whole tiles of such pairs without changing a result."""
     tiles = tl.cdiv(T, REACH_TILE)
     for s in range(0, tiles, REACH_TILE):
         tile = s + tl.arange(0, REACH_TILE)
         here = tile < tiles
         before = tl.load(sums + tile * REACH_TILE - 1, mask=here & (tile > 0), other=0.0)
         after = tl.load(sums + tl.minimum((tile + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
-        # Sums never rise, so halving finds the first tile of keys that counts, and the first of queries that does not.
+        # The sums never increase, so a binary search finds the first tile of keys that is used, and the first of
+        # queries that is not.
         begin, begin_most = tile * 0, tile
         end, end_most = tile + 1, tile * 0 + tiles
         span = tiles
@@ -81,8 +82,8 @@ def _find_reach(sums, begins, ends, T, most):
 
 @triton.jit
 def _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R: tl.constexpr, P: tl.constexpr):
-    """[BLOCK]: (q . dq - k . dk) / p, the heads of a group added up; in float64, as terms of either sign add up over a
-    whole sequence."""
+    """Returns (q . dq - k . dk) / p, [BLOCK], summed over the heads of a group. In float64, because terms of both signs
+    are summed over a whole sequence."""
     x = -tl.load(dk_sums + g * tokens + token, mask=valid, other=0.0)
     for r in range(R):
         x += tl.load(dq_sums + (g * R + r) * tokens + token, mask=valid, other=0.0)
@@ -94,7 +95,7 @@ def gate_totals(
     dq_sums, dk_sums, totals, starts, blocks, T, tokens,
     R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """totals [G, blocks], float64: the sum of the terms of each block. Grid: blocks, G."""
+    """Computes totals [G, blocks], float64: the sum of the terms of each block. Grid: blocks, G."""
     await_last(OVERLAP)
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
@@ -110,8 +111,8 @@ def gate_gradient(
     R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dlog_g [tokens, G]: the sum of the terms from each token to the end of its sequence, and of `last` [N, G], what
-    reaches the last token through the last state. Grid: blocks, G."""
+    """Computes dlog_g [tokens, G]: the sum of the terms from each token to the end of its sequence, plus `last` [N, G],
+    the gradient that comes from the last state. Grid: blocks, G."""
     await_last(OVERLAP)
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     g = tl.cast(tl.program_id(1), tl.int64)
@@ -122,7 +123,7 @@ def gate_gradient(
     if FINAL:
         carry += tl.load(last + n * G + g)
     following = totals + g * tl.num_programs(0) + tl.program_id(0) + 1
-    count = tl.cdiv(length - first, BLOCK) - 1  # blocks of the sequence that follow
+    count = tl.cdiv(length - first, BLOCK) - 1  # later blocks of the sequence
     for i in range(0, count, BLOCK):
         carry += tl.sum(tl.load(following + i + t, mask=i + t < count, other=0.0), 0)
     x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
@@ -135,8 +136,8 @@ def through_states(
     s, ds, z, dz, weights, through, starts, chunks, T, G, rows,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """through [chunks, G, parts], float64: parts of the sum of S . dS at the end of every chunk that another follows,
-    `weights` [rows] times each row. V is a multiple of 16. Grid: chunks, G, parts."""
+    """Computes through [chunks, G, parts], float64: parts of the sum of S . dS at the end of every chunk but the last,
+    with `weights` [rows] for the rows. V is a multiple of 16. Grid: chunks, G, parts."""
     chunk = tl.cast(tl.program_id(0), tl.int64)
     _, _, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
     if first + CHUNK < length:
@@ -169,8 +170,9 @@ def gate_gradient_by_chunk(
     R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """As `gate_gradient`, but the sum of the terms from each token to the end of its chunk, and of what reaches the
-    later chunks, `through` [chunks, G, PARTS]. COUNT: a power of two, at least PARTS. Grid: chunks, G."""
+    """Computes the same as `gate_gradient`, from the sum of the terms between each token and the end of its chunk, and
+    the sum over all later chunks, `through` [chunks, G, PARTS]. COUNT is a power of two, at least PARTS. Grid: chunks,
+    G."""
     n, start, length, first = locate(tl.program_id(0), starts, chunks, T, CHUNK, PACKED)
     g = tl.cast(tl.program_id(1), tl.int64)
     t = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The norm of every head's output and the gate on it by one kernel each way, as PyTorch operators.
+"""The norm of every head's output and the output gate as PyTorch operators, with one kernel in each direction.
 
 `sympow.ops.gated_norm` specifies them.
 """
@@ -14,8 +14,8 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
-ELEMENTS, WARPS = 4096, 4  # of a tile of heads
-PROGRAMS = 8  # of the backward for each multiprocessor: a part of the sum for the weights each
+ELEMENTS, WARPS = 4096, 4  # elements of a tile of heads
+PROGRAMS = 8  # programs of the backward for each SM; each writes a part of the gradient of the weights
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -30,7 +30,7 @@ def norm_gate(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Norms and gates a tile of TILE rows; WIDTH is the power of two that holds V."""
+    """Norms and gates a tile of TILE rows. WIDTH is the next power of two of V."""
     row = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
     col = tl.arange(0, WIDTH)
     mask = (row < ROWS)[:, None] & (col < V)[None, :]
@@ -61,7 +61,8 @@ def norm_gate_backward(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Forms the gradients of every so many-th tile of TILE rows, and what these add to that of the weights."""
+    """Computes the gradients of every num_programs-th tile of TILE rows, and the part of these tiles in the gradient of
+    the weights."""
     col = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     w = tl.full([WIDTH], 1.0, tl.float32)
@@ -94,7 +95,7 @@ def norm_gate_backward(
 
 
 def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Rows of heads, rows of a tile, and constants of the kernels."""
+    """Returns the number of rows of heads, the rows of a tile, and the constants of the kernels."""
     value_dim = y.shape[3]
     width = config.next_power_of_2(value_dim)
     tile = max(1, ELEMENTS // width)
@@ -114,7 +115,7 @@ def gated_norm_backward(
     rows, tile, dims = _tiles(y)
     programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
     dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
-    parts = torch.empty if rows else torch.zeros  # every program writes its own
+    parts = torch.empty if rows else torch.zeros  # every program writes its own row
     dweight = None if weight is None else parts(max(1, programs), y.shape[3], device=y.device)
     if rows:
         with torch.cuda.device_of(y):
@@ -133,7 +134,7 @@ def _keep(ctx, inputs, output):
 
 
 def _backward(ctx, dout):
-    y, weight, gate = ctx.saved_tensors  # to be read only once: checkpointing forgets what it has given
+    y, weight, gate = ctx.saved_tensors  # read only once: activation checkpointing frees them then
     dy, dweight, dgate = gated_norm_backward(dout, y, weight, gate, ctx.eps)
     return dy, None if weight is None else dweight, None if gate is None else dgate, None
 
@@ -144,7 +145,7 @@ def _like_output(y, weight, gate, eps):
 
 @operator(_like_output, _keep, _backward)
 def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
-    """Norms y [B, T, H, V] over V times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
+    """Norms y [B, T, H, V] over V, times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
     y, gate = y.contiguous(), None if gate is None else gate.contiguous()
     out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
     rows, tile, dims = _tiles(y)

@@ -1,10 +1,10 @@
-"""Gradients. With s~ = q . k, weights a_ij = b_ij s~_ij**p, and the normalizer folded into a factor per query, n_i, and
-delta_i = y_i . dy_i (0 without normalization):
+"""The gradients. With s~ = q . k, weights a_ij = b_ij s~_ij**p, a factor n_i of each query that contains the
+normalizer, and delta_i = y_i . dy_i (0 without normalization):
 
-    dv_j = sum_i n_i a_ij dy_i,   dq_i = p n_i sum_j b_ij s~_ij**(p-1) (dy_i . v_j - delta_i) k_j,   dk_j likewise,
+    dv_j = sum_i n_i a_ij dy_i,   dq_i = p n_i sum_j b_ij s~_ij**(p-1) (dy_i . v_j - delta_i) k_j,   dk_j likewise.
 
-and what goes through a state has the same form: with S = sum_j row(k_j) v_j^T, p sum over the prefixes of q_prefix
-(dy_i S[prefix]^T), the rows of every last index.
+The gradients that come through a state have the same form. With S = sum_j row(k_j) v_j^T they are p times the sum over
+the prefixes of q_prefix (dy_i S[prefix]^T), where S[prefix] are the rows of every last index.
 """
 
 import triton
@@ -29,9 +29,9 @@ def row_factors(
     V: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """factor [H, tokens]: n, 1 / the normalizer; delta [H, tokens]. If STEP > 0 two more [H, tokens]: scales, log2 of n
-    times the output's scale and the decay since the sequence's start; and near, n times that scale and the decay since
-    the first of STEP tokens. Grid: blocks, heads."""
+    """Computes factor [H, tokens], which is n, 1 / the normalizer, and delta [H, tokens]. If STEP > 0, two more [H,
+    tokens]: scales, log2 of n times the scale of the output and the decay since the start of the sequence; and near, n
+    times that scale and the decay since the first of STEP tokens. Grid: blocks, heads."""
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -50,7 +50,7 @@ def row_factors(
         n = 1.0 / tl.load(norm + row, mask=valid, other=1.0)
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
-    await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both have written
+    await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both kernels have written
     if STEP > 0:
         n *= out_scale
         log = tl.log2(n)
@@ -65,7 +65,8 @@ def row_factors(
 
 @triton.jit
 def _state_rows(i, lower, mirror, width, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
-    """[K]: where the rows (upper prefix i, every last index) are; those of a lower index stand under another prefix."""
+    """Returns the rows (upper prefix i, every last index), [K]. Rows with a lower last index belong to another prefix.
+    """
     UPPER: tl.constexpr = K - HALF
     own = lower * K + (i - lower) * UPPER + (width - HALF)
     if P == 2:
@@ -83,15 +84,16 @@ def query_pass(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [tokens, H, K], and dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
+    """Computes dq [tokens, H, K], and dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
 
-    With a normalizer q . dq is p delta eps / (z + eps). But delta is of rounded outputs, by which the keys' part errs
-    too, and only what errs alike on both sides cancels between them.
+    With a normalizer q . dq equals p delta eps / (z + eps). But delta is computed from rounded outputs, whose errors
+    are in the keys' part too. Only errors that are the same in both parts cancel, so q . dq is computed from dq.
 
-    reach: begins of `gate.gate_sums`, or None."""
+    reach: begins of `gate.gate_sums`, or None.
+    """
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
-        if first >= length:  # past the last block
+        if first >= length:  # after the last block
             return
     h = tl.cast(tl.program_id(1), tl.int64)
     g = h // R
@@ -114,7 +116,7 @@ def query_pass(
 
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # the decay from the state to this block; where it is 0 no row is read
+        if GATED:  # the decay from the state to this block; if it is 0, no row is read
             kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -192,8 +194,10 @@ def key_pass(
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, kv heads.
-    reach: ends of `gate.gate_sums`, or None."""
+    """Computes dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, key/value heads.
+
+    reach: ends of `gate.gate_sums`, or None.
+    """
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
@@ -255,7 +259,7 @@ def key_pass(
                 matrix = tl.load(dz + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 dkeys = tl.dot(keys, matrix, dkeys, input_precision=PRECISION)
 
-    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     last = tl.minimum(first + BLOCK, length) - 1
     if GATED:

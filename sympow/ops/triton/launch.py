@@ -1,5 +1,5 @@
-"""The launches of one call, a function a stage: states and outputs here, gradients in `launch_gradients.py`. Which
-kernel a stage takes is decided in these two files and nowhere else."""
+"""The launches of one call: a function for each stage. States and outputs are here, gradients in `launch_gradients.py`.
+Only these two files decide which kernel a stage takes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sympow.ops.triton.plan import Plan
 def output(
     call: Call, s: Tensor | None, z: Tensor | None, init: bool, normalize: bool, eps: float, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`; given the states
-    before each chunk. `init`: that before the first is not zero."""
+    """Returns out [B, T, H, V], float32 if `wide`, and the normalizer [H, B T], empty unless `normalize`, from the
+    states before each chunk. `init` tells that the first of them is not zero."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     out = plan.new(*q.shape[:3], plan.V, dtype=torch.float32 if wide else plan.dtype)
     norm = plan.new_rows(plan.H if normalize else 0)
@@ -66,7 +66,7 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
 
 
 def new_ends(call: Call, z: bool) -> tuple[Tensor, Tensor]:
-    """Room for the last S [N, G, rows, V] and Z [N, G, K, K], float32."""
+    """Allocates the last S [N, G, rows, V] and Z [N, G, K, K], float32."""
     s_end, z_end = (
         torch.empty(shape, device=call.plan.device, dtype=torch.float32) for shape in call.plan.end_shapes(z)
     )
@@ -74,7 +74,7 @@ def new_ends(call: Call, z: bool) -> tuple[Tensor, Tensor]:
 
 
 def new_states(call: Call, z: bool, more: int = 0) -> tuple[Tensor, Tensor]:
-    """Room for S [chunks + more, G, rows, V] and Z [chunks + more, G, K, K], which is empty where none is made."""
+    """Allocates S [chunks + more, G, rows, V] and Z [chunks + more, G, K, K]; Z is empty if it is not used."""
     plan = call.plan
     s, zs = (
         torch.empty(chunks and chunks + more, *shape, device=plan.device, dtype=plan.dtype)
@@ -84,15 +84,15 @@ def new_states(call: Call, z: bool, more: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class ForwardStates(NamedTuple):
-    """What the state pass in reverse multiplies the gradients of states with."""
+    """Holds the states that the reverse state pass multiplies with the gradients of states."""
 
-    s: Tensor  # S and Z at the boundaries at which it forms their gradients: those after each chunk
+    s: Tensor  # S and Z at the boundaries where it computes gradients, those after each chunk
     z: Tensor
-    products: Tensor  # float64 [chunks, G, parts], a result: their inner product, where another chunk follows
+    products: Tensor  # result, float64 [chunks, G, parts]: inner products at all boundaries but the last
 
 
 def new_products(call: Call, z: bool) -> Tensor:
-    """Room for those of `ForwardStates`: the gradient of the gate's sums at the ends of chunks, in parts."""
+    """Allocates the products of `ForwardStates`: the gradient of the gate's sums at the ends of chunks, in parts."""
     shape = (call.plan.layout.blocks(call.plan.chunk), call.plan.G, _state_programs(call.plan, z))
     return torch.empty(shape, device=call.plan.device, dtype=torch.float64)
 
@@ -102,11 +102,11 @@ def states(
     gradient: tuple[Tensor, Tensor, Tensor] | None = None, room: tuple[Tensor, Tensor] | None = None,
     forward: ForwardStates | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, in `room` if that is given. `ends`
-    takes the last ones.
+    """Returns S [chunks, G, rows, V] and Z [chunks, G, K, K] at the boundaries of chunks, in `room` if that is given.
+    The last ones are written to `ends`.
 
-    `gradient` is (dout, factor, delta): then the same in reverse, for the gradient of the states. The S and Z of
-    `forward` may be `room`: they are written over.
+    If `gradient` is given, (dout, factor, delta), the pass runs in reverse and computes the gradients of the states. S
+    and Z of `forward` may be `room`; the gradients then replace them.
     """
     plan = call.plan
     x, y = (call.k, call.v) if gradient is None else (call.q, gradient[0])
@@ -124,7 +124,7 @@ def states(
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
     tensors |= {"starts": call.cu_seqlens, "chunk_starts": call.chunk_starts()}
-    if plan.leveled:  # whose rows hold the keys transposed, and which has no Z
+    if plan.leveled:  # whose rows have the transposed keys, and which have no Z
         plan.launcher(_states_by_levels, reverse, init, final)(**tensors)
         return s, zs
     tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
@@ -139,14 +139,14 @@ def _weigh_block(plan: Plan) -> int:
 
 
 def _weighed_shape(plan: Plan, reverse: bool) -> tuple[int, int]:
-    """Of the keys (queries in reverse) transposed; the state pass may read past the last row."""
+    """Returns the shape of the transposed keys (queries in reverse). The state pass may read past the last row."""
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
     stride = (config.ceil_div(plan.layout.tokens, block) + plan.layout.sequences) * block
     return heads * (2 * plan.K + 1 if plan.p > 2 else plan.K + 1) + 16, stride
 
 
 def _sources(plan: Plan, reverse: bool) -> dict[str, Any]:
-    """Strides by token and head: of k and v, or of q and the output's gradient, which is contiguous."""
+    """Returns the strides by token and head of k and v, or of q and the output's gradient, which is contiguous."""
     own = plan.strides
     if reverse:
         return {"x_st": own["q_st"], "x_sh": own["q_sh"], "y_st": plan.H * plan.V, "y_sh": plan.V}
@@ -164,25 +164,25 @@ def _weigh(plan: Plan, reverse: bool) -> Launcher:
 
 
 def _state_arguments(plan: Plan, reverse: bool, init: bool, final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Numbers and constants that all state passes take."""
+    """Returns the numbers and constants that all state passes take."""
     numbers = plan.sequences() | {"G": plan.G, "stride": _weighed_shape(plan, reverse)[1]}
     constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": plan.layout.packed, "INIT": init}
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}
 
 
 def _state_tiles(plan: Plan) -> int:
-    """Tiles of rows of a program of the state pass."""
+    """Returns the number of tiles of rows of a program of the state pass."""
     if not plan.hopper:
         return plan.config.state.block
     size = plan.hopper_launches.state
     programs = hopper_states.programs(plan.K, plan.half, plan.parts, size.block, size.tile, size.warps)
-    # Half the tiles where the programs would be fewer than two a multiprocessor, which fill each other's waits.
+    # Half the tiles if there would be fewer than two programs for each SM: two programs hide each other's latency.
     few = programs * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
     return 2 if few else size.block
 
 
 def _state_programs(plan: Plan, z: bool) -> int:
-    """Programs of the state pass for one kv head of one sequence."""
+    """Returns the number of programs of the state pass for one key/value head of one sequence."""
     tiles = _state_tiles(plan)
     if plan.hopper:
         size = plan.hopper_launches.state

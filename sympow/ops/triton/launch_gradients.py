@@ -1,4 +1,4 @@
-"""The launches of the gradients of one call, a function a stage, as `launch.py` has them of states and outputs."""
+"""The launches of the gradients of one call: a function for each stage, as in `launch.py`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import TILE
 from sympow.ops.triton.plan import Plan
 
-GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # of the gate's gradient, along whole rows and within chunks
-STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read at once, and programs that share a state
+GATE_BLOCK, SHORT_GATE_BLOCK = 1024, 256  # tokens of a block of the gate's gradient, along whole rows and within chunks
+STATE_BLOCK, STATE_PARTS = 2048, 8  # of `through_states`: elements read together, and programs of one state
 
 
 class RowFactors(NamedTuple):
-    """Of every query, as `row_factors` of `gradients.py` makes them; float32 [H, B T]."""
+    """Holds the factors of every query, float32 [H, B T]; see `row_factors` in `gradients.py`."""
 
-    factor: Tensor  # what the output's gradient is multiplied with
-    scales: Tensor  # that with scale and decay, as log2, and from the first token of a step of the key pass on:
-    near: Tensor  # written where that reads them
-    delta: Tensor  # its part in the normalizer's gradient
+    factor: Tensor  # the factor of the output's gradient
+    scales: Tensor  # log2 of the factor with scale and decay; only for passes that read it
+    near: Tensor  # the factor with scale and the decay within an iteration of the key pass; likewise
+    delta: Tensor  # the part of the query in the gradient of the normalizer
 
 
 def row_factors(
     call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, early: bool = True
 ) -> RowFactors:
-    """What all passes of the backward read of the outputs and their gradients [B, T, H, V]. early: where there is a
-    gate, the launch before this one is that of its sums."""
+    """Returns what all passes of the backward read of the outputs and their gradients [B, T, H, V]. `early` tells, for
+    calls with a gate, that the launch before this one computed the sums of the gate."""
     plan = call.plan
     factor, delta = plan.new_rows(plan.H), plan.new_rows(plan.H)
     scales, near = (plan.new_rows(plan.H), plan.new_rows(plan.H)) if plan.quadratic else (factor, factor)
@@ -50,7 +50,7 @@ def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
     constants |= {"NORMALIZE": normalize, "STEP": plan.hopper_launches.key.step if plan.quadratic else 0}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
-    if not early:  # the same code, at its usual place in the stream
+    if not early:  # the same code, launched without overlap
         constants.pop("launch_pdl", None)
     return Launcher(gradients.row_factors, (plan.layout.blocks(config.WEIGH_BLOCK), plan.H), numbers | constants)
 
@@ -59,8 +59,8 @@ def query_gradient(
     call: Call, dout: Tensor, factors: RowFactors, s: Tensor | None, z: Tensor | None, init: bool,
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq and the queries' part in the gradient of the gate's sums, [H, B T] (empty without a gate), given the states
-    before each chunk. `init`: that before the first is not zero."""
+    """Returns dq and the queries' part in the gradient of the gate's sums, [H, B T] (empty without a gate), from the
+    states before each chunk. `init` tells that the first of them is not zero."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     dq, dsums = plan.new(*q.shape), plan.new_rows(plan.H if plan.gated else 0)
     tensors: dict[str, Tensor | None] = {"q": q, "dout": dout, "sums": call.gate.sums, "dq": dq, "dsums": dsums}
@@ -131,8 +131,8 @@ def key_gradient(
     call: Call, dout: Tensor, factors: RowFactors, ds: Tensor | None, dz: Tensor | None, final: bool,
     z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk, dv and the keys' part in the gradient of the gate's sums, [G, B T] (empty without a gate), given the
-    gradients of the states after each chunk. `final`: the one after the last is not zero; `z`: dz is read."""
+    """Returns dk, dv and the keys' part in the gradient of the gate's sums, [G, B T] (empty without a gate), from the
+    gradients of the states after each chunk. `final` tells that the last of them is not zero, `z` that dz is read."""
     plan, q, k, v = call.plan, call.q, call.k, call.v
     dk, dv = plan.new(*k.shape), plan.new(*v.shape)
     dsums = plan.new_rows(plan.G if plan.gated else 0)
@@ -198,8 +198,8 @@ def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
 
 
 def through_states(call: Call, s: Tensor, z: Tensor | None, ds: Tensor, dz: Tensor | None, reads_z: bool) -> Tensor:
-    """[chunks, G, STATE_PARTS], float64: the gradient of the gate's sums at the end of every chunk that another
-    follows, in parts, given the states before each chunk and the gradients of those after."""
+    """Returns the gradient of the gate's sums at the end of every chunk but the last, in parts, float64 [chunks, G,
+    STATE_PARTS], from the states before each chunk and the gradients of those after."""
     plan = call.plan
     through = torch.empty(s.shape[0], plan.G, STATE_PARTS, device=plan.device, dtype=torch.float64)
     launch = plan.launcher(_through_states, reads_z)
@@ -219,11 +219,11 @@ def _through_states(plan: Plan, reads_z: bool) -> Launcher:
 def gate_gradient(
     call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
 ) -> Tensor:
-    """[B, T, G]: of log_g, given that of its sums by queries [H, B T], by keys [G, B T], by the last state [N, G], and
-    `through_states`.
+    """Returns the gradient [B, T, G] of log_g from the gradients of its sums by queries [H, B T], by keys [G, B T], by
+    the last state [N, G], and from `through_states`.
 
-    Without these, two passes, as a row of many tokens has few heads: sums of blocks, and within each block the sums
-    after each token. A row of one block needs the second alone.
+    Without the last, there are two passes, because a row of many tokens has few heads. The first sums blocks, and the
+    second sums the tokens after each token within a block. A row of one block needs only the second pass.
     """
     plan = call.plan
     dlog_g = plan.new(*call.k.shape[:3], dtype=torch.float32)

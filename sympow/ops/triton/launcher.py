@@ -1,8 +1,8 @@
-"""Launches one kernel many times: what stays the same is bound once, and Triton is asked once which code that needs.
+"""Launches one kernel many times. The arguments that do not change are bound once, and Triton chooses the code once.
 
 Triton chooses the compiled code of a launch by looking at every argument: the dtypes and alignments of tensors, the
 values of integers, the options. That takes longer than the launch itself. A `Launcher` holds all arguments but the
-tensors. So after a first launch, tensors of the same dtypes at aligned addresses need the same code.
+tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-_ALIGNMENT = 16  # bytes, of the addresses that Triton compiles other code for
-# Versions of Triton whose compiled kernels are called as `Launcher` does; other versions always choose the code anew.
+_ALIGNMENT = 16  # bytes: Triton compiles other code for addresses that are not multiples of it
+# Versions of Triton whose compiled kernels can be called as `Launcher` does. With other versions Triton chooses at
+# every launch.
 _KNOWN = ("3.6.", "3.7.")
 
 
 class Tile(NamedTuple):
-    """How a tensor is handed to a kernel that copies tiles of it with a descriptor."""
+    """Describes a tensor that a kernel copies in tiles, by a descriptor."""
 
     shape: list[int]
     strides: list[int]
@@ -35,21 +36,22 @@ class Tile(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    run: Any  # as that of Triton's compiled kernel
-    handle: Any  # of its code on the device
+    run: Any  # the method of Triton's compiled kernel
+    handle: Any  # of the code on the device
     metadata: Any
     grid: tuple[int, ...]  # three
     device: int
-    arguments: list  # of every parameter; None where a tensor will stand
-    # Of the tensors in the order of the first launch: names, places in the arguments, dtypes (None: it is None).
+    arguments: list  # of all parameters; None in place of tensors
+    # Of the tensors in the order of the first launch: names, indices in the arguments, dtypes (None: the tensor is
+    # None).
     names: tuple[str, ...]
     places: tuple[int, ...]
     dtypes: tuple[Any, ...]
-    tiled: tuple[int, ...]  # places of those that are handed over as descriptors
+    tiled: tuple[int, ...]  # indices of those that are passed as descriptors
 
 
 class Launcher:
-    """A kernel with its grid and all its arguments but the tensors."""
+    """Holds a kernel with its grid and all its arguments but the tensors."""
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], tiles: Mapping[str, Tile] | None = None
@@ -99,7 +101,7 @@ class Launcher:
         return self._kernel[self._grid](**given, **self._arguments)
 
     def _first(self, tensors: Mapping[str, Tensor | None]) -> None:
-        """Launches as Triton does, and keeps the compiled kernel if later launches may take it."""
+        """Launches as Triton does, and keeps the compiled kernel if later launches may use it."""
         kernel = self._by_triton(tensors)
         if not isinstance(kernel, CompiledKernel) or kernel.metadata.target.backend != "cuda":
             return
@@ -112,7 +114,7 @@ class Launcher:
         for name, x in tensors.items():
             if x is not None and name in self._tiles:
                 descriptor = self._tiles[name].descriptor(x)
-                descriptor.base = None  # else x would live as long as this
+                descriptor.base = None  # otherwise x would live as long as this launcher
                 arguments[names.index(name)] = descriptor
         places = tuple(names.index(name) for name in tensors)
         dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
@@ -124,11 +126,11 @@ class Launcher:
 
 
 _launchers: dict[tuple, Launcher] = {}
-MOST_LAUNCHERS = 1024  # of a kind that are kept: a server sees many lengths
+MOST_LAUNCHERS = 1024  # of one kind that are kept: a server sees many lengths
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **tensors: Tensor | None) -> None:
-    """Launches a kernel by a `Launcher` of these arguments, numbers alone, which is made once."""
+    """Launches a kernel by the `Launcher` of these arguments, which must be numbers. It is made once."""
     key = (id(kernel), grid, *arguments.values())
     launcher = _launchers.get(key)
     if launcher is None:
@@ -139,11 +141,11 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **t
 
 
 def forget_launchers() -> None:
-    """Forgets what `launch` has kept: for tests that change what kernels are launched with."""
+    """Forgets all launchers of `launch`, for tests that change what kernels are launched with."""
     _launchers.clear()
 
 
 def _hooked() -> bool:
-    """Whether a profiler looks at launches, through Triton."""
+    """Returns whether a profiler observes launches through Triton."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

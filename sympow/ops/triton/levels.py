@@ -1,24 +1,26 @@
-"""The rows of the state of p = 3 and 4 as the forward pass on Hopper keeps them: close to the fewest, in the order in
-which the tensor cores take them.
+"""The rows of the state for p = 3 and 4 in the forward pass on Hopper: close to the smallest number of rows, in the
+order that the tensor cores need.
 
-A row is again a prefix (u, k), k its largest index, times a last index j. u, the p - 2 indices below, is numbered with
-its largest index outermost, so that those of any k are the first ones. A level of width w = K, K/2 ... 4 holds the
-prefixes with K - w <= k < K - w/2, the last one all the rest: they meet the last w indices alone. A product is 16 rows
-deep, so where w < 16 it takes a group of 16 / w consecutive u of one k: its rows are the two halves of the last
-indices, in each half the prefixes, and for each of them its last indices.
+As in `rows.py`, a row is a prefix (u, k), where k is its largest index, times a last index j. u has the other p - 2
+indices. The numbers of u are ordered by its largest index first, so the u that belong to any k are the first ones. A
+level of width w = K, K/2 ... 4 has the prefixes with K - w <= k < K - w/2; the last level has all the rest. The
+prefixes of a level are multiplied with the last w indices only. A product has 16 rows. Where w < 16, it has a group of
+16 / w consecutive u of one k. Its rows are the two halves of the last indices; each half has the prefixes, and each
+prefix its last indices.
 
-A K that is no power of two is filled up with zeros in front: `skip` channels, which are in no prefix. Where they are
-last indices of the first level, its rows hold zeros.
+A K that is no power of two is filled up with zeros in front: `skip` channels, which are in no prefix. Rows of the first
+level with such a last index are zero.
 
-What makes (x . y)**p of the rows is a weight for each prefix and half. A last index of the upper half is beyond the
-level, and no other row has that monomial: all its orderings count, p times those of the prefix. One within the level
-stands for p / (c + 1) of them if c indices of the prefix are of the level too, as each of the c + 1 may be the last.
-Prefixes that only fill a group or a tile have weight 0.
+A weight for each prefix and half makes (x . y)**p of the rows. A last index of the upper half is larger than all
+indices of the level's prefixes, and no other row has that monomial. So all its orderings count: p times those of the
+prefix. A monomial whose last index is within the level is in several rows. If c indices of the prefix are within the
+level too, each of the c + 1 indices may be the last, so the row counts for p / (c + 1) times the orderings of the
+prefix. Prefixes that only fill a group or a tile have weight 0.
 
-Gradients of queries and keys take these rows in steps (`Slopes`). A step is one u with a block of consecutive k and
-every last index: the entries of u times the other factor of the gradient are the left operand of a product, and its
-result, summed over all u of the block, is multiplied with x_k once. Within a block no order of u and k is kept: of a
-prefix with c indices in the block each may be k, so that a step's weight is (p - 1) / c times the orderings of u.
+The gradients of queries and keys process these rows in steps (`Slopes`). A step is one u with a block of consecutive k
+and every last index. The entries of u times the other factor of the gradient are the left operand of a product. Its
+result, summed over all u of the block, is multiplied with x_k once. Within a block u and k have no order: of a prefix
+with c indices in the block each may be k, so the weight of a step is (p - 1) / c times the orderings of u.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ from torch import Tensor
 from sympow.ops.feature_map import spow_indices
 from sympow.ops.triton.rows import Basis, public_rows
 
-TILE = 128  # rows of a state that are read at once: every level has a multiple
+TILE = 128  # rows of a state that are read at once; every level has a multiple of them
 _LEAST = 4  # the width of the last level
 
 
 class Levels(Basis):
-    """The rows for one K (16 or more, a multiple of 8) and p = 3 or 4. Tensors are on the CPU; `on` brings tables to a
-    device."""
+    """Holds the rows for one K (16 or more, a multiple of 8) and p = 3 or 4.
+
+    Tensors are on the CPU; `on` copies the tables to a device.
+    """
 
     def __init__(self, key_dim: int, p: int):
-        self.width = padded_key_dim(key_dim)  # that of tiles; indices below are of channels with those in front
+        self.width = padded_key_dim(key_dim)  # the K of tiles; indices below count the channels in front
         self.skip = self.width - key_dim
         own = range(self.skip, self.width)
         inner = [(i,) for i in own] if p == 3 else [(i, j) for j in own for i in range(self.skip, j + 1)]
@@ -55,7 +59,7 @@ class Levels(Basis):
             filled = len(groups)
             groups += [(0, self.width - 1)] * (-filled % (TILE // depth))
             shape.append((len(groups), width))
-            # For p = 3 programs find u among all channels, for p = 4 among the products that they have made.
+            # For p = 3 programs find u among all channels, for p = 4 among the products that they have computed.
             entries += [(u + (self.skip if p == 3 else 0)) // group | k << 16 for u, k in groups]
             run = depth // 2 // group
             for n, (u, k) in enumerate(groups):
@@ -70,22 +74,23 @@ class Levels(Basis):
                 tuples += [(*member, j) for a, b in halves for member in members for j in range(a, b)]
             width //= 2
         super().__init__(key_dim, p, torch.tensor(tuples) - self.skip)
-        self.shape = tuple(shape)  # of each level, groups and width
+        self.shape = tuple(shape)  # groups and width of each level
         self.prefixes = torch.tensor(prefixes)
-        self.entries = torch.tensor(entries)  # of each group, the number of its first u by groups, and k
-        self.weights = torch.tensor(weights).view(-1, 2)  # of each prefix, by half
+        self.entries = torch.tensor(entries)  # of each group: the number of its first u, in groups, and k
+        self.weights = torch.tensor(weights).view(-1, 2)  # of each prefix, for each half
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._slopes: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """prefixes int32 [n, p - 1], entries int32 [groups], weights bfloat16 [n, 2], in which they are exact."""
+        """Returns prefixes int32 [n, p - 1], entries int32 [groups], and weights bfloat16 [n, 2], which are exact."""
         if device not in self._tables:
             weights = self.weights.to(device, torch.bfloat16)
             self._tables[device] = self.prefixes.int().to(device), self.entries.int().to(device), weights
         return self._tables[device]
 
     def slopes_on(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`Slopes` of blocks of `block` k, on a device: rows int32 [steps, block K], entries int32 [steps]."""
+        """Returns the `Slopes` of blocks of `block` k on a device: rows int32 [steps, block K], entries int32 [steps].
+        """
         if (block, device) not in self._slopes:
             slopes = Slopes(self, block)
             self._slopes[block, device] = slopes.rows.int().to(device), slopes.entries.to(device)
@@ -93,12 +98,12 @@ class Levels(Basis):
 
 
 class Slopes:
-    """The steps in which gradients take the rows. Tensors are on the CPU.
+    """Holds the steps in which the gradients process the rows. Tensors are on the CPU.
 
-    Of each step, in the order of blocks: `inner` [steps, p - 2] is u, `first` [steps] the first k of its block,
-    `weights` [steps] float32, exact in bfloat16, and `rows` [steps, block K] where the monomials (u, k, j) are, j the
-    innermost; where j is one of the zeros in front, others. `entries` int32 [steps] are, from the lowest bits on, a
-    byte for each index of u, two in all, and the upper half of the weight as a float32.
+    The steps are in the order of blocks. `inner` [steps, p - 2] is u, and `first` [steps] the first k of the block.
+    `weights` [steps] are float32, exact in bfloat16. `rows` [steps, block K] are the indices of the monomials (u, k,
+    j), with j innermost; where j is one of the zeros in front, they are arbitrary. `entries` int32 [steps] have, from
+    the lowest bits on, a byte for each index of u, two in all, and the upper half of the weight as a float32.
     """
 
     def __init__(self, levels: Levels, block: int):
@@ -121,12 +126,12 @@ class Slopes:
 
 
 def padded_key_dim(key_dim: int) -> int:
-    """What tiles hold: a power of two, 16 at least."""
+    """Returns the K of tiles: a power of two, at least 16."""
     return max(16, 1 << (key_dim - 1).bit_length())
 
 
 def _groups(key_dim: int, p: int, width: int) -> list[tuple[int, int]]:
-    """Of a level, the number of the first u and the k of each group that is not there to fill a tile."""
+    """Returns the number of the first u and the k of each group of a level that does not only fill a tile."""
     last = width == _LEAST
     full = padded_key_dim(key_dim)
     skip = full - key_dim
@@ -139,7 +144,7 @@ def _groups(key_dim: int, p: int, width: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=32)
 def level_count(key_dim: int, p: int) -> int:
-    """`Levels.count`, without the tables."""
+    """Returns `Levels.count` without making the tables."""
     count, width = 0, padded_key_dim(key_dim)
     while width >= _LEAST:
         rows = len(_groups(key_dim, p, width)) * max(16, width)

@@ -16,11 +16,11 @@ from sympow.ops.triton.registration import cast, differentiable, is_followed, op
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128
-CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # of each p that has a chunked form, the largest K
+CHUNKED = {1: 128, 2: 128, 3: 64, 4: 32}  # the largest K for each p that has a chunked form
 
 
 class Forward(NamedTuple):
-    """What `power_forward` returns, None in place of what is empty; and what else the backward takes, if it is kept."""
+    """Holds the results of `power_forward`, None in place of empty ones, and what else the backward may use."""
 
     out: Tensor
     norm: Tensor
@@ -33,7 +33,7 @@ class Forward(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Of `power_forward`, after its tensors."""
+    """Holds the arguments of `power_forward` after its tensors."""
 
     p: int
     scale: float
@@ -50,7 +50,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None,
     cu_seqlens: Tensor | None, options: Options,
 ) -> Forward:  # fmt: skip
-    """`power_forward`, by its launches."""
+    """Computes `power_forward`."""
     p, scale, normalize, eps, chunk, final, tf32, wide, gradient = options
     kept = gradient and chunk > 0 and Shapes(q, k, v, cu_seqlens, p, chunk, True).keeps(normalize or final)
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, kept)
@@ -73,7 +73,7 @@ def backward(
     log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None, cu_seqlens: Tensor | None,
     frequencies: Tensor | None, result: Forward, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """`power_backward`, by its launches; None where there was nothing."""
+    """Computes `power_backward`; results that do not exist are None."""
     p, scale, normalize, _, chunk, _, tf32, *_ = options
     dout = cast(dout, v.dtype).contiguous()
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, True, result.gate, result.plan)
@@ -87,8 +87,8 @@ def backward(
     if chunk and s is None:
         if s_init is not None:
             s_init, z_init = from_public(plan.rows, s_init, z_init)
-        # Their gradients take their place: that of the state after a chunk, where the state before the next one was,
-        # if the two are multiplied. Where states are turned as well, both are kept.
+        # If the states are multiplied with their gradients, the gradient of the state after a chunk is written over the
+        # state before the next chunk. For the gradient of positions, both are kept.
         shift = int(plan.restarts)
         s, z = launch.states(call, s_init, z_init, None, reads_z, room=launch.new_states(call, reads_z, shift))
         room = None if turns else (s[shift:], z[shift:])
@@ -115,7 +115,8 @@ def backward(
 
 
 def _final_gate_gradient(s: Tensor | None, z: Tensor | None, ds: Tensor | None, dz: Tensor | None) -> Tensor | None:
-    """[N, G]: the gradient of L at the last token through the last state, all of which it decays; None without one."""
+    """Returns the gradient of L at the last token that comes through the last state, which L decays as a whole, [N, G];
+    None without a last state."""
     if s is None or ds is None:
         return None
     last = (s * ds).sum((2, 3))
@@ -165,9 +166,10 @@ def power_backward(
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_g, ds, dz of the initial state, and the gradient of positions [B, T, G], float64.
+    """Computes dq, dk, dv, dlog_g, ds and dz of the initial state, and the gradient of positions [B, T, G], float64.
 
-    Empty where there was nothing."""
+    Results that do not exist are empty.
+    """
     kept = s_kept.numel() > 0
     result = Forward(out, norm, s_final, z_final, s_kept if kept else None, z_kept if kept else None, None, None)
     options = Options(p, scale, normalize, 0.0, chunk, ds_final is not None, tf32, False, True)
@@ -184,7 +186,7 @@ def _keep(ctx, inputs, output):
     *tensors, positions, frequencies = inputs[:9]
     ctx.save_for_backward(*tensors, frequencies, *output)
     ctx.options, ctx.positions = Options(*inputs[9:]), None if positions is None else positions.shape
-    ctx.set_materialize_grads(False)  # kept states have none: zeros as large as they are would be made
+    ctx.set_materialize_grads(False)  # kept states have no gradients: zeros of their size would be made
 
 
 def _backward(ctx, dout, _, ds_final, dz_final, *__):
@@ -199,7 +201,8 @@ def _backward(ctx, dout, _, ds_final, dz_final, *__):
 
 
 def _of_groups(dpositions: Tensor | None, shape: torch.Size | None) -> Tensor | None:
-    """The gradient [B, T, G] of positions [B, T, n], n dividing G; None without positions."""
+    """Returns the gradient of positions [B, T, n], where n divides G, from that of every group, [B, T, G]; None
+    without."""
     if dpositions is None or shape is None:
         return None
     return dpositions.unflatten(2, (shape[2], -1)).sum(3)
@@ -209,7 +212,8 @@ def _gradients(
     options: Options, dout: Tensor | None, ds: Tensor | None, dz: Tensor | None, out: Tensor, s: Tensor | None,
     z: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Of the output and the last state, zeros where there are none of one of them; None of a state that has none."""
+    """Returns the gradients of the output and the last state: zeros if only one of them has a gradient, None without a
+    last state."""
     if dout is None:
         dout = torch.zeros_like(out)
     if not options.final or (ds is None and dz is None):
@@ -260,12 +264,13 @@ def power_forward(
     wide: bool,
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out [B, T, H, V], normalizer [H, B T], of the last state s [N, G, D, V], z [N, G, D]: empty unless `final`; and
-    the states at the boundaries of chunks, as the kernels hold them: empty unless they are kept for the backward.
+    """Computes out [B, T, H, V], the normalizer [H, B T], and the last state s [N, G, D, V], z [N, G, D], which are
+    empty unless `final`. The last results are the states at the boundaries of chunks in the basis of the kernels, which
+    are empty unless they are kept for the backward.
 
-    chunk 0 is the quadratic form, without states. z is kept for p = 2. `tf32`: float32 products may round their factors
-    to tf32. `wide`: out is float32, whatever the inputs are. `gradient`: the backward will be called. It gives the
-    gradient of `positions` [B, T, n], by which q and k were rotated with `frequencies`; nothing else depends on them.
+    chunk 0 is the quadratic form, without states. z exists for p = 2. `tf32`: float32 products may round their factors
+    to tf32. `wide`: out is float32 for all inputs. `gradient`: the backward will be called. It computes the gradient of
+    `positions` [B, T, n], by which q and k were rotated with `frequencies`; nothing else depends on them.
     """
     options = Options(p, scale, normalize, eps, chunk, final, tf32, wide, gradient)
     result = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
@@ -280,7 +285,7 @@ def _keep_call(
     out, norm, s, z, s_kept, z_kept, gate, ctx.plan = forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     most = (q, k, v, log_g, out, norm, gate.sums)
     others = (s_init, z_init, cu_seqlens, frequencies, s, z, s_kept, z_kept, gate.begins, gate.ends)
-    ctx.others = any(x is not None for x in others)  # autograd takes time for every argument, None as well
+    ctx.others = any(x is not None for x in others)  # autograd takes time for every argument, also for None
     ctx.save_for_backward(*most, *(others if ctx.others else ()))
     ctx.options, ctx.positions = options, None if positions is None else positions.shape
     ctx.set_materialize_grads(False)
@@ -299,7 +304,7 @@ def _backward_of_call(ctx, dout, ds_final, dz_final):
     return None, *grads, ds, None if z_init is None else dz, None, dpositions, None
 
 
-# `forward` with its gradients, without PyTorch's dispatcher: which takes longer than the launches.
+# `forward` with its gradients, without PyTorch's dispatcher, which takes longer than the launches.
 _power = differentiable("Power", _keep_call, _backward_of_call)
 
 
@@ -307,8 +312,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None,
     cu_seqlens: Tensor | None, rotation: Rotation | None, options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """out, and s and z of the last state (None or empty unless `final`), of `power_forward`: as an operator where
-    something besides autograd follows the call, such as torch.compile; else directly."""
+    """Returns out, and s and z of the last state (None or empty unless `final`), as `power_forward` does. If something
+    besides autograd follows the call, such as torch.compile, it is called as an operator, otherwise directly."""
     positions = frequencies = None
     if rotation is not None and rotation.positions.requires_grad:
         positions, frequencies = rotation

@@ -1,5 +1,5 @@
-"""The output: a program owns a block of queries of one head and adds up, in one float32 accumulator, what the state
-before its chunk holds and what the keys of its chunk give."""
+"""The output. A program has a block of queries of one head. It sums, in one float32 accumulator, the part of the state
+before its chunk and the part of the keys of its chunk."""
 
 import triton
 import triton.language as tl
@@ -16,11 +16,11 @@ def output_pass(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, H, V], norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of `gate.gate_sums`, or
-    None."""
+    """Computes out [tokens, H, V] and norm [H, tokens]. Grid: blocks of queries, heads. reach: begins of
+    `gate.gate_sums`, or None."""
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
-        if first >= length:  # past the last block
+        if first >= length:  # after the last block
             return
     h = tl.cast(tl.program_id(1), tl.int64)
     g = h // R
@@ -40,7 +40,7 @@ def output_pass(
 
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # the decay from the state to this block; where it is 0 no row is read
+        if GATED:  # the decay from the state to this block; if it is 0, no row is read
             kept = tl.exp2(tl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -67,7 +67,7 @@ def output_pass(
                 matrix = tl.load(z + (chunk * G + g) * K * K + width[:, None] * K + width[None, :])
                 total = tl.sum(tl.dot(queries, matrix, input_precision=PRECISION) * queries.to(tl.float32), 1)
 
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     if GATED:
         own = tl.load(here + first + t, mask=valid, other=0.0)

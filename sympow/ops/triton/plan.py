@@ -1,5 +1,5 @@
-"""What is known of a call from the shapes of its tensors and its options alone: layout, variant, rows of its states,
-and its launches. A plan is made once for all calls that agree in these."""
+"""The plan of a call: layout, variant, rows of the states, and launches. It depends only on the shapes of the tensors
+and on the options. A plan is made once for all calls with the same shapes and options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import Levels, level_count, levels_of, padded_key_dim
 from sympow.ops.triton.rows import Rows, row_count, rows_of
 
-LAST_PROGRAMS = 4  # of a multiprocessor, dealt out longest first
-_MOST = 256  # plans: a server sees many lengths
+LAST_PROGRAMS = 4  # programs for each SM that start first because they take longest
+_MOST = 256  # plans that are kept: a server sees many lengths
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How tokens are laid out: B rows of T, or N documents packed along one row."""
+    """Describes the layout of tokens: B rows of T, or N documents packed in one row."""
 
     sequences: int
     length: int  # T
@@ -32,27 +32,28 @@ class Tokens:
     packed: bool
 
     def blocks(self, size: int) -> int:
-        """Blocks of `size` over all sequences; for packed documents at most so many, known without waiting for their
-        lengths."""
+        """Returns the number of blocks of `size` tokens over all sequences. For packed documents it is an upper limit,
+        which is known without waiting for their lengths."""
         if self.packed:
             return self.tokens // size + self.sequences
         return self.sequences * config.ceil_div(self.length, size)
 
 
 class Shapes:
-    """What the fake operators ask for as well: layout, launch configuration, and the rows of the states.
+    """Holds what the fake operators need too: layout, launch configuration, and the rows of the states.
 
-    gradient_rows: the rows are those that the gradients take, not those that are best for the output alone. The
-    quadratic form has none.
+    Args:
+        gradient_rows: takes the rows that the gradients need, not those that are best for the output alone. The
+            quadratic form has none.
     """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool
     ):
-        """q [B, T, H, K], k [B, T, G, K], v [B, T, G, V]; only their shapes, dtype and device are read."""
+        """Reads only shapes, dtypes and devices of q [B, T, H, K], k [B, T, G, K], v [B, T, G, V]."""
         b, t, self.H, self.key_dim = q.shape
         self.K = padded_key_dim(self.key_dim)
-        self.skip = self.K - self.key_dim  # of rows by levels alone; others are given a K that tiles hold
+        self.skip = self.K - self.key_dim  # only for rows by levels; other kernels get a K that fits tiles
         self.G, self.V, self.p = k.shape[2], v.shape[3], p
         self.R = self.H // self.G
         self.device, self.dtype = q.device, q.dtype
@@ -74,38 +75,38 @@ class Shapes:
                 launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
             multiple = launches.chunk_multiple
             self.chunk = config.ceil_div(chunk, multiple) * multiple
-            if self.chunk < config.WEIGH_BLOCK:  # a block of tokens is then the chunk, and a power of two
+            if self.chunk < config.WEIGH_BLOCK:  # a block of tokens is then the chunk, and its length a power of two
                 self.chunk = config.next_power_of_2(self.chunk)
-        # Short kernels of the quadratic form may begin before the last one ends. Between those of packed documents
-        # stand others, which make their tables.
+        # Short kernels of the quadratic form may start before the last kernel ends. Not for packed documents: other
+        # kernels, which make their tables, run in between.
         self.overlap = self.hopper and not chunk and cu_seqlens is None
-        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS  # by `hopper.quadratic`
+        self.quadratic = self.overlap and self.K in config.HOPPER_GRADIENTS
 
     @cached_property
     def rows(self) -> Rows | Levels:
-        """Of the chunked form alone: for a high p they are many."""
+        """Returns the rows; only for the chunked form, because a high p has many."""
         return self.levels if self.leveled else rows_of(self.K, self.p, self.parts)
 
     @property
     def levels(self) -> Levels:
-        """Of p = 3 and 4 on Hopper, in the chunked form."""
+        """Returns the levels of p = 3 and 4 on Hopper, in the chunked form."""
         return levels_of(self.key_dim, self.p)
 
     @property
     def row_count(self) -> int:
-        """Returns `rows.count` without making the tables, for torch.compile, which only asks for shapes."""
+        """Returns `rows.count` without making the tables, for torch.compile, which needs only shapes."""
         return level_count(self.key_dim, self.p) if self.leveled else row_count(self.K, self.p, self.parts)
 
     def state_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of S and Z at the boundaries of chunks, as `launch.states` returns them."""
+        """Returns the shapes of S and Z at the boundaries of chunks, as in `launch.states`."""
         return self._shapes(self.layout.blocks(self.chunk), z)
 
     def end_shapes(self, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The same at the end of every sequence."""
+        """Returns the shapes of S and Z at the end of every sequence."""
         return self._shapes(self.layout.sequences, z)
 
     def _shapes(self, count: int, z: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # The pass on Hopper makes Z along the way.
+        # The pass on Hopper computes Z in the same programs.
         return (count, self.G, self.row_count, self.V), (count if z or self.hopper else 0, self.G, self.K, self.K)
 
     def keeps(self, z: bool) -> bool:
@@ -120,49 +121,49 @@ class Shapes:
 
 
 class Plan(Shapes):
-    """Of all calls with tensors of these shapes and strides, and these options."""
+    """Describes all calls with tensors of these shapes and strides, and these options."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool, *,
         strides: tuple[tuple[int, ...], ...], gated: bool, scale: float, tf32: bool,
     ):  # fmt: skip
-        """strides: of q, k and v as the kernels take them. Of the tensors nothing is kept."""
+        """Makes the plan; `strides` are those of q, k and v as the kernels take them. No tensor is kept."""
         super().__init__(q, k, v, cu_seqlens, p, chunk, gradient_rows)
         names = ("q_st", "q_sh", "k_st", "k_sh", "v_st", "v_sh")
         by_token_and_head = (y for x in strides for y in x[1:3])
         self.of_strides = strides
         self.strides: dict[str, Any] = dict(zip(names, by_token_and_head, strict=True))
         self.gated = gated
-        # For p > 4 scores are scaled as they are formed, to stay in range; else once, in the end.
+        # For p > 4 scores are scaled when they are computed, to stay in range; otherwise the result is scaled once.
         self.score_scale = scale if p > 4 else 1.0
         self.out_scale = 1.0 if p > 4 else scale**p
         self.grad_scale = p * (scale if p > 4 else 1.0)
         self.precision = "tf32" if tf32 else "ieee"
-        # -log2 of a decay that is 0 to the passes, with room for roundings: those for Hopper know no subnormals.
+        # -log2 of a decay that the passes treat as 0, with a margin for rounding: those for Hopper flush subnormals.
         self.vanishing = 127.0 if self.hopper or self.leveled else 150.0
-        # Of the quadratic form: whether it asks where keys begin to count for a tile of queries, and queries end to for
-        # one of keys.
+        # In the quadratic form: whether the range of keys for each tile of queries, and of queries for each tile of
+        # keys, is computed.
         self.reaches = gated and not chunk and not self.layout.packed and self.layout.length >= config.LEAST_REACH
-        # Whether the gradient of the gate begins anew at every chunk. States for p > 2 may be too large to be held
-        # together with their gradients, and their chunks are long.
+        # Whether the sum of the gate's gradient starts again at every chunk. For p > 2 it does not: the states may be
+        # too large to be in memory together with their gradients, and chunks are long.
         self.restarts = gated and chunk > 0 and p <= 2
         # Whether the gradient of positions does, by `turn.py`.
         self.turns = 0 < chunk < self.layout.length and p <= 2 and not self.layout.packed
         self._launchers: dict[tuple, Launcher] = {}
 
     def new(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a tensor, not filled, of the dtype of q unless another is named.
+        """Returns an uninitialized tensor, of the dtype of q unless another is given.
 
-        All results of kernels are made by this one function of PyTorch: a processor's caches then hold its code.
+        All results of kernels are made by this one function of PyTorch, so that its code is in the processor's caches.
         """
         return torch.empty(*sizes, device=self.device, dtype=self.dtype if dtype is None else dtype)
 
     def new_rows(self, heads: int) -> Tensor:
-        """Returns float32 [heads, B T], not filled."""
+        """Returns an uninitialized float32 tensor [heads, B T]."""
         return self.new(heads, self.layout.tokens, dtype=torch.float32)
 
     def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:
-        """What make(self, *options) returns, made once."""
+        """Returns make(self, *options), which is called once for the same options."""
         key = (make, options)
         found = self._launchers.get(key)
         if found is None:
@@ -179,25 +180,26 @@ class Plan(Shapes):
 
     @property
     def half(self) -> int:
-        """Of plain rows."""
+        """Returns the constants of plain rows."""
         return self.rows.half if self.chunk and isinstance(self.rows, Rows) else self.K
 
     def counts(self) -> dict[str, Any]:
-        """Of plain rows, the lower and the upper prefixes."""
+        """Returns the numbers of lower and upper prefixes of plain rows."""
         lower, upper = (self.rows.lower, self.rows.upper) if self.chunk and isinstance(self.rows, Rows) else (0, 0)
         return {"lower": lower, "upper": upper}
 
     @cached_property
     def tables(self) -> tuple[Tensor | None, ...]:
-        """Of the rows, on the device."""
+        """Returns the tables of the rows, on the device."""
         return self.rows.on(self.device) if self.chunk else (None,) * 4
 
     def slopes(self) -> tuple[Tensor, Tensor]:
-        """rows and entries of `levels.Slopes`, on the device."""
+        """Returns rows and entries of `levels.Slopes`, on the device."""
         return self.levels.slopes_on(config.slopes_group(self.K), self.device)
 
     def early(self, after: bool = True) -> dict[str, bool]:
-        """Of a launch: whether it begins early, after another of this call."""
+        """Returns options of a launch: whether it starts early, that is, before the previous kernel of this call has
+        ended."""
         return {"OVERLAP": True, "launch_pdl": True} if self.overlap and after else {"OVERLAP": False}
 
     def sequences(self) -> dict[str, Any]:
@@ -216,18 +218,18 @@ class Plan(Shapes):
         return {"spread": min(spread, self.layout.sequences * heads)}
 
     def dims(self) -> dict[str, Any]:
-        """Constants of the kernels for any GPU."""
+        """Returns constants of the kernels for any GPU."""
         dims = {"K": self.K, "V": self.V, "P": self.p, "HALF": self.half, "COLUMNS": self.columns, "R": self.R}
         return dims | {"CHUNK": self.chunk, "PRECISION": self.precision, "GATED": self.gated}
 
     def hopper_dims(self, launch: config.Launch) -> dict[str, Any]:
-        """Constants of those for Hopper."""
+        """Returns constants of the kernels for Hopper."""
         dims = {"K": self.K, "V": self.V, "HALF": self.half, "PARTS": self.parts, "R": self.R, "CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 
     def leveled_dims(self, launch: config.Launch) -> dict[str, Any]:
-        """Constants of the gradient passes that take rows by levels."""
+        """Returns constants of the gradient passes that process rows by levels."""
         group = config.slopes_group(self.K)
         per = max(1, launch.tile * 32 // max(32, self.V) // (group * self.K))
         dims = {"K": self.K, "V": self.V, "P": self.p, "ROWS": self.row_count, "GROUP": group, "PER": per}
@@ -242,8 +244,8 @@ def plan_of(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, p: int, chunk: int, gradient_rows: bool, *,
     strides: tuple[tuple[int, ...], ...], gated: bool, scale: float, tf32: bool,
 ) -> Plan:  # fmt: skip
-    """The plan of these arguments, see `Plan`."""
-    gradient_rows = gradient_rows or not chunk  # which are the same
+    """Returns the plan of these arguments, see `Plan`."""
+    gradient_rows = gradient_rows or not chunk  # the same rows for both
     documents = None if cu_seqlens is None else cu_seqlens.shape[0]
     tensors = (q.shape, k.shape, v.shape, strides, q.dtype, q.device, documents)
     key = (*tensors, p, chunk, gradient_rows, gated, scale, tf32)
@@ -259,5 +261,5 @@ def plan_of(
 
 
 def forget_plans() -> None:
-    """Forgets all plans: for tests that change what plans are made of."""
+    """Forgets all plans, for tests that change what plans are made of."""
     _plans.clear()

@@ -1,4 +1,5 @@
-"""What the kernels share. Letters as in docs/math.md; further R = H / G, and s~ = q . k without the scale."""
+"""Functions that the kernels share. Letters are those of docs/math.md; also R = H / G, and s~ = q . k without the
+scale."""
 
 import triton
 import triton.language as tl
@@ -6,24 +7,25 @@ import triton.language as tl
 
 @triton.jit
 def start_next(OVERLAP: tl.constexpr):
-    """Lets the next kernel of the stream begin, if it was launched to (`launch_pdl`); it waits by `await_last`."""
+    """Lets the next kernel of the stream start, if it was launched with `launch_pdl`; that kernel waits by
+    `await_last`."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def await_last(OVERLAP: tl.constexpr):
-    """Waits until all that the kernel before has written can be read, if this one was launched to begin early."""
+    """Waits until all writes of the previous kernel are visible, if this kernel was launched to start early."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Returns what a program owns that has one block of one sequence.
+    """Returns the location of a program that has one block of one sequence.
 
-    That is the sequence n, its first token (over all sequences), its length, and the block's first token within it.
-    `starts` is cu_seqlens, `blocks` a table of (n, block); both for PACKED only.
+    That is the sequence n, its first token (over all sequences), its length, and the index of the block's first token
+    in it. `starts` is cu_seqlens, and `blocks` a table of (n, block); both exist only if PACKED.
     """
     if PACKED:
         n = tl.load(blocks + 2 * pid)
@@ -41,13 +43,14 @@ def locate(pid, starts, blocks, T, BLOCK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def reach_tile(n, g, token, T, tokens, TILE: tl.constexpr):
-    """Returns where `gate.gate_sums` writes for the tile of TILE tokens with `token`, of sequence n and kv head g."""
+    """Returns the index in the results of `gate.gate_sums` for the tile of TILE tokens with `token`, of sequence n and
+    key/value head g."""
     return (g * (tokens // T) + n) * tl.cdiv(T, TILE) + token // TILE
 
 
 @triton.jit
 def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """The index, over all sequences, of the first chunk of sequence n."""
+    """Returns the index, over all sequences, of the first chunk of sequence n."""
     if PACKED:
         return tl.load(chunk_starts + n).to(tl.int64)
     else:
@@ -56,13 +59,13 @@ def first_chunk(n, chunk_starts, T, CHUNK: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def aligned(start, n, ALIGN: tl.constexpr):
-    """Returns where sequence n begins in a buffer with each sequence padded to a multiple of ALIGN."""
+    """Returns the start of sequence n in a buffer in which each sequence is padded to a multiple of ALIGN."""
     return tl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + tl.cast(n, tl.int64) * ALIGN, ALIGN)
 
 
 @triton.jit
 def power(x, P: tl.constexpr):
-    """x**P by multiplication; P may be 0."""
+    """Returns x**P by multiplication; P may be 0."""
     if P == 0:
         return x * 0.0 + 1.0
     else:
@@ -74,9 +77,9 @@ def power(x, P: tl.constexpr):
 
 @triton.jit
 def lower_base(x, width, HALF: tl.constexpr, P: tl.constexpr):
-    """x for the rows of lower prefixes: a lower prefix with an upper last index stands for P orderings."""
+    """Returns x for the rows of lower prefixes: a lower prefix with an upper last index counts for P orderings."""
     orderings = tl.where(width >= HALF, P, 1)[None, :]
-    if P > 2:  # not a power of two: rounded with the whole row
+    if P > 2:  # not a power of two, so it is rounded with the whole row
         return x.to(tl.float32) * orderings
     else:
         return x * orderings.to(x.dtype)
@@ -84,7 +87,8 @@ def lower_base(x, width, HALF: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def times_prefix(base, row_ptrs, valid, i, prefixes, weights, P: tl.constexpr):
-    """base [M, W] times, for each token, the weighted product of its entries at prefix i; `row_ptrs` [M] are tokens."""
+    """Returns base [M, W] times the weighted product of the entries of each token at prefix i; `row_ptrs` [M] point to
+    tokens."""
     if P == 1:
         return base.to(row_ptrs.dtype.element_ty)
     elif P == 2:
@@ -99,5 +103,5 @@ def times_prefix(base, row_ptrs, valid, i, prefixes, weights, P: tl.constexpr):
 
 @triton.jit
 def pairs(x):
-    """The first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
+    """Returns the first and the second channels of the pairs of x [M, N], float32 [M, N / 2]."""
     return tl.split(tl.reshape(x.to(tl.float32), [x.shape[0], x.shape[1] // 2, 2]))

@@ -68,7 +68,8 @@ def is_followed(x: Tensor) -> bool:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x.to(dtype), without the call where x is of that dtype: PyTorch's search for nothing to do takes time."""
+    """Returns x.to(dtype), without the call if x has that dtype, because the call takes time even if it does nothing.
+    """
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -77,17 +78,17 @@ def _needs_gradient(inputs: tuple) -> bool:
 
 
 def differentiable(name: str, forward: Callable, backward: Callable) -> Callable:
-    """Returns a function with a gradient, for plain calls: those of which `is_followed` is false.
+    """Returns a function with a gradient, for plain calls, that is, where `is_followed` is false.
 
     Args:
-        name: of its node in autograd's graph.
+        name: of its node in the graph of autograd.
         forward, backward: the methods of a `torch.autograd.Function`. The gradient cannot be differentiated.
 
     Returns:
-        A function of what `forward` takes after its context.
+        A function with the arguments of `forward` after the context.
     """
     function = _function(name, forward, backward)
-    # Without what prepares calls inside of torch.func. mypy does not know the class in C++ that has the method.
+    # Without the preparation for calls inside of torch.func. mypy does not know the class in C++ that has the method.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -123,7 +124,7 @@ def _register_gradient(name: str, kernel: Callable, registered: Any, setup: Setu
     def autograd(keyset: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and _needs_gradient(inputs):
             return function.apply(*inputs, keyset)
-        # What torch.compile has compiled comes here with gradients off: a second search for the kernel is left out.
+        # Compiled code calls this with gradients off. Then the kernel need not be searched for a second time.
         return below(keyset, inputs) if is_followed(inputs[0]) or inputs[0].is_meta else kernel(*inputs)
 
     _LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
@@ -134,7 +135,7 @@ def _function(name: str, forward: Callable, backward: Callable) -> type[torch.au
     once = torch.autograd.function.once_differentiable(backward)
 
     def gradient(ctx: Any, *grads: Any) -> Any:
-        # Where the gradient is not differentiated, gradients are off, and nothing has to be switched or marked.
+        # If the gradient is not differentiated, gradients are off, so nothing has to be switched or marked.
         return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
 
     methods = {"forward": forward, "backward": gradient}

@@ -1,8 +1,8 @@
-"""The rotation (M15), and an RMSNorm of queries and keys before it, by one kernel each way, as PyTorch operators.
+"""The rotation (M15), and an RMSNorm of queries and keys before it, as PyTorch operators with one kernel each way.
 
-A fused projection's output becomes queries, keys and values, tensors of their own. The backward makes the gradient of
-the projection's output from theirs. `sympow.ops.rotary` is the specification. As there, angles are reduced to a turn in
-float64, and everything else is computed in float32.
+The output of a fused projection becomes queries, keys and values, separate tensors. The backward computes the gradient
+of the projection's output from their gradients. `sympow.ops.rotary` is the specification. As there, angles are reduced
+to one rotation in float64, and everything else is computed in float32.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from sympow.ops.triton.launcher import MOST_LAUNCHERS, Launcher
 from sympow.ops.triton.primitives import pairs
 from sympow.ops.triton.registration import operator
 
-TILE, WARPS = 2048, 4  # of a program; the tile is tokens times channels of a head
-SHARING = 4  # key/value heads of a program at most, where they share positions, and with them sines
+TILE, WARPS = 2048, 4  # elements of a tile of a program: tokens times channels of a head
+SHARING = 4  # key/value heads of a program, at most, that share positions and therefore sines
 
-_QUARTERS = tl.constexpr(4 / tau)  # of a turn in a radian
+_QUARTERS = tl.constexpr(4 / tau)  # full rotations in a radian
 _QUARTER = tl.constexpr(pi / 2)
-_ROUND = tl.constexpr(1.5 * 2**52)  # a float64 this large has no fraction: adding it rounds to the nearest integer
+_ROUND = tl.constexpr(1.5 * 2**52)  # a float64 of this size has no fraction: adding it rounds to the nearest integer
 
 
 @triton.jit
 def _cos_sin(angle):
-    """Of a float64 angle, as float32.
+    """Returns cosine and sine of a float64 angle as float32.
 
-    Whole quarters of a turn are taken off in float64; of the rest, at most an eighth of a turn, the Taylor series end
-    with terms below 3e-10 and 2e-9.
+    The angle is reduced by whole quarters of a rotation in float64. For the rest, at most an eighth of a rotation, the
+    Taylor series end with terms below 3e-10 and 2e-9.
     """
     quarters = angle * _QUARTERS
     rounded = quarters + _ROUND
-    quarter = rounded.to(tl.int64, bitcast=True).to(tl.int32)  # modulo 2**32
+    quarter = rounded.to(tl.int64, bitcast=True).to(tl.int32)  # quarters modulo 2**32
     x = (quarters - (rounded - _ROUND)).to(tl.float32) * _QUARTER
     s = x * x
     sin = x + x * s * (-1 / 6 + s * (1 / 120 + s * (-1 / 5040 + s * (1 / 362880))))
@@ -54,11 +54,11 @@ def _turn(
     cos, sin, moved, first, token, inside,
     HEADS: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Turns HEADS heads from `first` on of flat, which begins where their kind does, into x, or back.
+    """Rotates HEADS heads from `first` on of flat, which starts at the first head of their kind, into x, or back.
 
-    With `turned`, what the forward made of them, adds the gradient of the angle to `moved` [TOKENS, pairs]. With
-    `weight` [K], norms every head before it is turned; the backward then reads what the forward did from `raw`, laid
-    out as flat, and writes the gradient of the weight to `dweight` [K].
+    With `turned`, the results of the forward, it adds the gradient of the angle to `moved` [TOKENS, pairs]. With
+    `weight` [K], it norms every head before the rotation; the backward then reads the inputs of the forward from `raw`,
+    in the layout of flat, and writes the gradient of the weight to `dweight` [K].
     """
     col = tl.arange(0, 2 * moved.shape[1])
     mask = inside[:, None] & (col < K)[None, :]
@@ -87,7 +87,7 @@ def _turn(
             y = y * w[None, :]
             y = (y - normed * (tl.sum(y * normed, 1) / K)[:, None]) * scale
         tl.store(target, y.to(target.dtype.element_ty), mask=mask)
-        if turned is not None:  # a small angle more moves the turned pair (c, d) by that times (-d, c)
+        if turned is not None:  # a rotation by a small angle e moves the rotated pair (c, d) by e (-d, c)
             c, d = pairs(tl.load(turned + h * K + of_turned, mask=mask, other=0.0))
             moved += c * b - d * a
     if weight is not None and BACKWARD:
@@ -102,14 +102,14 @@ def turn_heads(
     K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Computes rotated q and k, and v, from flat [B, T, H K + G K + G V]; for BACKWARD the gradient of flat.
+    """Computes rotated q and k, and v, from flat [B, T, H K + G K + G V]; with BACKWARD the gradient of flat.
 
-    With turned_q and turned_k, the results of the forward, also dpositions [B, groups, T]. With weight_q and weight_k
-    [K] queries and keys are normed first; the backward reads raw, the forward's flat, and writes dweights
-    [programs, 2, K], the part of each program in the gradients of both weights.
+    With turned_q and turned_k, the results of the forward, it also computes dpositions [B, groups, T]. With weight_q
+    and weight_k [K], queries and keys are normed first; the backward then reads raw, the input of the forward, and
+    writes dweights [programs, 2, K], the part of each program in the gradients of both weights.
 
     A program has TOKENS tokens, and QUERIES query and KEYS key/value heads that share positions; SPLITS programs have
-    the same positions. WIDTH and COLUMNS are the powers of two that hold K and V.
+    the same positions. WIDTH and COLUMNS are the next powers of two of K and V.
     """
     blocks = tl.cdiv(T, TOKENS)
     n = tl.cast(tl.program_id(0) // blocks, tl.int64)
@@ -167,7 +167,7 @@ def turn_heads(
 
 
 def _parts(qkv: Tensor, frequencies: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, not filled."""
+    """Returns uninitialized q, k and v."""
     (batch, time, width), key_dim = qkv.shape, 2 * frequencies.shape[0]
     value_dim = (width - (heads + kv_heads) * key_dim) // kv_heads if kv_heads else 0
     sizes = ((heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim))
@@ -176,7 +176,7 @@ def _parts(qkv: Tensor, frequencies: Tensor, heads: int, kv_heads: int) -> tuple
 
 
 def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """dqkv and dpositions, not filled."""
+    """Returns uninitialized dqkv and dpositions."""
     batch, time = dq.shape[:2]
     width = sum(x.shape[2] * x.shape[3] for x in (dq, dk, dv))
     groups = 0 if turned is None else positions.shape[2]
@@ -186,7 +186,8 @@ def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, turned: Tensor | None, positi
 def _weight_parts(
     dq: Tensor, dk: Tensor, dv: Tensor, raw: Tensor | None, turned: Tensor | None, positions: Tensor
 ) -> Tensor:
-    """The part of every program in the gradients of the weights, not filled; of no norm an empty tensor."""
+    """Returns an uninitialized tensor for the parts of all programs in the gradients of the weights; an empty one
+    without a norm."""
     if raw is None:
         return dq.new_empty(1, 0, dtype=torch.float32)
     blocks, programs, _ = _grid(dq.shape, dv.shape, positions.shape[2], turned is not None)
@@ -194,10 +195,11 @@ def _weight_parts(
 
 
 def _grid(q: torch.Size, v: torch.Size, groups: int, turned: bool) -> tuple[int, int, int]:
-    """Blocks of tokens of all rows, programs for each, and the tokens of a block; given the shapes of q and v."""
+    """Returns the blocks of tokens of all rows, the programs for each, and the tokens of a block, from the shapes of q
+    and v."""
     (batch, time, heads, key_dim), (kv_heads, value_dim) = q, v[2:]
     shared = gcd(heads // groups, kv_heads // groups)
-    most = shared if turned else SHARING  # one program has all there is of a position's gradient
+    most = shared if turned else SHARING  # one program computes the whole gradient of a position
     splits = shared // max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
     width = max(config.next_power_of_2(key_dim), config.next_power_of_2(value_dim))
     tokens = max(1, TILE // width)
@@ -218,7 +220,8 @@ def _launch(
     *,
     backward: bool = False,
 ) -> None:
-    """Runs the kernel. norm: what it read in the forward, weights of queries and keys, their gradients, eps."""
+    """Runs the kernel. `norm` has the input of the forward, the weights of queries and keys, their gradients, and eps.
+    """
     if not q.numel():
         return
     raw, weight_q, weight_k, dweights, eps = norm
@@ -241,13 +244,14 @@ def _launcher(
     v_strides: tuple, c_strides: tuple, raw_strides: tuple | None, eps: float, turned: bool, backward: bool,
     dtype: torch.dtype,
 ) -> Launcher:  # fmt: skip
-    """Of tensors of these shapes and strides. The code depends on the dtype, so there is a launcher for each."""
+    """Returns the launcher for tensors of these shapes and strides. The code depends on the dtype, so each dtype has
+    one."""
     (batch, time, heads, key_dim), (kv_heads, value_dim), groups = q, v[2:], positions[2]
     blocks, programs, tokens = _grid(q, v, groups, turned)
     numbers: dict[str, Any] = {"flat_sb": flat_strides[0], "flat_st": flat_strides[1]}
     for name, strides in (("q", q_strides), ("k", k_strides), ("v", v_strides)):
         numbers |= zip((f"{name}_sb", f"{name}_st", f"{name}_sh"), strides[:3], strict=True)
-    by_row = c_strides[0] if positions[0] == batch else 0  # one row of positions is that of all rows
+    by_row = c_strides[0] if positions[0] == batch else 0  # one row of positions serves all rows
     numbers |= {"c_sb": by_row, "c_st": c_strides[1], "c_sg": c_strides[2]}
     numbers |= zip(("raw_sb", "raw_st"), (0, 0) if raw_strides is None else raw_strides[:2], strict=True)
     numbers |= {"eps": eps, "T": time, "H": heads, "G": kv_heads}
@@ -276,10 +280,10 @@ def rotate_heads_backward(
     weight_k: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dqkv, dpositions and the weights' gradients.
+    """Returns dqkv, dpositions and the gradients of the weights.
 
-    dpositions is float64 [B, groups, T] with the turned q and k, else empty. The weights' gradients are float32 [2, K]
-    with qkv and the weights, else empty.
+    dpositions is float64 [B, groups, T] if the rotated q and k are given, else empty. The gradients of the weights are
+    float32 [2, K] if qkv and the weights are given, else empty.
     """
     dqkv, dpositions = _gradients(dq, dk, dv, turned_q, positions)
     dq, dk, dv = (x if x.stride(3) == 1 else x.contiguous() for x in (dq, dk, dv))
@@ -293,7 +297,7 @@ def rotate_heads_backward(
 
 def _keep(ctx, inputs, output):
     qkv, positions, frequencies, _, _, weight_q, weight_k, ctx.eps = inputs
-    # Without a norm not qkv, which nothing else holds: of what is turned the attention has to keep the result.
+    # Without a norm the rotated queries and keys are kept rather than qkv: attention keeps them in any case.
     turned = output[:2] if ctx.needs_input_grad[1] else (None, None)
     normed = (None, None, None) if weight_q is None else (qkv, weight_q, weight_k)
     ctx.save_for_backward(positions, frequencies, *turned, *normed)
@@ -330,11 +334,11 @@ def rotate_heads(
     weight_k: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V], of qkv [B, T, H K + G K + G V].
+    """Returns rotated q [B, T, H, K] and k [B, T, G, K], and v [B, T, G, V], from qkv [B, T, H K + G K + G V].
 
     Args:
-        qkv: bfloat16, float16 or float32. With G = 0 there are queries alone.
-        positions: float64 [1 or B, T, groups], groups dividing H and G.
+        qkv: bfloat16, float16 or float32. With G = 0 there are only queries.
+        positions: float64 [1 or B, T, groups], where groups divides H and G.
         frequencies: float64 [K/2].
         heads, kv_heads: H and G.
         weight_q, weight_k: [K] of the RMSNorm of queries and of keys before the rotation; None: no norm.

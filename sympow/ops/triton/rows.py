@@ -1,17 +1,18 @@
-"""The rows of the state as the kernels keep them, and the way to and from the public basis (M7).
+"""The rows of the state in the kernels, and the conversion from and to the public basis (M7).
 
-Those of p = 3 and 4 in the forward pass on Hopper are in `levels`.
+The rows of p = 3 and 4 in the forward pass on Hopper are in `levels`.
 
-A row is a monomial x_i1 ... x_i(p-1) x_j: a prefix, sorted, and a last index j. Prefixes whose largest index lies in
-the lower half of the key dim come first and meet every j, K rows each; the others meet the upper half of j only, K/2
-rows each. Every monomial has at least one row, and a tile of rows is one factor a token times a slice of x as it lies
-in memory. Rows hold plain decayed sums of the monomial times v. The weights that make
-(x . y)**p = sum of weight(row) row(x) row(y) depend on the prefix alone, but for one case: a lower prefix with an upper
-j stands for p times as many orderings, so x is multiplied by p there (`base` in the kernels).
+A row is a monomial x_i1 ... x_i(p-1) x_j: a sorted prefix, and a last index j. Prefixes whose largest index is in the
+lower half of the key dim come first. They are multiplied with every j, K rows each. The other prefixes are multiplied
+with the upper half of j only, K/2 rows each. Every monomial has at least one row, and a tile of rows is one factor for
+each token times a contiguous slice of x. Rows are plain decayed sums of the monomial times v. The weights in (x . y)**p
+= sum of weight(row) row(x) row(y) depend only on the prefix, with one exception: a row with a lower prefix and an upper
+j counts for p times as many orderings, so x is multiplied by p there (`base` in the kernels).
 
-For p = 2 the triangle can be cut into quarters (`parts`), 5/8 K^2 rows instead of 3/4: prefixes of the first quarter
-meet every j, those of the two middle ones the upper half, and two squares on the diagonal are left, the second and the
-last quarter with themselves. Rows whose prefix lies in a lower quarter than their j stand for two orderings.
+For p = 2 the triangle can be cut into quarters (`parts`), 5/8 K^2 rows instead of 3/4. Prefixes of the first quarter
+are multiplied with every j, and those of the two middle quarters with the upper half. Two squares on the diagonal are
+left: the second quarter times itself, and the last quarter times itself. Rows whose prefix is in a lower quarter than j
+count for two orderings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sympow.ops.feature_map import multinomials, spow_dim, spow_indices
 
 
 def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
-    """Of multi-indices [n, p] in any order, the rows of (M7)."""
+    """Returns the rows of (M7) of multi-indices [n, p] in any order."""
     p = tuples.shape[1]
     # A sorted tuple is a number in base K, and lexicographic order is the order of those numbers.
     base = key_dim ** torch.arange(p - 1, -1, -1)
@@ -34,12 +35,12 @@ def public_rows(tuples: Tensor, key_dim: int) -> Tensor:
 
 
 def split(key_dim: int, p: int) -> int:
-    """Where the lower half of the key dim ends; below 32 a half is too narrow for a tile."""
+    """Returns the end of the lower half of the key dim; below 32 a half is too narrow for a tile."""
     return key_dim // 2 if key_dim >= 32 and p > 1 else key_dim
 
 
 def row_count(key_dim: int, p: int, parts: int) -> int:
-    """`Rows.count`, without the tables."""
+    """Returns `Rows.count` without making the tables."""
     if parts == 4:
         return 5 * key_dim**2 // 8
     half = split(key_dim, p)
@@ -48,8 +49,10 @@ def row_count(key_dim: int, p: int, parts: int) -> int:
 
 
 class Basis:
-    """Rows of a state that hold the monomials `tuples` [rows, p], every monomial at least once. A row with a negative
-    index holds zeros. On the CPU."""
+    """Holds rows of a state with the monomials `tuples` [rows, p], every monomial at least once, on the CPU.
+
+    A row with a negative index is zero.
+    """
 
     def __init__(self, key_dim: int, p: int, tuples: Tensor):
         self.key_dim, self.p, self.count = key_dim, p, len(tuples)
@@ -58,32 +61,32 @@ class Basis:
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[self.index[self.present]] = torch.arange(self.count)[self.present]
         self.roots = multinomials(key_dim, p).sqrt()
-        # Of each row its part in an inner product: the orderings of its monomial, shared by the rows that hold it.
+        # The share of each row in an inner product: the orderings of its monomial, divided among the rows that have it.
         shares = (self.roots.square() / self.index[self.present].bincount())[self.index]
         self.shares = (shares * self.present).float()
         self._public: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def from_public(self, s: Tensor) -> Tensor:
-        """[..., D, V] of (M7) to [..., rows, V]."""
+        """Converts [..., D, V] of (M7) to [..., rows, V]."""
         index, _, roots, *_ = self._public_on(s.device)
         rows = s.index_select(-2, index) / roots.to(s.dtype)[index, None]
         return rows if self.present.all() else rows * (self.shares_on(s.device) > 0)[:, None]
 
     def to_public(self, rows: Tensor) -> Tensor:
-        """[..., rows, V] to [..., D, V] of (M7)."""
+        """Converts [..., rows, V] to [..., D, V] of (M7)."""
         _, representative, roots, *_ = self._public_on(rows.device)
         return rows.index_select(-2, representative) * roots.to(rows.dtype)[:, None]
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """[...]: the sum over (M7) of the product of two that are held as rows [..., rows, V]."""
+        """Returns the sum over (M7) of the product of two states with these rows, [..., rows, V]: [...]."""
         return (a * b).sum(-1) @ self.shares_on(a.device).to(a.dtype)
 
     def shares_on(self, device: torch.device) -> Tensor:
-        """`shares`, float32 [rows], on a device."""
+        """Returns `shares`, float32 [rows], on a device."""
         return self._public_on(device)[-1]
 
     def matrix_from_public(self, z: Tensor) -> Tensor:
-        """p = 2: [..., D] of (M7) to the [..., K, K] sum of k k^T."""
+        """Converts [..., D] of (M7) to the sum of k k^T, [..., K, K]; for p = 2."""
         _, _, roots, a, b, _ = self._public_on(z.device)
         half = z / roots.to(z.dtype)
         full = z.new_zeros(*z.shape[:-1], self.key_dim, self.key_dim)
@@ -92,13 +95,13 @@ class Basis:
         return full
 
     def matrix_to_public(self, matrix: Tensor) -> Tensor:
-        """p = 2: the [..., K, K] sum of k k^T to [..., D] of (M7)."""
+        """Converts the sum of k k^T, [..., K, K], to [..., D] of (M7); for p = 2."""
         _, _, roots, a, b, _ = self._public_on(matrix.device)
         return matrix[..., a, b] * roots.to(matrix.dtype)
 
     def _public_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """index, representative, roots, the row and column of each of (M7) for p = 2, and shares, on a device. Copied
-        once: the host waits for the device where it copies."""
+        """Returns index, representative, roots, the row and column of each of (M7) for p = 2, and shares, on a device.
+        They are copied once, because the host waits for the device when it copies."""
         if device not in self._public:
             a, b = torch.triu_indices(self.key_dim, self.key_dim)
             tables = (self.index, self.representative, self.roots, a, b, self.shares)
@@ -107,9 +110,11 @@ class Basis:
 
 
 class Rows(Basis):
-    """The rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` brings tables to a device.
+    """Holds the rows for one K (a power of two, 16 or more) and p. Tensors are on the CPU; `on` copies the tables to a
+    device.
 
-    parts: into how many K is cut to make a triangle, 2, or for p = 2 and K >= 64 also 4.
+    Args:
+        parts: the number of parts of K that make a triangle, 2, or for p = 2 and K >= 64 also 4.
     """
 
     def __init__(self, key_dim: int, p: int, parts: int = 2):
@@ -120,7 +125,7 @@ class Rows(Basis):
         prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
         upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
         self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
-        # Of each band of rows: its prefixes, and the first and the end of their last indices.
+        # Of each band of rows: its prefixes, and the range of their last indices.
         self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
         if parts == 4:
             _, second, third, fourth = prefixes.split(first)
@@ -130,7 +135,7 @@ class Rows(Basis):
         j = torch.arange(key_dim)
         super().__init__(key_dim, p, torch.cat([self._tuples(prefix, j[a:b]) for prefix, a, b in self.bands]))
 
-        # How many orderings a prefix stands for, alone (in a gradient with respect to x_j) and in its rows.
+        # The number of orderings that a prefix counts for, alone (in a gradient with respect to x_j) and in its rows.
         orderings = multinomials(key_dim, p - 1) if p > 1 else torch.ones(1, dtype=torch.float64)
         orderings = torch.cat([orderings[~upper], orderings[upper]])
         above = (self.prefixes >= self.half).sum(1)
@@ -138,7 +143,7 @@ class Rows(Basis):
         self.weights = torch.where(above > 0, orderings * p / (above + 1), orderings).float()
 
         self._pairs: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        # Where the rows (upper prefix, lower j) are to be found: under the prefix that has j in place of its largest.
+        # The rows (upper prefix, lower j) are those of the prefix that has j in place of its largest index.
         self.mirror = torch.empty(self.upper, self.half, dtype=torch.int64)
         if self.upper and parts == 2:
             others = public_rows(self._tuples(self.prefixes[self.lower :], j[: self.half]), key_dim)
@@ -146,7 +151,7 @@ class Rows(Basis):
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def pairs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each row its channels, and the rows with the other channel of a pair (2m, 2m + 1) in their place: int32
+        """Returns the channels of each row, and the rows with the other channel of a pair (2m, 2m + 1) instead, int32
         [p, rows] both."""
         if device not in self._pairs:
             channels = spow_indices(self.key_dim, self.p)[self.index]
@@ -163,7 +168,7 @@ class Rows(Basis):
         return torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], 1)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
+        """Returns prefixes int32 [n, p - 1], weights and gradient weights float32 [n], mirror int32 [upper, K/2]."""
         if device not in self._tables:
             a, b = self.prefixes.int().to(device), self.weights.to(device)
             self._tables[device] = a, b, self.gradient_weights.to(device), self.mirror.int().to(device)
