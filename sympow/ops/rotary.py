@@ -57,7 +57,7 @@ def rotary_frequencies(
         device: of the result.
     """
     if key_dim < 2 or key_dim % 2:
-        raise ValueError(f"rotary positions rotate pairs of channels: key_dim must be even; got {key_dim}")
+        raise ValueError(f"rotary positions turn pairs of channels: key_dim must be even; got {key_dim}")
     if rule not in RULES:
         raise ValueError(f"the rotation's frequency rule is one of {', '.join(RULES)}; got {rule!r}")
     if (rule == "conformal") != (max_length is not None):

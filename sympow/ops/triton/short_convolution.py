@@ -1,4 +1,4 @@
-"""The short convolution by one kernel each way, as PyTorch operators; `sympow.ops.short_convolution` specifies it."""
+"""The short convolution as PyTorch operators, with one kernel each way; `sympow.ops.short_convolution` specifies it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
-TOKENS, CHANNELS, WARPS = 32, 128, 4  # of a tile
-SPAN = 512  # tokens of a program of the backward, whose sums for the weights are then added up
+TOKENS, CHANNELS, WARPS = 32, 128, 4  # tokens and channels of a tile
+SPAN = 512  # tokens of a program of the backward; the sums of all programs for the weights are then added up
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -52,7 +52,7 @@ def convolve(
 @triton.jit(do_not_specialize=["T"])
 def convolve_step(
     x,  # [B, T, C]
-    past,  # [B, WIDTH - 1, C], the inputs before x, with strides past_sb and past_st; then the last inputs of both
+    past,  # [B, WIDTH - 1, C], the inputs before x, strides past_sb and past_st; replaced by the last inputs
     weight,  # [C, WIDTH]
     bias,  # [C]
     y,  # [B, T, C]
@@ -64,7 +64,7 @@ def convolve_step(
     HELD: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Convolves all tokens of CHANNELS channels of a row; HELD is the power of two that holds WIDTH - 1."""
+    """Convolves all tokens of CHANNELS channels of a row. HELD is the next power of two of WIDTH - 1."""
     i_b = tl.cast(tl.program_id(0), tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = channel < C
@@ -90,7 +90,7 @@ def convolve_step(
         past + (i + T)[:, None] * past_st + channel[None, :],
         mask=((i < WIDTH - 1) & (token < 0))[:, None] & real[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
-    tl.debug_barrier()  # all threads have read what is written over
+    tl.debug_barrier()  # all threads have read what is overwritten now
     place = past + i[:, None] * past_st + channel[None, :]
     tl.store(place, (new + old).to(past.dtype.element_ty), mask=(i < WIDTH - 1)[:, None] & real[None, :])
 
@@ -111,7 +111,7 @@ def convolve_backward(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Forms the gradient of SPAN tokens of CHANNELS channels, and what they add to the gradients of the weights."""
+    """Computes the gradient of SPAN tokens of CHANNELS channels, and their part in the gradients of the weights."""
     blocks = tl.cdiv(T, SPAN)
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     begin = tl.program_id(0) % blocks * SPAN
@@ -122,7 +122,8 @@ def convolve_backward(
     dx += i_b * T * C
     of_weight = (tl.cast(tl.program_id(0), tl.int64) * C + channel) * WIDTH
     of_bias = tl.zeros([CHANNELS], tl.float32)
-    # A pass over the span for each tap's sum would read it again: tokens are the outer loop, taps the inner one.
+    # Tokens are the outer loop and taps the inner loop, because one pass over the span for each tap would read it
+    # again.
     tap_index = tl.arange(0, triton.next_power_of_2(WIDTH))
     of_taps = tl.zeros([triton.next_power_of_2(WIDTH), CHANNELS], tl.float32)
     for offset in range(0, SPAN, TOKENS):

@@ -1,12 +1,11 @@
 """The kernels on rows split over ranks: states are exchanged before the output pass, their gradients before the key
 pass.
 
-A rank forms its states once, without an incoming state, and sends the last one. The state that it receives from the
-ranks before is then added to them, times the decay up to each chunk (`carry.py`). The gradients of the states are
-exchanged likewise, with the ranks after.
-The message holds states as the kernels do, so all ranks of a group need GPUs of one kind. It is one buffer that the
-state pass writes to: S of all rows and kv heads, Z of them; and, not sent, the logarithms of their decays, if there is
-a gate.
+A rank computes its states once, without an incoming state, and sends the last one. Then it adds the state that it
+receives from the ranks before, times the decay up to each chunk (`carry.py`). The gradients of the states are exchanged
+in the same way, with the ranks after. The message has states in the basis of the kernels, so all ranks of a group need
+GPUs of one kind. The message is one buffer that the state pass writes to: S of all rows and key/value heads, and Z of
+them. After these, which are sent, the buffer has the logarithms of the decays, if there is a gate.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from sympow.ops.triton.plan import Shapes
 
 
 class PowerInContext(torch.autograd.Function):
-    """`power_forward`'s out [B, T, H, V] for this rank's part of every row."""
+    """Computes out [B, T, H, V] of `power_forward` for this rank's part of every row."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_g, options: Options, group: dist.ProcessGroup):
@@ -37,7 +36,7 @@ class PowerInContext(torch.autograd.Function):
         out, norm, s, z, last = context_output(
             q, k, v, log_g, s, z, sums, decays, message, incoming, p, scale, normalize, eps, chunk, tf32, wide, gradient
         )
-        if s.numel():  # the states are kept, and need not be formed again
+        if s.numel():  # the states are kept, and need not be computed again
             incoming = incoming.new_empty(0)
         ctx.save_for_backward(q, k, v, log_g, out, norm, s, z, incoming, last)
         ctx.options, ctx.group = options, group
@@ -64,7 +63,7 @@ class PowerInContext(torch.autograd.Function):
 def _exchange(
     message: Tensor, s: Tensor, z: Tensor, k: Tensor, group: dist.ProcessGroup, reverse: bool = False
 ) -> Tensor:
-    """Returns the incoming S and Z, laid out as the message of this rank's own."""
+    """Returns the incoming S and Z, in the layout of this rank's own message."""
     widths = [x.shape[2] * x.shape[3] for x in (s, z) if x.numel()]
     rows = k.shape[0] * k.shape[2]
     own, log_decay = message.split([rows * sum(widths), message.numel() - rows * sum(widths)])
@@ -72,12 +71,12 @@ def _exchange(
 
 
 def _message_length(shapes: Shapes, gated: bool) -> int:
-    """Numbers of S and Z at the end of every row, and of its decay."""
+    """Returns the numbers of elements of S and Z at the end of every row, and of its decay."""
     return sum(math.prod(x) for x in shapes.end_shapes(shapes.p == 2)) + gated * shapes.layout.sequences * shapes.G
 
 
 def _ends(shapes: Shapes, message: Tensor) -> tuple[Tensor, Tensor]:
-    """S [B, G, rows, V] and Z [B, G, K, K], views into a message."""
+    """Returns S [B, G, rows, V] and Z [B, G, K, K], views into a message."""
     s, z = shapes.end_shapes(shapes.p == 2)
     first = math.prod(s)
     return message[:first].view(s), message[first : first + math.prod(z)].view(z)
@@ -96,7 +95,7 @@ def own_states(call: Call, gradient: tuple | None = None) -> tuple[Tensor, Tenso
 
 
 def all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns S and Z, given those without an incoming state and the incoming ones."""
+    """Returns S and Z from those without an incoming state, and the incoming ones."""
     came = _ends(call.plan, incoming)
     s, z = (carried(x, y, decays if call.plan.gated else None) for x, y in zip((s, z), came, strict=True))
     return s, z
@@ -106,7 +105,8 @@ def all_states(call: Call, s: Tensor, z: Tensor, decays: Tensor, incoming: Tenso
 def context_states(
     k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, chunk: int, tf32: bool, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns S and Z before each chunk without an incoming state, the gate's sums, decays to the chunks, the message.
+    """Returns S and Z before each chunk without an incoming state, the sums of the gate, the decays to the chunks, and
+    the message.
 
     The sums are empty without a gate.
     """
@@ -151,10 +151,10 @@ def context_output(
     wide: bool,
     gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns out [B, T, H, V], the normalizer [H, B T], and what the backward needs of the states.
+    """Returns out [B, T, H, V], the normalizer [H, B T], and the states that the backward needs.
 
-    The states are S and Z with the incoming state, at the boundaries of chunks, under the limit of `Shapes.keeps`,
-    and the last ones, flat. Each is empty where the backward does not need it.
+    These are S and Z with the incoming state, at the boundaries of chunks, if `Shapes.keeps` allows it, and the last
+    ones, flat. Each is empty if the backward does not need it.
     """
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient, Gate(sums, None, None))
     s, z = all_states(call, s, z, decays, incoming)
@@ -201,10 +201,10 @@ def context_query_gradient(
     chunk: int,
     tf32: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq; factor and delta of `RowFactors`; the queries' part in the gradient of the gate's sums; the states before
-    each chunk, empty where they were kept or are not needed any more; and as `context_states`, of the gradients of the
-    states after each chunk through the outputs of this rank alone. `incoming`: of the forward, where its states were
-    not kept."""
+    """Returns dq; factor and delta of `RowFactors`; the queries' part in the gradient of the gate's sums; the states
+    before each chunk, which are empty if they were kept or are not needed any more; and, as `context_states` does, the
+    gradients of the states after each chunk that come through the outputs of this rank alone. `incoming`: the states of
+    the forward, if its states were not kept."""
     call = Call(q, k, v, log_g, None, p, scale, chunk, tf32, gradient_rows=True)
     factors = launch_gradients.row_factors(call, dout, out, norm, normalize)
     s, z = s_kept, z_kept
@@ -261,7 +261,7 @@ def context_key_gradient(
     dk, dv, dsums_k = launch_gradients.key_gradient(call, dout, factors, ds, dz, True, p == 2)
     if log_g is None:
         return dk, dv, none
-    # Through the last state, all of which the whole row's decay multiplies.
+    # The part that comes through the last state, which the decay of the row multiplies as a whole.
     (s_end, z_end), (ds_end, dz_end) = _ends(call.plan, last), _ends(call.plan, incoming)
     end = call.plan.rows.inner(s_end, ds_end)
     if z_end.numel():

@@ -1,9 +1,10 @@
-"""States at the boundaries of chunks, forward in time for keys and values, backward for queries and output gradients.
+"""The states at the boundaries of chunks: forward in time for keys and values, in reverse for queries and output
+gradients.
 
-A state is S = sum_t w_t row(x_t) y_t^T, over the tokens of a chunk and, decayed, of all chunks before (after, in
-reverse). Three kernels: the gate's running sum within each chunk; the keys (queries) transposed and weighted, so that
-a tile of rows is two loads and a product; and the pass itself, in which a program owns some rows of one head's state,
-keeps them in float32 registers and walks through time.
+A state is S = sum_t w_t row(x_t) y_t^T over the tokens of a chunk and, with decay, of all chunks before (after, in
+reverse). There are three kernels. The first computes the running sums of the gate within each chunk. The second
+transposes and weights the keys (queries), so that a tile of rows is two loads and a product. The third is the pass
+itself: a program has some rows of the state of one head in float32 registers, and processes the tokens in order.
 """
 
 import triton
@@ -18,10 +19,11 @@ def weigh(
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GATED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out [heads, K + 1 (2K + 1 if P > 2), stride]: x transposed, with tokens last; a sequence is padded with zeros.
+    """Computes out [heads, K + 1 (2K + 1 if P > 2), stride]: x transposed, with tokens last. Sequences are padded with
+    zeros.
 
-    Rows 0 to K - 1 are weighted by w_t, row K is the weight of the normalizer's state, rows K + 1 on are x itself.
-    Forward w_t = 2**(L_end - L_t); in reverse w_t = weight 2**L_t norm_t, and row K is -delta_t w_t.
+    Rows 0 to K - 1 are weighted by w_t, row K is the weight of the normalizer's state, and the rows from K + 1 on are x
+    itself. In the forward w_t = 2**(L_end - L_t). In reverse w_t = weight 2**L_t norm_t, and row K is -delta_t w_t.
     """
     n, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
@@ -45,7 +47,7 @@ def weigh(
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)
         z = w
-        if P > 1:  # for p = 1 the row is the empty product's
+        if P > 1:  # for p = 1 the row is that of the empty product
             z = -w * tl.load(delta + h * tokens + start + t, mask=valid, other=0.0)
     rows = out + h * ((2 * K + 1 if P > 2 else K + 1) * stride) + aligned(start, n, BLOCK) + t
     weighted = (tile.to(tl.float32) * w[:, None]).to(tile.dtype)
@@ -57,8 +59,8 @@ def weigh(
 
 @triton.jit
 def _factor(xt, stride, t, valid, i, count, prefixes, K: tl.constexpr, P: tl.constexpr):
-    """[STEP]: the weighted product of the entries of prefix i for tokens t."""
-    here = tl.where(i < count, valid, False)  # valid & (i < count) is no mask to the interpreter of Triton 3.9
+    """Returns the weighted product of the entries of prefix i for tokens t, [STEP]."""
+    here = tl.where(i < count, valid, False)  # the interpreter of Triton 3.9 takes no valid & (i < count)
     if P == 1:  # the empty product
         return tl.load(xt + K * stride + t, mask=here, other=0.0)
     elif P == 2:
@@ -75,7 +77,8 @@ def _factor(xt, stride, t, valid, i, count, prefixes, K: tl.constexpr, P: tl.con
 
 @triton.jit
 def _rows(x, xt, stride, t, valid, i, count, sub, prefixes, K: tl.constexpr, P: tl.constexpr, PREFIXES: tl.constexpr):
-    """The tile [rows, STEP] of PREFIXES prefixes from i on times x [rows, STEP]; `sub` [rows] tells which is whose."""
+    """Returns the tile [rows, STEP] of PREFIXES prefixes from i on times x [rows, STEP]; `sub` [rows] is the prefix of
+    each row."""
     f = _factor(xt, stride, t, valid, i, count, prefixes, K, P)[None, :]
     for u in tl.static_range(1, PREFIXES):
         f = tl.where(sub[:, None] == u, _factor(xt, stride, t, valid, i + u, count, prefixes, K, P)[None, :], f)
@@ -84,7 +87,7 @@ def _rows(x, xt, stride, t, valid, i, count, sub, prefixes, K: tl.constexpr, P: 
 
 @triton.jit
 def _write(out, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr):
-    """Rows of a state: those of prefix i + sub, last index j, WIDTH a prefix."""
+    """Returns the indices of rows of a state: prefix i + sub, last index j, WIDTH rows for each prefix."""
     ptrs = out + (((i + sub) * WIDTH + j) * columns)[:, None] + col[None, :]
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=((i + sub) < count)[:, None] & (col < columns)[None, :])
 
@@ -97,10 +100,11 @@ def _read(ptr, i, count, sub, j, col, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def _product(ptr, acc, i, count, sub, j, col, columns, WIDTH: tl.constexpr, ALONE: tl.constexpr):
-    """[]: the part of these rows, `acc`, in the inner product of their state with the one at ptr. From the last index
-    ALONE on, a row stands for both orderings.
+    """Returns the part of these rows, `acc`, in the inner product of their state with the one at ptr, a scalar. From
+    the last index ALONE on, a row counts for both orderings.
 
-    `acc` is rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    `acc` is rounded as it is when it is written. The key pass reads the rounded state, so the same rounding errors are
+    in both, and cancel in the gradient of the gate.
     """
     own = acc.to(ptr.dtype.element_ty).to(tl.float32)
     x = tl.sum(_read(ptr, i, count, sub, j, col, columns, WIDTH) * own, 1)
@@ -116,9 +120,10 @@ def _walk(
     TILES: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of TILES tiles, from prefix i on, through all chunks of a sequence. Pointers are at its first token, chunk
-    and head; `count` ends the prefixes, `columns` the columns; `other` is of s_forward or z_forward of `state_pass`."""
-    PREFIXES: tl.constexpr = 64 // WIDTH if WIDTH < 64 else 1  # a product has 64 rows at least
+    """Computes the rows of TILES tiles, from prefix i on, through all chunks of a sequence. Pointers are to its first
+    token, chunk and head. `count` is the end of the prefixes, `columns` the end of the columns; `other` is part of
+    s_forward or z_forward of `state_pass`."""
+    PREFIXES: tl.constexpr = 64 // WIDTH if WIDTH < 64 else 1  # a product has at least 64 rows
     M: tl.constexpr = PREFIXES * WIDTH
     m = tl.arange(0, M)
     j = m % WIDTH
@@ -156,7 +161,7 @@ def _walk(
                         product += _product(there, a2, i + 2 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
                         product += _product(there, a3, i + 3 * PREFIXES, count, sub, j, col, columns, WIDTH, ALONE)
                     tl.store(products + tl.cast(chunk, tl.int64) * products_step, product)
-                tl.debug_barrier()  # `other` may be `out`: other threads have read what is written over
+                tl.debug_barrier()  # `other` may be `out`: other threads have read what is overwritten now
             _write(here, a0, i, count, sub, j, col, columns, WIDTH)
             if TILES > 1:
                 _write(here, a1, i + PREFIXES, count, sub, j, col, columns, WIDTH)
@@ -207,12 +212,13 @@ def state_pass(
     GATED: tl.constexpr, Z: tl.constexpr, REVERSE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
     PACKED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """s_out [chunks, G, rows, V], z_out [chunks, G, K, K]: the state before each chunk (after it, in reverse), without
-    that chunk's own part. Grid: tiles of rows (those of Z first), kv heads, sequences.
+    """Computes s_out [chunks, G, rows, V] and z_out [chunks, G, K, K]: the state before each chunk (after it, in
+    reverse), without the part of that chunk. Grid: tiles of rows (those of Z first), key/value heads, sequences.
 
-    In reverse, `products` [chunks, G, programs] or None: of every chunk that another follows, in parts, the inner
-    product at its end with the states of the forward, s_forward and z_forward, which are at the same boundaries as
-    s_out and z_out and may be the same memory. Of p = 1 and 2 alone."""
+    In reverse, `products` [chunks, G, programs] or None gets the inner products, in parts, with the states of the
+    forward at the ends of all chunks but the last. s_forward and z_forward are those states. They are at the same
+    boundaries as s_out and z_out, and may be the same memory. Only for p = 1 and 2.
+    """
     g = tl.cast(tl.program_id(1), tl.int64)
     n = tl.program_id(2)
     if PACKED:

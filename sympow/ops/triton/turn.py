@@ -1,11 +1,12 @@
 """The gradient of the positions by which queries and keys were rotated.
 
-Turning q_i and k_i by a small angle more moves them by J q_i and J k_i, where J takes a pair of channels (a, b) to its
-frequency times (-b, a). So the gradient of position i is its term, dq_i . J q_i + dk_i . J k_i. Positions are running
-sums. In the sum of the terms from a token on, all that later tokens do to each other cancels and leaves its rounding.
-At the end of a chunk the sum is known otherwise: turning all later tokens is turning the state S the other way, so it
-is -dS . J S, with J on the rows of a state by the product rule. `position_gradient` changes the gradient of the last
-position of every chunk so that sums of later gradients begin anew there. What it adds would be 0 without rounding.
+A rotation of q_i and k_i by a small additional angle e moves them by e J q_i and e J k_i, where J maps a pair of
+channels (a, b) to its frequency times (-b, a). So the gradient of position i is dq_i . J q_i + dk_i . J k_i. Positions
+are running sums, so the gradient of a step is the sum of these terms from its token on. The terms between two later
+tokens cancel in that sum up to rounding. At the end of a chunk the sum is known in another way. A rotation of all later
+tokens has the same effect as the opposite rotation of the state S, so the sum is -dS . J S, with J applied to the rows
+of a state by the product rule. `position_gradient` changes the gradient of the last position of every chunk so that the
+sums of later gradients start again there. Without rounding, this change would be 0.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from sympow.ops.triton.plan import Plan
 from sympow.ops.triton.primitives import pairs
 from sympow.ops.triton.rows import Rows
 
-TERM_BLOCK = 64  # tokens
-ROW_ELEMENTS, STATE_PARTS = 2048, 8  # of a tile of a state, and programs that share a state
+TERM_BLOCK = 64  # tokens of a block
+ROW_ELEMENTS, STATE_PARTS = 2048, 8  # rows of a tile of a state, and programs of one state
 
 
 @triton.jit
 def _moments(x, dx, inside, WIDTH: tl.constexpr, K: tl.constexpr):
-    """[BLOCK, WIDTH / 2]: dx . J x of each pair, without its frequency."""
+    """Returns dx . J x of each pair without its frequency, [BLOCK, WIDTH / 2]."""
     mask = inside[:, None] & (tl.arange(0, WIDTH) < K)[None, :]
     a, b = pairs(tl.load(x, mask=mask, other=0.0))
     da, db = pairs(tl.load(dx, mask=mask, other=0.0))
@@ -40,7 +41,7 @@ def _moments(x, dx, inside, WIDTH: tl.constexpr, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def turn_terms(
-    q,  # [B, T, H, K], with strides of rows, tokens and heads; channels lie together
+    q,  # [B, T, H, K], with strides of rows, tokens and heads; channels are contiguous
     q_sb,
     q_st,
     q_sh,
@@ -51,15 +52,15 @@ def turn_terms(
     dq,  # contiguous
     dk,
     frequencies,  # float64 [K / 2]
-    terms,  # float64 [B, T, G], written here
+    terms,  # float64 [B, T, G], the result
     T,
     G,
     R: tl.constexpr,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,  # the power of two that holds K
+    WIDTH: tl.constexpr,  # the next power of two of K
     BLOCK: tl.constexpr,
 ):
-    """Grid: blocks of BLOCK tokens of all rows, kv heads."""
+    """Computes the terms. Grid: blocks of BLOCK tokens of all rows, key/value heads."""
     blocks = tl.cdiv(T, BLOCK)
     n = tl.cast(tl.program_id(0) // blocks, tl.int64)
     token = tl.cast(tl.program_id(0) % blocks * BLOCK, tl.int64) + tl.arange(0, BLOCK)
@@ -82,7 +83,7 @@ def turn_terms(
 
 @triton.jit
 def _rates(channel, frequencies):
-    """What J multiplies the other channel of the pair with."""
+    """Returns the factor by which J multiplies the other channel of the pair."""
     frequency = tl.load(frequencies + channel // 2).to(tl.float32)
     return tl.where(channel % 2 == 0, -frequency, frequency)
 
@@ -93,23 +94,23 @@ def turned_states(
     ds,  # the gradients of those after each chunk
     z,  # [chunks, G, K, K]
     dz,
-    weights,  # float32 [rows]: the part of each row in an inner product
+    weights,  # float32 [rows]: the share of each row in an inner product
     channels,  # int32 [P, rows]: the channels of each row
-    partners,  # int32 [P, rows]: the row with the other channel of the pair in their place
+    partners,  # int32 [P, rows]: the row with the other channel of the pair instead
     frequencies,  # float64 [K / 2]
-    products,  # float64 [chunks, G, parts], written here: parts of dS . J S at the end of a chunk that another follows
+    products,  # float64 [chunks, G, parts], the result: parts of dS . J S at the ends of all chunks but the last
     T,
     G,
     rows,
     K: tl.constexpr,
     V: tl.constexpr,
-    COLUMNS: tl.constexpr,  # the power of two that holds V
+    COLUMNS: tl.constexpr,  # the next power of two of V
     P: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of a tile
     Z: tl.constexpr,
 ):
-    """Grid: chunks of all rows, kv heads, parts."""
+    """Computes the products. Grid: chunks of all rows, key/value heads, parts."""
     chunk = tl.cast(tl.program_id(0), tl.int64)
     if (tl.program_id(0) % tl.cdiv(T, CHUNK) + 1) * CHUNK < T:
         g = tl.program_id(1)
@@ -147,7 +148,7 @@ def products_with_states(
 ) -> Tensor:
     """Returns -dS . J S at the end of every chunk, float64 [B, chunks, G], 0 at the end of a row.
 
-    It takes the states before each chunk, the gradients of those after, and float64 [K/2].
+    The arguments are the states before each chunk, the gradients of those after, and float64 frequencies [K/2].
     """
     plan = call.plan
     products = torch.zeros(plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS, device=s.device, dtype=torch.float64)
@@ -171,14 +172,14 @@ def _turned_states(plan: Plan, reads_z: bool) -> Launcher:
 def position_gradient(
     q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, frequencies: Tensor, chunk: int, products: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of the positions of every token and kv head, float64 [B, T, G].
+    """Returns the gradient of the positions of every token and key/value head, float64 [B, T, G].
 
     Args:
         q, k: rotated, [B, T, H, K] and [B, T, G, K].
         dq, dk: their gradients.
         frequencies: float64 [K/2].
         chunk: tokens of a chunk.
-        products: of `products_with_states`; None: sums do not begin anew.
+        products: those of `products_with_states`; None: the sums do not start again at chunks.
     """
     (batch, time, heads, key_dim), groups = q.shape, k.shape[2]
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
@@ -193,6 +194,6 @@ def position_gradient(
         return terms
     count = products.shape[1]
     sums = pad(terms, (0, 0, 0, count * chunk - time)).view(batch, count, chunk, groups).sum(2)
-    # From each chunk's end to the next one's, what the terms add up to should be the difference of the two products.
+    # From the end of a chunk to the end of the next one, the terms should add up to the difference of the two products.
     terms[:, chunk - 1 : (count - 1) * chunk : chunk] += products[:, :-1] - products[:, 1:] - sums[:, 1:]
     return terms

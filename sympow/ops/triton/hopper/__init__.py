@@ -1,1 +1,1 @@
-"""The kernels for Hopper, in Gluon: layouts, copies and the tensor cores' products under control."""
+"""The kernels for Hopper, in Gluon, which sets layouts, copies and products of the tensor cores explicitly."""

@@ -1,4 +1,4 @@
-"""The gradients of keys and values, p = 2, for Hopper, in Gluon: as `gradients.key_pass`."""
+"""The gradients of keys and values for p = 2 on Hopper, in Gluon. They equal those of `gradients.key_pass`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +28,9 @@ def _both(
     TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
     layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What the tiles START to STOP - 1 of the state give to the gradients of keys and, their rows from FROM on, of
-    values. In a loop of their own: where lower and upper tiles shared one, and a branch, ptxas took the place of a tile
-    from the other branch."""
+    """Adds the parts of the tiles START to STOP - 1 of the state to the gradients of keys, and of their rows from FROM
+    on to the gradients of values. Lower and upper tiles have loops of their own. In one loop with a branch, ptxas
+    computed the index of a tile in the other branch."""
     PER: gl.constexpr = TILE // K
     for i in range(START, STOP):
         async_copy.wait_group(STAGES - 2)
@@ -54,7 +54,8 @@ def _key_halves(
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, Z: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys [BLOCK, K] and values [BLOCK, V] through those of a state in halves and of its z."""
+    """Returns the gradients of keys [BLOCK, K] and values [BLOCK, V] that come through the gradient of a state in
+    halves and of its z."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     STEPS: gl.constexpr = K * K // TILE
     LOWER_STEPS: gl.constexpr = HALF * K // TILE
@@ -73,7 +74,7 @@ def _key_halves(
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     if Z:
         dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
-    # A lower prefix with an upper last index stands for two orderings.
+    # A row with a lower prefix and an upper last index counts for two orderings.
     width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
     base = keys_s.load(left_layout) * gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
     dkeys, dvalues = _both(
@@ -93,7 +94,7 @@ def _first_queries(
     q, q_st, q_sh, dout, H, first, after, within, end, g,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Places for queries and output gradients of three steps; starts the copies of the first two."""
+    """Returns buffers for queries and output gradients of three steps, and starts the copies of the first two."""
     queries_s = gl.allocate_shared_memory(
         gl.bfloat16, [3, QUERIES, K], gl.NVMMASharedLayout.get_default_for([QUERIES, K], gl.bfloat16)
     )
@@ -147,11 +148,11 @@ def key_pass(
     copy_rows(values_s, v + (start + first) * v_st + g * v_sh, v_st, length - first, BLOCK, V, num_warps)
     q += start * q_st
     dout += start * (H * V)
-    # First all queries after the block, of every head, then those of the block itself.
+    # First come all queries after the block, of every head, and then those of the block itself.
     after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
     total = R * (after + within)
-    # Where the state's part needs all shared memory, queries take its place in the end.
+    # If the part of the state needs all shared memory, the queries reuse it at the end.
     LATE: gl.constexpr = STATES and PARTS == 4
     if not LATE:
         queries_s, dy_s = _first_queries(
@@ -189,7 +190,7 @@ def key_pass(
             q, q_st, q_sh, dout, H, first, after, within, end, g, K, V, R, BLOCK, QUERIES, num_warps
         )
 
-    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
@@ -261,4 +262,4 @@ def key_pass(
     c = gl.arange(0, V, gl.SliceLayout(0, value_out))
     tile = dv + ((start + first) * G + g) * V + (t[:, None] * (G * V) + c[None, :])
     gl.store(tile, gl.convert_layout(dvalues.to(gl.bfloat16), value_out), mask=(first + t < length)[:, None])
-    await_last(OVERLAP)  # for the next kernel, which reads what both have written
+    await_last(OVERLAP)  # for the next kernel, which reads what both kernels have written

@@ -1,7 +1,7 @@
-"""The output pass for Hopper, in Gluon: as `output.output_pass`, with layouts and copies under control.
+"""The output pass for Hopper, in Gluon. It computes the same as `output.output_pass`, with explicit layouts and copies.
 
-Tiles of the state stream through shared memory, and each prefix is the queries times p - 1 of their own columns, formed
-in registers while the product before runs.
+Tiles of the state are copied through shared memory. The rows of a prefix are the queries times p - 1 of their own
+columns. They are computed in registers while the previous product runs.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,8 @@ from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 
 @gluon.jit
 def _prefix(columns, i, prefixes, weights, P: gl.constexpr, layout: gl.constexpr):
-    """The weighted product of each token's entries at prefix i, a factor [BLOCK, 1]. For p = 2 all weights are 1."""
+    """Returns the weighted product of the entries of each token at prefix i, a factor [BLOCK, 1]. For p = 2 all weights
+    are 1."""
     if P == 2:
         return column(columns, i, layout)
     else:
@@ -39,7 +40,7 @@ def next_tile(
     tiles, state, i, steps,
     TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of the tile of the state, TILE rows, that is STAGES - 1 after tile i."""
+    """Starts the copy of the tile of the state, TILE rows, that is used STAGES - 1 iterations after tile i."""
     ahead = i + (STAGES - 1)
     left = gl.where(ahead < steps, TILE, 0)
     copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
@@ -53,11 +54,12 @@ def _band(
     TILE: gl.constexpr, V: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc plus what the tiles START to STOP - 1 give: prefixes from PREFIX on, ROWS rows each, base times each.
+    """Returns acc plus the parts of the tiles START to STOP - 1: prefixes from PREFIX on, ROWS rows for each, base
+    times each.
 
-    Each operand is formed in registers while the products before it run, and while they all run the copy of the tile
-    STAGES - 1 ahead is started. The iteration ends when they are done: until then the tensor cores read the registers,
-    and nothing tells the compiler to keep them past its end.
+    Each operand is computed in registers while the previous products run. While all products run, the copy of the tile
+    STAGES - 1 ahead is started. The iteration ends when the products are done: until then the tensor cores read the
+    registers, and the compiler does not know that it must keep them longer.
     """
     COUNT: gl.constexpr = TILE // ROWS
     for i in range(START, STOP):
@@ -74,7 +76,8 @@ def _band(
 
 @gluon.constexpr_function
 def in_groups(block, depth, groups, warps):
-    """The layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores."""
+    """Returns the layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores.
+    """
     run = depth // groups // 2
     columns = [[0, 0, 0, 1 << i] for i in range(run.bit_length() - 1)]
     columns += [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
@@ -88,7 +91,7 @@ def in_groups(block, depth, groups, warps):
 
 @gluon.constexpr_function
 def of_last_indices(block, depth, groups, warps):
-    """`in_groups` without the groups, its halves in a row: [block, depth / groups]."""
+    """Returns `in_groups` without the groups, with its halves side by side: [block, depth / groups]."""
     whole = in_groups(block, depth, groups, warps)
     registers, lanes, split = (
         [[row, half * (depth // groups // 2) + column] for row, half, _, column in bases]
@@ -99,7 +102,7 @@ def of_last_indices(block, depth, groups, warps):
 
 @gluon.constexpr_function
 def before_level(levels, level):
-    """Of the levels before: rows, groups, weights."""
+    """Returns the rows, groups and weights of the levels before."""
     rows = sum(groups * max(16, width) for groups, width in levels[:level])
     weights = sum(2 * groups * max(1, 16 // width) for groups, width in levels[:level])
     return rows, sum(groups for groups, _ in levels[:level]), weights
@@ -107,8 +110,8 @@ def before_level(levels, level):
 
 @gluon.jit
 def stage_pairs(columns, K: gl.constexpr, SKIP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """The products of two of each token's entries, without the first SKIP, by columns: (0, 0), (0, 1), (1, 1), (0, 2)
-    and so on."""
+    """Writes the products of two entries of each token, without the first SKIP entries, by columns: (0, 0), (0, 1), (1,
+    1), (0, 2) and so on."""
     RUN: gl.constexpr = BLOCK // (32 * WARPS) if BLOCK > 32 * WARPS else 1
     OWN: gl.constexpr = K - SKIP
     layout: gl.constexpr = gl.BlockedLayout([1, RUN], [1, 32], [1, WARPS], [1, 0])
@@ -119,7 +122,7 @@ def stage_pairs(columns, K: gl.constexpr, SKIP: gl.constexpr, BLOCK: gl.constexp
         if K <= 16:
             for i in gl.static_range(j + 1):
                 pairs.index(j * (j + 1) // 2 + i).store(columns.index(i).load(layout) * x)
-        else:  # unrolled they would be many
+        else:  # unrolled, the loop would be long
             for i in range(j + 1):
                 pairs.index(j * (j + 1) // 2 + i).store(columns.index(SKIP + i).load(layout) * x)
     return pairs
@@ -131,9 +134,9 @@ def from_level(
     GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products of the queries' rows with the state's of one level (`levels.Levels`). `before` are the
-    rows, groups and weights of the levels before, `steps` the tiles of all. A prefix is k of `columns` and u of
-    `products`, both in shared memory by columns."""
+    """Returns acc plus the products of the queries' rows with those of the state, for one level (`levels.Levels`).
+    `before` has the rows, groups and weights of the levels before, and `steps` the tiles of all levels. A prefix is k
+    of `columns` and u of `products`, which are both in shared memory by columns."""
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
     DEPTH: gl.constexpr = GROUP * WIDTH
     EACH: gl.constexpr = TILE // DEPTH
@@ -169,7 +172,8 @@ def from_level(
 
 @gluon.jit
 def _row_parts(x, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
-    """Sums [BLOCK, 4] of x [BLOCK, WIDTH] in the layout of a product: those of the columns that one thread has."""
+    """Returns sums [BLOCK, 4] of x [BLOCK, WIDTH] in the layout of a product: those of the columns that one thread has.
+    """
     return gl.sum(gl.sum(x.reshape([BLOCK, WIDTH // 8, 4, 2]), 3), 1)
 
 
@@ -183,8 +187,8 @@ def output_pass(
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS: of each, groups and width
-    (`levels.Levels`), whose channels begin at SKIP."""
+    """Computes the output. `prefixes` and `weights` are those of plain rows, or the entries and weights of LEVELS,
+    which has groups and width of each level (`levels.Levels`); the channels of levels start at SKIP."""
     n, start, length, first, h = assign(starts, blocks, T, H, spread, BLOCK, CHUNK, PACKED, False)
     if PACKED:
         if first >= length:
@@ -201,15 +205,15 @@ def output_pass(
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     NARROW: gl.constexpr = K - HALF
-    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # where a last index begins to be above a lower prefix
+    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # the first last index that is larger than a lower prefix
     SQUARES: gl.constexpr = 2 * FIRST * FIRST if PARTS == 4 else 0
     rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] + LOWER * K + UPPER * NARROW + SQUARES
     LOWER_STEPS: gl.constexpr = LOWER * K // TILE
     UPPER_STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
     STEPS: gl.constexpr = rows // TILE
 
-    # Products within the chunk take queries from shared memory: kept in registers across a loop they came out wrong
-    # (Triton 3.6 to 3.7).
+    # Products within the chunk read queries from shared memory. Queries that were kept in registers across a loop gave
+    # wrong results (Triton 3.6 to 3.7).
     queries_s = gl.allocate_shared_memory(
         gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
     )
@@ -217,7 +221,7 @@ def output_pass(
     async_copy.commit_group()
     k += start * k_st + g * k_sh
     v += start * v_st + g * v_sh
-    # Where a state's tiles need all shared memory, keys and values take their place in the end.
+    # If the tiles of the state need all shared memory, keys and values reuse it at the end.
     LATE: gl.constexpr = STATES and K > 64
     if not LATE:
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
@@ -226,7 +230,7 @@ def output_pass(
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # the decay from the state to this block; where it is 0 no row is read
+        if GATED:  # the decay from the state to this block; if it is 0, no row is read
             kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -241,7 +245,7 @@ def output_pass(
             state_s = gl.allocate_shared_memory(
                 gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
             )
-            if NORMALIZE:  # p = 2, K = V; Z takes the place of the tile that is copied last
+            if NORMALIZE:  # p = 2, K = V; Z reuses the memory of the tile that is copied last
                 copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
             for early in gl.static_range(STAGES - 1):
                 copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
@@ -265,7 +269,7 @@ def output_pass(
                         rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
                         left_layout,
                     )  # fmt: skip
-            # A lower prefix with an upper last index stands for P orderings.
+            # A row with a lower prefix and an upper last index counts for P orderings.
             width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
             base *= gl.where(width >= FIRST, P, 1).to(gl.bfloat16)[None, :]
             acc = _band(
@@ -302,7 +306,7 @@ def output_pass(
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     await_last(OVERLAP)
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
@@ -317,7 +321,7 @@ def output_pass(
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
-    # A step adds up what a thread has of a row; threads are added up in the end.
+    # A step sums the elements of a row that one thread has. Threads are added up at the end.
     parts = _row_parts(gl.zeros([BLOCK, KEYS], gl.float32, score_mma), BLOCK, KEYS)
     for i in range(steps):
         s0 = begin + i * KEYS

@@ -1,6 +1,6 @@
-"""The gradients of keys and values, p = 3 and 4, for Hopper, in Gluon: as `gradients.key_pass`, with the rows of
-`levels.Levels`. The keys' gradient goes through a state as that of the queries does, the values' as the output.
-"""
+"""The gradients of keys and values for p = 3 and 4 on Hopper, in Gluon. They equal those of `gradients.key_pass`, with
+the rows of `levels.Levels`. The gradient of keys through a state is computed like that of queries, the gradient of
+values like the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ from sympow.ops.triton.hopper.renamed import barrier
 
 @gluon.jit
 def _values_through_state(
-    state,  # [ROWS, V]: the gradient of that of the chunk and kv head
+    state,  # [ROWS, V]: the gradient of the state of the chunk and key/value head
     columns,  # shared [K, 1, BLOCK]: the keys by columns
     level_entries,  # int32 [groups]: `Levels.entries`
     weights,  # [prefixes, 2]: `Levels.weights`
@@ -28,11 +28,11 @@ def _values_through_state(
     BLOCK: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    layout: gl.constexpr,  # of the result
+    layout: gl.constexpr,  # stride of the result
     WARPS: gl.constexpr,
 ):
-    """[BLOCK, V]: the gradient of the values through that of a state: what the output pass does with queries and a
-    state."""
+    """Returns the gradient of the values through the gradient of a state, [BLOCK, V], as the output pass does with
+    queries and a state."""
     tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
     )
@@ -58,7 +58,7 @@ def _copy_queries(
     queries_s, dy_s, q, q_st, q_sh, dout, H, it, first, after, within, end, g,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of the queries and output gradients of step `it`; of none past the last."""
+    """Starts the copy of the queries and output gradients of step `it`; of none after the last step."""
     head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
     h = g * R + head
     left = gl.where(it < R * (after + within), end - s0, 0)
@@ -90,7 +90,7 @@ def key_pass(
     dsums,  # float32 [G, tokens]: k . dk; written if GATED
     starts,  # int32 [N + 1]: cu_seqlens; read if PACKED, as the next two
     chunk_starts,  # int32 [N]: the first chunk of each sequence
-    blocks,  # int32 [programs, 2]: of each block its sequence and its place there
+    blocks,  # int32 [programs, 2]: the sequence of each block, and the index of the block in it
     T,  # tokens of a sequence, unless PACKED
     tokens,  # of all sequences
     H,  # query heads
@@ -116,7 +116,7 @@ def key_pass(
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """dk, dv and dsums. Grid: blocks of keys, kv heads."""
+    """Computes dk, dv and dsums. Grid: blocks of keys, key/value heads."""
     n, start, length, first = locate(gl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     if PACKED:
         if first >= length:
@@ -145,7 +145,7 @@ def key_pass(
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
     leaving = FINAL or end < length
-    if GATED:  # the decay from this block to the end of the chunk; where it is 0 no row is read
+    if GATED:  # the decay from this block to the end of the chunk; if it is 0, no row is read
         sums_at = sums + g * tokens + start
         kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
         leaving &= kept > 0.0
@@ -167,8 +167,8 @@ def key_pass(
         )  # fmt: skip
         barrier()
 
-    # The state's part needs much shared memory: queries take its place. First all after the block, of every head, then
-    # those of the block itself.
+    # The part of the state needs much shared memory, which the queries reuse. First come all queries after the block,
+    # of every head, and then those of the block itself.
     after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(end - first, BLOCK), QUERIES)
     total = R * (after + within)
@@ -183,7 +183,7 @@ def key_pass(
             queries_s, dy_s, q, q_st, q_sh, dout, H, first * 0 + early, first, after, within, end, g, K, V, R, BLOCK,
             QUERIES, num_warps,
         )  # fmt: skip
-    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))

@@ -1,12 +1,12 @@
-"""The gradient of queries, p = 3 and 4, for Hopper, in Gluon.
+"""The gradient of queries for p = 3 and 4 on Hopper, in Gluon.
 
-It is as `gradients.query_pass`, with the rows of `levels.Levels`.
+It equals that of `gradients.query_pass`, with the rows of `levels.Levels`.
 
-The gradient with respect to x_j through a state is p times the sum over prefixes (u, k) of x_u x_k (y S[u, k, j]^T), y
-the output's gradient or the values. The tensor cores form it in the steps of `levels.Slopes`: a step multiplies y x_u
-with a tile of the state, the rows of some consecutive k and every j, and adds to an accumulator of that width. Only
-after all u is that multiplied with x_k and summed over k. So an operand is formed once for several prefixes. The
-tiles' rows lie apart in the state: a table tells where.
+The gradient with respect to x_j through a state is p times the sum over prefixes (u, k) of x_u x_k (y S[u, k, j]^T),
+where y is the output's gradient or the values. The tensor cores compute it in the steps of `levels.Slopes`. A step
+multiplies y x_u with a tile of the state, the rows of some consecutive k and every j, and adds the product to an
+accumulator of that width. Only after all u, the accumulator is multiplied with x_k and summed over k. So an operand is
+computed once for several prefixes. The rows of a tile are not adjacent in the state; a table has their indices.
 """
 
 from triton.experimental import gluon
@@ -20,20 +20,20 @@ from sympow.ops.triton.hopper.renamed import load_async, reinterpret
 
 @gluon.constexpr_function
 def tile_layout(width, warps):
-    """Of the copy of a tile of rows, `width` elements each: 16 bytes a thread."""
+    """Returns the layout for the copy of a tile of rows, `width` elements each: 16 bytes for each thread."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def step_count(key_dim, p, group):
-    """The steps of `levels.Slopes` over all blocks of `group` k."""
+    """Returns the number of steps of `levels.Slopes` over all blocks of `group` k."""
     below = range(group, key_dim + 1, group)
     return sum(below) if p == 3 else sum(m * (m + 1) // 2 for m in below)
 
 
 @gluon.jit
 def steps_before(block, P: gl.constexpr, GROUP: gl.constexpr):
-    """`step_count` of the first `block` blocks."""
+    """Returns `step_count` of the first `block` blocks."""
     blocks = block * (block + 1) // 2
     if P == 3:
         return GROUP * blocks
@@ -43,7 +43,8 @@ def steps_before(block, P: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _tile_rows(rows, turn, TURNS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr):
-    """Returns where the rows of an iteration's tiles are in the state; past the last one, those of the last one."""
+    """Returns the indices in the state of the rows of an iteration's tiles; after the last iteration, those of the last
+    one."""
     r = gl.arange(0, TILE, gl.SliceLayout(1, tile_layout(V, WARPS)))
     return gl.load(rows + gl.minimum(turn, TURNS - 1) * TILE + r)
 
@@ -58,7 +59,7 @@ def _copy_tile(buffer, state, where, V: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _weighted(columns, entry, P: gl.constexpr, layout: gl.constexpr):
-    """The product of each token's entries at u times the step's weight, a factor [BLOCK, 1]."""
+    """Returns the product of the entries of each token at u times the weight of the step, a factor [BLOCK, 1]."""
     f = column(columns, entry & 0xFF, layout)
     if P > 3:
         f *= column(columns, entry >> 8 & 0xFF, layout)
@@ -67,11 +68,11 @@ def _weighted(columns, entry, P: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def through_state(
-    state,  # [rows, V]: that of the chunk and kv head
+    state,  # [rows, V]: the state of the chunk and key/value head
     rows,  # int32 [steps, GROUP K]: `Slopes.rows`
     entries,  # int32 [steps]: `Slopes.entries`
     columns,  # shared [K, 1, BLOCK]: the queries or keys by columns
-    y_s,  # shared [BLOCK, V]: what they are multiplied with
+    y_s,  # shared [BLOCK, V]: the other factor of the gradient
     K: gl.constexpr,
     V: gl.constexpr,
     P: gl.constexpr,
@@ -80,10 +81,10 @@ def through_state(
     GROUP: gl.constexpr,  # consecutive k of a step
     PER: gl.constexpr,  # steps in an iteration of the loop
     STAGES: gl.constexpr,  # iterations whose tiles are in shared memory
-    layout: gl.constexpr,  # of the result
+    layout: gl.constexpr,  # stride of the result
     WARPS: gl.constexpr,
 ):
-    """[BLOCK, K]: the gradient of the queries or keys through a state, without the factor p."""
+    """Returns the gradient of the queries or keys through a state, without the factor p, [BLOCK, K]."""
     WIDE: gl.constexpr = GROUP * K
     TURNS: gl.constexpr = step_count(K - SKIP, P, GROUP) // PER
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDE, 16])
@@ -102,13 +103,14 @@ def through_state(
     second = gl.load(entries + (PER - 1))
     for block in range((K - SKIP) // GROUP):
         wide = gl.zeros([BLOCK, WIDE], gl.float32, mma)
-        # Both bounds are computed from `block`. With a count that is carried from block to block, Triton 3.6 and 3.7
-        # take the count for its constant first value (the pass `sccp`), and every block begins at 0 again.
+        # Both bounds are computed from `block`. If a count were carried from block to block, Triton 3.6 and 3.7 would
+        # replace it by its first value, a constant (the pass `sccp`), and every block would start at 0.
         for i in range(steps_before(block, P, GROUP) // PER, steps_before(block + 1, P, GROUP) // PER):
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             tile = tiles.index(i % STAGES)
-            # The second operand is formed while the first product runs. The iteration ends when both are done.
+            # The second operand is computed while the first product runs. The iteration ends when both products are
+            # done.
             phi = y * _weighted(columns, first, P, left_layout)
             wide = warpgroup_mma(phi, tile.slice(0, WIDE, 0).permute([1, 0]), wide, is_async=True)
             if PER > 1:
@@ -130,7 +132,7 @@ def through_state(
 
 @gluon.jit
 def signed_power(x, P: gl.constexpr):
-    """x**P by multiplication."""
+    """Returns x**P by multiplication."""
     y = x
     for _ in gl.static_range(P - 1):
         y *= x
@@ -157,7 +159,7 @@ def query_pass(
     dsums,  # float32 [H, tokens]: q . dq; written if GATED
     starts,  # int32 [N + 1]: cu_seqlens; read if PACKED, as the next two
     chunk_starts,  # int32 [N]: the first chunk of each sequence
-    blocks,  # int32 [programs, 2]: of each block its sequence and its place there
+    blocks,  # int32 [programs, 2]: the sequence of each block, and the index of the block in it
     T,  # tokens of a sequence, unless PACKED
     tokens,  # of all sequences
     H,  # query heads
@@ -180,7 +182,7 @@ def query_pass(
     PACKED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """dq and dsums. Grid: blocks of queries, heads."""
+    """Computes dq and dsums. Grid: blocks of queries, heads."""
     pid = gl.num_programs(0) - 1 - gl.program_id(0)
     n, start, length, first = locate(pid, starts, blocks, T, BLOCK, PACKED)
     if PACKED:
@@ -208,7 +210,7 @@ def query_pass(
 
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     entering = INIT or begin > 0
-    if GATED:  # the decay from the state to this block; where it is 0 no row is read
+    if GATED:  # the decay from the state to this block; if it is 0, no row is read
         kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
         entering &= kept > 0.0
     if entering:
@@ -216,14 +218,14 @@ def query_pass(
             chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
         else:
             chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-        async_copy.wait_group(2)  # queries and output gradients are there
+        async_copy.wait_group(2)  # queries and output gradients have arrived
         columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
         state = s + (chunk * G + g) * (ROWS * V)
         acc = through_state(
             state, rows, entries, columns, dy_s, K, V, P, SKIP, BLOCK, GROUP, PER, STAGES, mma, num_warps
         )
 
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))

@@ -1,8 +1,8 @@
-"""The state pass of p = 3 and 4 for Hopper, in Gluon: as `hopper.states`, with prefixes of several indices.
+"""The state pass for p = 3 and 4 on Hopper, in Gluon. It is like `hopper.states`, with prefixes of several indices.
 
-A thread owns a prefix in each tile of rows, with four of its last indices: their factor, a product of p - 1 entries for
-each token, is formed where it is used. So a thread reads 8 tokens of a row of keys at once, and the tensor cores take
-the tokens of a step in another order: that is how the values are copied.
+In each tile of rows, a thread has one prefix with four of its last indices. It computes their factor, a product of p -
+1 entries of each token, where it is used. So a thread reads 8 tokens of a row of keys at once. The tensor cores then
+take the tokens of a step in another order, and the values are copied in that order.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,8 @@ LAST = gl.constexpr(4)  # last indices of a tile
 
 @gluon.constexpr_function
 def owned(step, warps):
-    """The layout [prefixes, last indices, step] of a tile: a thread has one prefix, and step / 4 tokens in a row."""
+    """Returns the layout [prefixes, last indices, step] of a tile: a thread has one prefix, and step / 4 consecutive
+    tokens."""
     rows = [[0, 1, 0], [0, 2, 0]]
     tokens = [[0, 0, 1 << i] for i in range(step.bit_length() - 1)]
     registers = [tokens[0], rows[0], tokens[1], *tokens[2:-2], rows[1]]
@@ -29,7 +30,7 @@ def owned(step, warps):
 
 @gluon.constexpr_function
 def owned_factors(step, warps):
-    """`owned` without the last indices."""
+    """Returns `owned` without the last indices."""
     registers = [[0, 1 << i] for i in range(step.bit_length() - 3)]
     lanes = [[0, step // 4], [0, step // 2], [1, 0], [2, 0], [4, 0]]
     split = [[8 << i, 0] for i in range(warps.bit_length() - 1)]
@@ -38,7 +39,7 @@ def owned_factors(step, warps):
 
 @gluon.constexpr_function
 def owned_keys(step, warps):
-    """`owned` without the prefixes."""
+    """Returns `owned` without the prefixes."""
     registers = [*[[0, 1 << i] for i in range(step.bit_length() - 3)], [1, 0], [2, 0]]
     lanes = [[0, step // 4], [0, step // 2], [0, 0], [0, 0], [0, 0]]
     split = [[0, 0] for _ in range(warps.bit_length() - 1)]
@@ -47,13 +48,13 @@ def owned_keys(step, warps):
 
 @gluon.constexpr_function
 def last_indices(width, tiles):
-    """Of a prefix, those that a program has in its tiles."""
+    """Returns the number of prefixes of a program's tiles."""
     return min(width, LAST.value * tiles)
 
 
 @gluon.constexpr_function
 def before_level(levels, level, tiles, warps):
-    """Of the levels before: rows, prefixes, programs."""
+    """Returns the rows, prefixes and programs of the levels before."""
     rows, prefixes, count = 0, 0, 0
     for groups, width in levels[:level]:
         members, here = groups * max(1, 16 // width), min(width, LAST.value * tiles)
@@ -64,7 +65,7 @@ def before_level(levels, level, tiles, warps):
 
 
 def programs(levels: tuple[tuple[int, int], ...], tiles: int, warps: int) -> int:
-    """Programs of `state_pass` for one head of one sequence."""
+    """Returns the number of programs of `state_pass` for one head of one sequence."""
     return before_level(levels, len(levels), tiles, warps)[2]
 
 
@@ -73,7 +74,8 @@ def _copy_step(
     stage, x, stride, y, y_st, left, xs, ys,
     ROWS: gl.constexpr, V: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Copies keys [ROWS, STEP], transposed and padded already, and values [STEP, V] in the tensor cores' order."""
+    """Copies keys [ROWS, STEP], already transposed and padded, and values [STEP, V] in the order of the tensor cores.
+    """
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, x_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, x_layout))
@@ -81,7 +83,8 @@ def _copy_step(
     load_async(xs.index(stage), x + (m[:, None] * stride + t[None, :]), mask=some)
     y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
     i = gl.arange(0, STEP, gl.SliceLayout(1, y_layout))
-    # Of 16 places a thread's are 0, 1, 8 and 9 and the like: its tokens, in a row, go there.
+    # Of 16 positions in the order of the tensor cores, a thread has 0, 1, 8 and 9, and so on. Its consecutive tokens go
+    # to these.
     t = i % 2 + i // 8 % 2 * 2 + i // 16 * 4 + i // 2 % 4 * (STEP // 4)
     col = gl.arange(0, V, gl.SliceLayout(0, y_layout))
     load_async(ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None])
@@ -93,7 +96,7 @@ def _places(
     i: gl.constexpr, prefix, part, count,
     WIDTH: gl.constexpr, HERE: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Where the elements of tile i lie in a level, and which there are."""
+    """Returns the indices of the elements of tile i in a level, and a mask of those that exist."""
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
     RUN: gl.constexpr = 8 // GROUP
     PER: gl.constexpr = HERE // LAST  # tiles of a prefix
@@ -140,7 +143,7 @@ def _read(
 
 @gluon.jit
 def _sources(prefixes, n, P: gl.constexpr):
-    """The indices of prefixes n, a byte each."""
+    """Returns the indices of prefixes n, a byte each."""
     first = prefixes + n * (P - 1)
     return gl.load(first) | gl.load(first + 1) << 8 | gl.load(first + (P - 2)) << 16
 
@@ -149,8 +152,8 @@ def _sources(prefixes, n, P: gl.constexpr):
 def _entries(
     xt, stride, sources, some, K: gl.constexpr, P: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr
 ):
-    """The entries of prefixes for the tokens of a step, [prefixes, STEP] each: the first is weighted by its token, the
-    others are not."""
+    """Returns the entries of prefixes for the tokens of a step, [prefixes, STEP] each. The first are weighted by token.
+    """
     t = gl.arange(0, STEP, gl.SliceLayout(0, owned_factors(STEP, WARPS)))[None, :]
     some = (t < gl.where(some, STEP, 0)) & (sources >= 0)[:, None]
     plain = xt + (K + 1) * stride
@@ -164,7 +167,7 @@ def _entries(
 
 @gluon.jit
 def _times(x, y):
-    """x y, two elements an instruction: written as a product it is not always."""
+    """Returns x y with two elements for each instruction; a plain product is not always compiled so."""
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -181,7 +184,7 @@ def _product(f0, f1, f2, P: gl.constexpr):
 @gluon.jit
 def _tile(keys, factors, i: gl.constexpr, HERE: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr,
           left_layout: gl.constexpr):  # fmt: skip
-    """Rows [8 WARPS LAST, STEP] of tile i: the factors of its prefixes times keys at its last indices."""
+    """Returns the rows [8 WARPS LAST, STEP] of tile i: the factors of its prefixes times keys at its last indices."""
     layout: gl.constexpr = owned(STEP, WARPS)
     x = keys.slice(i % (HERE // LAST) * LAST, LAST, 0).load(owned_keys(STEP, WARPS))
     x = gl.convert_layout(x, gl.SliceLayout(0, layout), assert_trivial=True)
@@ -199,8 +202,8 @@ def _walk(
     STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of a level's rows, from `prefix` on, through all chunks of a sequence, for part `part` of the level's
-    last indices. Pointers are at the first token, chunk, head, and at the level."""
+    """Computes TILES tiles of the rows of a level, from `prefix` on, through all chunks of a sequence, for part `part`
+    of the last indices of the level. Pointers are to the first token, chunk and head, and to the level."""
     HERE: gl.constexpr = last_indices(WIDTH, TILES)
     PER: gl.constexpr = HERE // LAST
     SETS: gl.constexpr = TILES // PER  # of prefixes, one a thread
@@ -280,7 +283,7 @@ def _walk(
         some = (it + 1 < total) & (left > 0)
         keys = xs.index(stage)
         values = ys.index(stage)
-        # The factors of the next step, while the products of this one run.
+        # The factors of the next step are computed while the products of this step run.
         f0, f1, f2 = _entries(x_next, stride, n0, some, K, P, STEP, WARPS)
         w0 = warpgroup_mma(_tile(keys, p0, 0, HERE, STEP, WARPS, left_layout), values, a0, is_async=True)
         if TILES == 1:
@@ -312,7 +315,7 @@ def _walk(
             if SETS > 1:
                 p1 = _product(f0, f1, f2, P)
             if SETS > 2:
-                w0, w1 = warpgroup_mma_wait(1, deps=(w0, w1))  # their registers are wanted
+                w0, w1 = warpgroup_mma_wait(1, deps=(w0, w1))  # frees their registers
                 f0, f1, f2 = _entries(x_next, stride, n2, some, K, P, STEP, WARPS)
                 p2 = _product(f0, f1, f2, P)
                 f0, f1, f2 = _entries(x_next, stride, n3, some, K, P, STEP, WARPS)
@@ -332,7 +335,7 @@ def _level(
     V: gl.constexpr, P: gl.constexpr, R: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    """A program of one level; `before` are the rows, prefixes and programs of the levels before."""
+    """Runs a program of one level; `before` has the rows, prefixes and programs of the levels before."""
     HERE: gl.constexpr = last_indices(WIDTH, TILES)
     PARTS: gl.constexpr = WIDTH // HERE
     GROUP: gl.constexpr = 16 // WIDTH if WIDTH < 16 else 1
@@ -354,7 +357,8 @@ def state_pass(
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """LEVELS: of each, groups and width, as in `levels.Levels`. Grid: programs, kv heads, sequences."""
+    """Computes the states. LEVELS has groups and width of each level, as in `levels.Levels`. Grid: programs, key/value
+    heads, sequences."""
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
     if PACKED:

@@ -1,4 +1,5 @@
-"""What the passes for Hopper share: their order and places, copies to shared memory, columns of queries and keys."""
+"""Functions that the passes for Hopper share: order and location of programs, copies to shared memory, columns of
+queries and keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +13,7 @@ REACH_TILE = gl.constexpr(gate.REACH_TILE.value)
 
 @gluon.jit
 def exp2(x):
-    """2**x in one instruction; where the result would be denormal, 0."""
+    """Returns 2**x by one instruction; 0 where the result would be subnormal."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -56,11 +57,12 @@ def locate(pid, starts, blocks, T, BLOCK: gl.constexpr, PACKED: gl.constexpr):
 def assign(
     starts, blocks, T, H, spread, BLOCK: gl.constexpr, CHUNK: gl.constexpr, PACKED: gl.constexpr, FIRST: gl.constexpr
 ):
-    """What a program owns: a sequence (its number, start and length), its first token in it, and the head.
+    """Returns the location of a program: a sequence (its number, start and length), its first token in the sequence,
+    and the head.
 
-    In the quadratic form a block has the more to do the later it is, or, with FIRST, the earlier. Heads come one after
-    another, as programs at work on the same one read the same tiles, but for the last `spread`: of those the blocks
-    with most to do come first, so that all programs end at about one time.
+    In the quadratic form the work of a block grows with its index, or, with FIRST, falls. Heads come one after another,
+    because programs of the same head read the same tiles. The last `spread` heads are different: among their blocks,
+    those with the most work come first, so that all programs end at about the same time.
     """
     if PACKED or CHUNK > 0:
         pid = gl.program_id(0)
@@ -90,7 +92,7 @@ def reach_tile(n, g, token, T, tokens):
 
 @gluon.jit
 def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
-    """The head within its group and the first query of step `it` of the key pass."""
+    """Returns the head within its group, and the first query of step `it` of the key pass."""
     own = it - R * after
     outside = own < 0
     head = gl.where(outside, it // gl.maximum(after, 1), own // within)
@@ -104,7 +106,7 @@ def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, Q
 
 @gluon.jit
 def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Starts the copy of rows [ROWS, WIDTH] into shared memory, zeros from row `left` on."""
+    """Starts the copy of rows [ROWS, WIDTH] into shared memory, with zeros from row `left` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
@@ -113,7 +115,7 @@ def copy_rows(buffer, ptr, stride, left, ROWS: gl.constexpr, WIDTH: gl.constexpr
 
 @gluon.jit
 def stage_columns(x, K: gl.constexpr, BLOCK: gl.constexpr):
-    """x [BLOCK, K] in shared memory by columns, for `column`."""
+    """Writes x [BLOCK, K] to shared memory by columns, for `column`."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     columns = gl.allocate_shared_memory(gl.bfloat16, [K, 1, BLOCK], flat)
     reinterpret(columns, gl.bfloat16, [K, BLOCK], flat).store(x.permute([1, 0]))
@@ -122,7 +124,7 @@ def stage_columns(x, K: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def column(columns, i, layout: gl.constexpr):
-    """Entry i of each token's row, a factor [BLOCK, 1]."""
+    """Returns entry i of the row of each token, a factor [BLOCK, 1]."""
     return columns.index(i).permute([1, 0]).load(layout)
 
 
@@ -131,7 +133,7 @@ def first_keys(
     k, k_st, v, v_st, begin, length,
     KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Places for keys and values of three steps, from `begin` on; starts the copies of two."""
+    """Returns buffers for keys and values of three steps, from `begin` on, and starts the copies of two."""
     keys_s = gl.allocate_shared_memory(
         gl.bfloat16, [3, KEYS, K], gl.NVMMASharedLayout.get_default_for([KEYS, K], gl.bfloat16)
     )
@@ -153,7 +155,8 @@ def copy_state(
 ):  # fmt: skip
     """Starts the copy of the rows of every last index of TILE / K prefixes, the i-th such group, if i < stop.
 
-    An upper prefix finds its lower last indices under the other order."""
+    The rows of an upper prefix with a lower last index are those of the other order.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     c = gl.arange(0, V, gl.SliceLayout(0, layout))

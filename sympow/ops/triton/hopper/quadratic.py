@@ -1,12 +1,11 @@
-"""The gradient passes of the quadratic form for Hopper, p = 2, in Gluon: as those of `hopper.query_gradient` and
-`hopper.key_gradient` without states,
-and for rows that are not packed.
+"""The gradient passes of the quadratic form for p = 2 on Hopper, in Gluon. They are like those of
+`hopper.query_gradient` and `hopper.key_gradient` without states, for rows that are not packed.
 
-The query pass has tiles of keys and values brought by the copy engine, which takes no registers for addresses, so that
-three programs fit on a multiprocessor. In the key pass registers hold keys and values, from where products of few
-columns read them faster than from shared memory. What it multiplies a step's scores with comes with the step's tiles,
-decay and normalizer in one: b_ij n_i is 2**(scales_i - L_j), or near_i 2**(L_c - L_j) with c the first token of the
-step, `scales` and `near` [H, tokens] as `gradients.row_factors` writes them.
+In the query pass, the TMA copies tiles of keys and values. It needs no registers for addresses, so three programs fit
+on an SM. In the key pass, keys and values are in registers, from where products of few columns read them faster than
+from shared memory. The factor of the scores is loaded with the tiles of a step. It combines decay and normalizer: b_ij
+n_i is 2**(scales_i - L_j), or near_i 2**(L_c - L_j) with c the first token of the step. `scales` and `near` [H, tokens]
+are written by `gradients.row_factors`.
 """
 
 
@@ -24,7 +23,7 @@ from sympow.ops.triton.hopper.primitives import assign, await_last, copy_rows, e
 from sympow.ops.triton.hopper.renamed import load_async, load_tile, reinterpret
 from sympow.ops.triton.launcher import Tile
 
-_STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values on their way, and in use
+_STAGES = gl.constexpr(3)  # of the query pass: tiles of keys and values that are being copied or used
 
 
 def key_tile(shape: tuple[int, ...], token_stride: int, head_stride: int, rows: int) -> Tile:
@@ -37,7 +36,7 @@ def key_tile(shape: tuple[int, ...], token_stride: int, head_stride: int, rows: 
 
 @gluon.jit
 def _tiles(COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory for COUNT tiles [ROWS, WIDTH]."""
+    """Allocates shared memory for COUNT tiles [ROWS, WIDTH]."""
     return gl.allocate_shared_memory(
         gl.bfloat16, [COUNT, ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
     )
@@ -50,7 +49,7 @@ def _vectors(COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _copy_vector(buffer, ptr, left, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """As `copy_rows`, of one number a row."""
+    """Does the same as `copy_rows` for one number of each row."""
     i = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     load_async(buffer, ptr + i, mask=i < left)
 
@@ -67,7 +66,7 @@ def _store_rows(ptr, stride, x, left, ROWS: gl.constexpr, WIDTH: gl.constexpr, W
 
 @gluon.jit
 def _bring(buffer, descriptor, n, token, head, bar, wanted, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Has the copy engine fill a tile [ROWS, WIDTH]; `bar` tells when it has."""
+    """Starts the copy of a tile [ROWS, WIDTH] by the TMA; `bar` is signalled when it is done."""
     BLOCK: gl.constexpr = [1, ROWS, 1, WIDTH]
     tile = reinterpret(buffer, gl.bfloat16, BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, gl.bfloat16))
     load_tile(descriptor, [n, token, head, 0], bar, tile, wanted)
@@ -78,7 +77,7 @@ def _bring_keys(
     keys_s, values_s, bars, keys, values, begin, i, steps, n, g,
     KEYS: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Of step i, none from `steps` on; the first begins at token `begin`."""
+    """Starts the copies of step i, none from `steps` on; the first step starts at token `begin`."""
     wanted = i < steps
     stage = i % _STAGES
     mbarrier.expect(bars.index(stage), KEYS * (K + V) * 2, wanted)
@@ -88,7 +87,7 @@ def _bring_keys(
 
 @gluon.jit
 def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """Of the keys of step i."""
+    """Returns the sums of the keys of step i."""
     j = i * KEYS + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.load(here + j, mask=j < length, other=0.0)
 
@@ -100,10 +99,12 @@ def _key_steps(
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
     mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the parts of the steps `start` to `stop` - 1. OWN: some of their keys come after some of the queries.
-    Rows and length count from token `begin`, at which the first step begins.
+    """Returns acc plus the parts of the steps `start` to `stop` - 1. OWN: some keys come after some queries. Rows and
+    length count from token `begin`, at which the first step starts.
 
-    For steps before those, `sums_s` holds the decay from the key to `ref`; an exponential a key, not a thread."""
+    For other steps, `sums_s` has the decay from the key to `ref`, so that an exponential is computed once for each key,
+    not for each thread.
+    """
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
@@ -145,7 +146,7 @@ def query_pass(
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, KEYS: gl.constexpr,
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`keys` and `values` are descriptors of tiles of KEYS tokens."""
+    """Computes dq and dsums. `keys` and `values` are descriptors of tiles of KEYS tokens."""
     n, start, length, first, h = assign(None, None, T, H, spread, BLOCK, 0, False, False)
     g = (h // R).to(gl.int32)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
@@ -171,11 +172,11 @@ def query_pass(
         _bring_keys(keys_s, values_s, bars, keys, values, begin, first * 0 + early, steps, n, g, KEYS, K, V)
 
     await_last(OVERLAP)
-    start_next(OVERLAP)  # it reads what this one has waited for
+    start_next(OVERLAP)  # the next kernel reads what this one has waited for
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     at = h * tokens + start + row
     d = gl.load(delta + at, mask=row < length, other=0.0)
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g.to(gl.int64) * tokens + start
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
     ref = 0.0
@@ -244,13 +245,16 @@ def _steps(
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     OWN: gl.constexpr, GATED: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dkeys and dvalues plus the parts of the steps `begin` to `stop` - 1. OWN: the queries are the block's own.
+    """Returns dkeys and dvalues plus the parts of the steps `begin` to `stop` - 1. OWN: the queries are those of the
+    block.
 
-    keys and values go through the loop and its waits: else nothing keeps their registers while products read them."""
+    keys and values are carried through the loop and its waits. Otherwise nothing keeps their registers while products
+    read them.
+    """
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     i = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
-    decay = 0.0  # at the first token of a step; read a step ahead
+    decay = 0.0  # at the first token of a step; read one step ahead
     if GATED and not OWN:
         decay = gl.load(here + gl.minimum(first + BLOCK, length - 1))
     for it in range(begin, stop):
@@ -324,7 +328,7 @@ def key_pass(
     scales += g * R * tokens + start
     near += g * R * tokens + start
     delta += g * R * tokens + start
-    # First all queries after the block, of every head, then those of the block itself.
+    # First come all queries after the block, of every head, and then those of the block itself.
     after = gl.cdiv(gl.maximum(end - (first + BLOCK), 0), QUERIES)
     within = gl.cdiv(gl.minimum(length - first, BLOCK), QUERIES)
     total = R * (after + within)
@@ -336,7 +340,7 @@ def key_pass(
 
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
-    # Decays go through the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
@@ -370,4 +374,4 @@ def key_pass(
         gl.store(dsums + g * tokens + start + out_row, gl.sum(dkeys * x, 1), mask=out_row < length)
     _store_rows(dk + ((start + first) * G + g) * K, G * K, dkeys, length - first, BLOCK, K, num_warps)
     _store_rows(dv + ((start + first) * G + g) * V, G * V, dvalues, length - first, BLOCK, V, num_warps)
-    await_last(OVERLAP)  # for the next kernel, which reads what both have written
+    await_last(OVERLAP)  # for the next kernel, which reads what both kernels have written

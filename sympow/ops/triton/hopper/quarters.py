@@ -1,8 +1,8 @@
-"""What states in quarters (`rows.py`) give to the gradients of p = 2, for Hopper, in Gluon.
+"""The parts of states in quarters (`rows.py`) in the gradients of p = 2 on Hopper, in Gluon.
 
-With U = dy S^T, [tokens, rows], a row (a, j) gives x_a U to the gradient of x_j and, if j lies in a later quarter than
-a, x_j U to that of x_a: the row (j, a) would be the same, and is not kept. So each tile, of K rows, is read and
-multiplied once, and two multiply-adds an entry of U are left, in float32.
+With U = dy S^T, [tokens, rows], a row (a, j) adds x_a U to the gradient of x_j. If j is in a later quarter than a, it
+also adds x_j U to the gradient of x_a, because the row (j, a) would be equal and is left out. So each tile, of K rows,
+is read and multiplied once. Two multiply-adds for each entry of U remain, in float32.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 
 @gluon.constexpr_function
 def by_column(block, prefixes, width, warps):
-    """The layout [block, prefixes, width] of an accumulator [block, prefixes width] of the tensor cores."""
+    """Returns the layout [block, prefixes, width] of an accumulator [block, prefixes width] of the tensor cores."""
 
     def place(row, column):
         return [row, column // width, column % width]
@@ -34,7 +34,8 @@ def by_column(block, prefixes, width, warps):
 
 @gluon.jit
 def _by_prefix(buffer, i, COUNT: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr):
-    """[BLOCK, COUNT]: of a buffer [K, 1, BLOCK], a row a prefix, the i-th COUNT rows, tokens first."""
+    """Returns the i-th COUNT rows of a buffer [K, 1, BLOCK], which has a row for each prefix, with tokens first:
+    [BLOCK, COUNT]."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return reinterpret(buffer, buffer.dtype, [K // COUNT, COUNT, BLOCK], flat).index(i).permute([1, 0])
 
@@ -45,9 +46,10 @@ def _fold(
     COUNT: gl.constexpr, LAST: gl.constexpr, SUM: gl.constexpr,
     K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK, K] plus what u [BLOCK, K] gives, the product with COUNT prefixes, the i-th such group, of K / COUNT
-    last indices each, from LAST on. `factors` [BLOCK, COUNT] in shared memory are the prefixes' entries. With SUM, what
-    u gives to the prefixes themselves, through x, the last indices' entries, goes to their rows of `others`."""
+    """Returns acc [BLOCK, K] plus the part of u [BLOCK, K], the product with COUNT prefixes, the i-th such group, each
+    with K / COUNT last indices from LAST on. `factors` [BLOCK, COUNT] in shared memory are the entries of the prefixes.
+    With SUM, the part of u in the gradient of the prefixes themselves, by the entries x of the last indices, is added
+    to their rows of `others`."""
     WIDTH: gl.constexpr = K // COUNT
     if COUNT == 1:
         acc += u * factors.load(layout).to(gl.float32)
@@ -70,7 +72,8 @@ def _add(
     acc, part,
     LAST: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on: which those are, each register knows."""
+    """Returns acc [BLOCK, K] plus part [BLOCK, WIDTH] in the columns from LAST on; the columns of a register are
+    constants."""
     WIDTH: gl.constexpr = part.shape[1]
     view: gl.constexpr = by_column(BLOCK, K // WIDTH, WIDTH, WARPS)
     wide, _ = gl.broadcast(part.expand_dims(1), gl.zeros([BLOCK, K // WIDTH, WIDTH], gl.float32, view))
@@ -81,14 +84,15 @@ def _add(
 
 @gluon.jit
 def _add_others(acc, others, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """acc plus what the prefixes of the first three quarters have got through their last indices."""
+    """Returns acc plus the gradients of the prefixes of the first three quarters that come through their last indices.
+    """
     column = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
     return gl.where(column < 3 * K // 4, acc + _by_prefix(others, 0, K, K, BLOCK).load(layout), acc)
 
 
 @gluon.jit
 def _above(x, FROM: gl.constexpr, axis_layout: gl.constexpr):
-    """x [BLOCK, WIDTH] in float32, zeros before column FROM."""
+    """Returns x [BLOCK, WIDTH] in float32, with zeros before column FROM."""
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, axis_layout))[None, :]
     return gl.where(column >= FROM, x.to(gl.float32), 0.0)
 
@@ -118,8 +122,8 @@ def _query_band(
     SUM: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on. `zero` is 0:
-    ptxas does not know it and leaves the loop a loop."""
+    """Adds the tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on. `zero`
+    is 0, which ptxas does not know, so that it does not unroll the loop."""
     for i in range(START, STOP + zero):
         tile = _await_tile(tiles, i, STAGES)
         zeros = gl.zeros([BLOCK, K], gl.float32, layout)
@@ -138,8 +142,9 @@ def query_states(
     K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, NORMALIZE: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, K]: the gradient of the `left` queries at q through the state and its normalizer's z. dy_s [BLOCK, V] in
-    shared memory, its copy started, are the gradients of their outputs, d [BLOCK] their part in the normalizer's."""
+    """Returns the gradient of the `left` queries at q through the state and its normalizer's z, [BLOCK, K]. dy_s
+    [BLOCK, V] in shared memory, whose copy was started, are the gradients of their outputs; d [BLOCK] is their part in
+    that of the normalizer."""
     QUARTER: gl.constexpr = K // 4
     view: gl.constexpr = by_column(BLOCK, 2, K // 2, WARPS)
     queries_s = gl.allocate_shared_memory(
@@ -149,7 +154,7 @@ def query_states(
         gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
     )
     copy_rows(queries_s, q, q_st, left, BLOCK, K, WARPS)
-    if NORMALIZE:  # Z takes the place of the tile that is copied last
+    if NORMALIZE:  # Z reuses the memory of the tile that is copied last
         copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
     for early in gl.static_range(STAGES - 1):
         copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)
@@ -162,7 +167,7 @@ def query_states(
         inner = warpgroup_mma(queries_s, tiles.index(STAGES - 1), acc, use_acc=False)
         acc -= inner * d[:, None]
     x = _above(queries_s.load(layout), QUARTER, layout)
-    # The queries leave their place to sums.
+    # Sums reuse the memory of the queries.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     others = gl.allocate_shared_memory(gl.float32, [K, 1, BLOCK], flat)
     zero = gl.minimum(left, 0)
@@ -192,7 +197,8 @@ def query_states(
 def _values_piece(
     keys_s, tile, f, dvalues, COLUMN: gl.constexpr, ROW: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
 ):
-    """Starts the product of WIDTH entries of keys, from COLUMN on, times a prefix's, f, with the rows from ROW on."""
+    """Starts the product of WIDTH entries of keys, from COLUMN on, times the entry f of a prefix, with the rows from
+    ROW on."""
     phi = keys_s.slice(COLUMN, WIDTH, 1).load(layout) * f
     return warpgroup_mma(phi, tile.slice(ROW, WIDTH, 0), dvalues, is_async=True)
 
@@ -204,12 +210,12 @@ def _key_band(
     SAME: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """As `_query_band`, and the gradients of values. The first SAME of the last indices lie in the prefix's own
-    quarter; the others stand for two orderings."""
+    """Does the same as `_query_band`, and adds the gradients of values. The first SAME of the last indices are in the
+    quarter of the prefix; the others count for two orderings."""
     WIDTH: gl.constexpr = K // COUNT
     QUARTER: gl.constexpr = K // 4
     REST: gl.constexpr = WIDTH - SAME
-    SPLIT: gl.constexpr = QUARTER if REST == 3 * QUARTER else 0  # pieces are powers of two wide
+    SPLIT: gl.constexpr = QUARTER if REST == 3 * QUARTER else 0  # the widths of pieces are powers of two
     PIECES: gl.constexpr = (SAME > 0) + (SPLIT > 0) + (REST > 0)
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     x_layout: gl.constexpr = layout if COUNT == 1 else gl.SliceLayout(1, by_column(BLOCK, COUNT, WIDTH, WARPS))
@@ -246,13 +252,13 @@ def key_states(
     K: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, Z: gl.constexpr,
     layout: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys [BLOCK, K] and values [BLOCK, V], which are in shared memory (their copies started),
-    through that of the state and that of its normalizer's z."""
+    """Returns the gradients of keys [BLOCK, K] and values [BLOCK, V], which are in shared memory (their copies were
+    started), through the gradients of the state and of its normalizer's z."""
     QUARTER: gl.constexpr = K // 4
     tiles = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
     )
-    if Z:  # takes the place of the tile that is copied last
+    if Z:  # reuses the memory of the tile that is copied last
         copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
     for early in gl.static_range(STAGES - 1):
         copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)

@@ -1,4 +1,4 @@
-"""The gradient of queries, p = 2, for Hopper, in Gluon: as `gradients.query_pass`."""
+"""The gradient of queries for p = 2 on Hopper, in Gluon. It equals that of `gradients.query_pass`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,14 +27,15 @@ def _query_halves(
     K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, K]: the gradient of queries through a state in halves and its normalizer's z, d their part in that."""
+    """Returns the gradient of queries through a state in halves and its normalizer's z, [BLOCK, K]; d is their part in
+    that of the normalizer."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     STEPS: gl.constexpr = K * K // TILE
     PER: gl.constexpr = TILE // K
     state_s = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
     )
-    if NORMALIZE:  # Z takes the place of the tile that is copied last
+    if NORMALIZE:  # Z reuses the memory of the tile that is copied last
         copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
     for early in gl.static_range(STAGES - 1):
         copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
@@ -95,7 +96,7 @@ def query_pass(
     v += start * v_st + g * v_sh
     dout += ((start + first) * H + h) * V
     copy_rows(dy_s, dout, H * V, length - first, BLOCK, V, num_warps)
-    # Where the state's part needs all shared memory, queries, keys and values take its place in the end.
+    # If the part of the state needs all shared memory, queries, keys and values reuse it at the end.
     LATE: gl.constexpr = STATES and PARTS == 4
     if not LATE:
         queries_s = gl.allocate_shared_memory(
@@ -105,13 +106,13 @@ def query_pass(
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     await_last(OVERLAP)
-    start_next(OVERLAP)  # it reads what this one has waited for
+    start_next(OVERLAP)  # the next kernel reads what this one has waited for
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, mma))
     d = gl.load(delta + h * tokens + start + row, mask=row < length, other=0.0)
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     if STATES:
         entering = INIT or begin > 0
-        if GATED:  # the decay from the state to this block; where it is 0 no row is read
+        if GATED:  # the decay from the state to this block; if it is 0, no row is read
             kept = exp2(gl.load(sums + g * tokens + start + first - 1, mask=first > begin, other=0.0))
             entering &= kept > 0.0
         if entering:
@@ -139,7 +140,7 @@ def query_pass(
         copy_rows(queries_s, q, q_st, length - first, BLOCK, K, num_warps)
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
-    # Decays go through the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), both at most 1.
+    # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
     score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))

@@ -1,4 +1,5 @@
-"""Functions of Gluon whose names depend on the version of Triton; what is taken first is the name of 3.8 or 3.9 on."""
+"""Functions of Gluon whose names depend on the version of Triton. The name that is tried first is that of 3.8 or 3.9
+on."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor

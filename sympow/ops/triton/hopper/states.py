@@ -1,7 +1,9 @@
-"""The state pass of p = 2 for Hopper, in Gluon: as `states.state_pass`, with layouts and copies under control.
+"""The state pass for p = 2 on Hopper, in Gluon. It computes the same as `states.state_pass`, with explicit layouts and
+copies.
 
-A tile of rows is formed in registers, where the tensor cores read it: keys come transposed out of shared memory once a
-step and meet one factor a token for each of the program's prefixes, while the products of the prefix before run.
+A tile of rows is computed in the registers from which the tensor cores read it. Transposed keys are read from shared
+memory once for each step. They are multiplied with one factor of each token for each prefix of the program, while the
+products of the previous prefix run.
 """
 
 from triton.experimental import gluon
@@ -15,7 +17,7 @@ from sympow.ops.triton.hopper.renamed import barrier, load_async
 
 @gluon.constexpr_function
 def by_prefix(prefixes, tile, step, warps):
-    """The layout [prefixes, rows, step] of a tile [prefixes rows, step] that the tensor cores read as left operand."""
+    """Returns the layout [prefixes, rows, step] of a left operand [prefixes rows, step] of the tensor cores."""
     rows = tile // prefixes
 
     def place(row, column):
@@ -34,7 +36,7 @@ def _times(
     keys, factors, i: gl.constexpr,
     PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
 ):  # fmt: skip
-    """Tile i: the keys [M, STEP], repeated for each of its PREFIXES prefixes, times the factors of those."""
+    """Returns tile i: the keys [M, STEP], repeated for each of PREFIXES prefixes, times the factors of these."""
     if PREFIXES == 1:
         return keys * factors.slice(i, 1, 0).load(left_layout)
     else:
@@ -50,7 +52,7 @@ def places(
     prefix, row0,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's elements lie in a state, V elements a row: WIDTH of the ROWS rows of each prefix, from row0 on."""
+    """Returns the indices of a tile in a state of V columns: WIDTH of the ROWS rows of each prefix, from row0 on."""
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
     col = gl.arange(0, V, gl.SliceLayout(0, layout))
     return (row0 + (prefix + m // WIDTH) * ROWS + m % WIDTH)[:, None] * V + col[None, :]
@@ -65,7 +67,7 @@ def _write(
     acc = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
     here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
-    gl.store(out + here, acc, mask=(m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None])  # Z is one prefix alone
+    gl.store(out + here, acc, mask=(m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None])  # Z is one prefix
 
 
 @gluon.jit
@@ -84,7 +86,7 @@ def _write_all(
 
 @gluon.jit
 def computed_here(x):
-    """Returns x. What follows from it is computed here: before the loop it would take registers all along."""
+    """Returns x. What depends on it is computed here; computed before the loop, it would take registers all along."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -94,18 +96,19 @@ def _multiply_and_write(
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
     FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
-    """As `_write`. [rows]: of each row its part in the inner product with the state at `other`, which may be `out`; 0
-    unless `followed`. Between parts of K (`rows.py`) one row stands for both orderings."""
+    """Does the same as `_write`, and returns the part of each row in the inner product with the state at `other`, which
+    may be `out`: [rows], 0 unless `followed`. Between parts of K (`rows.py`) one row counts for both orderings."""
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
     wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH)) & followed
     here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
     theirs = gl.load(other + here, mask=wanted[:, None], other=0.0).to(gl.float32)
-    # Rounded as it is written: the key pass reads the same, and what both err by cancels in the gate's gradient.
+    # Rounded as it is when it is written. The key pass reads the rounded state, so the same rounding errors are in
+    # both, and cancel in the gradient of the gate.
     own = acc.to(out.dtype.element_ty).to(gl.float32)
     between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
     x = gl.sum(theirs * own, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
-    x = gl.where(wanted, x, 0.0)  # rows beside Z are of no prefix: `acc` is anything there
-    barrier()  # all threads have read what is written over
+    x = gl.where(wanted, x, 0.0)  # rows beside Z belong to no prefix, so `acc` is arbitrary there
+    barrier()  # all threads have read what is overwritten now
     _write(out, acc, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout)
     return x
 
@@ -116,7 +119,7 @@ def _multiply_and_write_all(
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
     FIRST: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
-    """products [1]: of all tiles, the sum of `_multiply_and_write`."""
+    """Adds to products [1] the sum of `_multiply_and_write` over all tiles."""
     prefix = computed_here(prefix)
     x = _multiply_and_write(
         out, other, followed, a0, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout, out_layout
@@ -168,7 +171,7 @@ def _load_step(
     f_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, FACTORS, gl.SliceLayout(1, f_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, f_layout))
-    some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # past the sequence's end there is not even padding
+    some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # after the end of the sequence there is not even padding
     load_async(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
     async_copy.commit_group()
 
@@ -181,10 +184,11 @@ def _walk(
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each prefix.
-    Pointers are at the first token, chunk and head, `x` at the first last index, `xt` at the prefix's row too; `other`
-    is of s_forward or z_forward of `state_pass`. last: the first last index. FIRST: channels of a part of K."""
-    LEAST: gl.constexpr = 16 * WARPS  # rows of a product at least
+    """Computes TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each
+    prefix. Pointers are to the first token, chunk and head; `x` is at the first last index, `xt` at the row of the
+    prefix too. `other` is part of s_forward or z_forward of `state_pass`. last: the first last index. FIRST: channels
+    of a part of K."""
+    LEAST: gl.constexpr = 16 * WARPS  # a product has at least so many rows
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
     FACTORS: gl.constexpr = TILES * PREFIXES
@@ -263,12 +267,12 @@ def _walk(
             else:
                 a0, a1 = warpgroup_mma_wait(0, deps=(w0, w1))
     async_copy.wait_group(0)
-    if FINAL:  # as the registers lie: in another order it takes so many that fewer programs fit on a multiprocessor
+    if FINAL:  # in the order of the registers: another order takes so many registers that fewer programs fit on an SM
         _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, mma)
 
 
 def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps: int) -> int:
-    """Programs of `state_pass` for one head of one sequence."""
+    """Returns the number of programs of `state_pass` for one head of one sequence."""
 
     def groups(prefixes, width):
         return prefixes // (tiles * max(1, 16 * warps // width))
@@ -287,9 +291,9 @@ def state_pass(
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid: parts of the state, kv heads, sequences. A part is a group of prefixes with WIDTH of the last indices each;
-    the first parts are those of Z, whose values are the keys (so K = V), then the bands of rows follow (`rows.py`).
-    s_forward, z_forward, products: as of `states.state_pass`."""
+    """Computes the states. Grid: parts of the state, key/value heads, sequences. A part is a group of prefixes with
+    WIDTH of the last indices each. The first parts are those of Z, whose values are the keys (so K = V); then the bands
+    of rows follow (`rows.py`). s_forward, z_forward and products are those of `states.state_pass`."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -378,7 +382,7 @@ def state_pass(
             STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif PARTS == 4:
-        # The squares of the second and the last quarter with themselves.
+        # The squares of the second quarter and of the last quarter with themselves.
         square = (part - SQUARE_PART) // (FIRST // SQUARE_ROWS)
         quarter = (1 + 2 * square) * FIRST
         prefix = quarter + (part - SQUARE_PART) % (FIRST // SQUARE_ROWS) * SQUARE_ROWS
