@@ -1,4 +1,4 @@
-"""The shapes that benchmarks time, by device, and the inputs they time them on."""
+"""The shapes that benchmarks time, by device, and their inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _gpu(T: int, K: int = 64, **options) -> Case:
     return Case(T, **{"B": 8, "H": 12, "G": 12, "K": K, "V": K, "dtype": "bfloat16"} | options)
 
 
-# Growing by four, so that the growth of the ratio shows.
+# Growing by a factor of four, so that the growth of the ratio is visible.
 CASES = {
     "cpu": [Case(T) for T in (1024, 4096, 16384, 65536)],
     "cuda": [
@@ -44,8 +44,9 @@ CASES = {
     ],
 }
 
-# By device, the longest case of each p and K, and chunk sizes for it. Shorter ones keep its tokens, as more sequences,
-# so that the device is as busy. Where states are large, and slow, one sequence is enough to fill a GPU.
+# By device, the longest case of each p and K, and chunk sizes for it. Shorter cases have the same number of tokens in
+# more sequences, so that the device has the same load. Where states are large and slow, one sequence is enough to fill
+# a GPU.
 FORMS = {
     "cpu": [(Case(8192), (64, 128, 256, 512, 1024))],
     "cuda": [
@@ -66,7 +67,7 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(case.B, case.T, heads, width, generator=gen, device=device).to(DTYPES[case.dtype])
 
     inputs = {"q": normal(case.H, case.K), "k": normal(case.G, case.K), "v": normal(case.G, case.V)}
-    if case.gated:  # memories from a few tokens to thousands, as the layers are initialised
+    if case.gated:  # memories from a few tokens to thousands, as those of new layers
         bias = torch.linspace(1, 8, case.G, device=device)
         inputs["log_g"] = logsigmoid(torch.randn(case.B, case.T, case.G, generator=gen, device=device) + bias)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}

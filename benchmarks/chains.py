@@ -1,10 +1,12 @@
-"""Rows that a model can learn to predict from their own past, at any length: Markov chains, each row another one.
+"""Rows that a model can learn to predict from their own past, at any length: Markov chains, with another chain for each
+row.
 
-A row has an alphabet of its own, of which every token has a few successors, drawn with the row; each follows with the
-same chance, and all letters come again and again: were a row to end in one letter that follows itself, one rounding
-would move the loss of all its tokens alike. A model that has seen nothing of the row loses the logarithm of the
-vocabulary, one that knows its alphabet that of the alphabet's size, one that has read its transitions that of the
-successors: the curve of the loss over positions falls, and stays low as long as the model's memory holds.
+A row has an alphabet of its own. Every token of it has a few successors, which are drawn for the row and are equally
+likely. All tokens of the alphabet occur again and again. If a row could end in one token that follows itself, a single
+rounding error would change the loss of all its tokens. A model that has seen nothing of the row has as loss the
+logarithm of the size of the vocabulary; one that knows the alphabet, that of the alphabet; and one that has read the
+transitions, that of the number of successors. So the curve of the loss over positions falls, and stays low as long as
+the memory of the model lasts.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Chains:
         rng = np.random.default_rng((self.seed, number))
         letters = rng.permutation(self.vocabulary)[: self.alphabet]
         following = rng.integers(len(letters), size=(len(letters), self.successors))
-        following[:, 0] = (np.arange(len(letters)) + 1) % len(letters)  # from any letter a way to every other
+        following[:, 0] = (np.arange(len(letters)) + 1) % len(letters)  # any token leads to every other
         table, place, places = following.tolist(), 0, []
         for pick in rng.integers(self.successors, size=self.context + 1).tolist():
             place = table[place][pick]

@@ -1,10 +1,10 @@
 """Times the forms of power attention against each other: `python -m benchmarks.chunks --device cuda --json FILE`.
 
-At contexts from 256 tokens on: the quadratic form, the chunked form at several chunk sizes, and impl="auto", which is
-to choose as well as the fastest of them. On a GPU, at the longest context, also the time of each pass against the chunk
-size. With --no-gate the same without a gate: the kernels leave out what a gate has decayed to nothing. Every call is
-checked against float64 before it is timed, as in `ops.py`; one that fails is a row without a time, does not stop the
-others, and makes the command exit 1.
+Contexts start at 256 tokens. The forms are the quadratic form, the chunked form at several chunk sizes, and
+impl="auto", which should choose one that is as fast as the fastest. On a GPU, the time of each pass by chunk size is
+measured too, at the longest context. With --no-gate all calls are without a gate: with one, the kernels skip tiles that
+the gate has decayed to nothing. Every call is checked against float64 before it is timed, as in `ops.py`. A call that
+fails is a row without a time. It does not stop the others, and makes the command exit 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASSES = ("state_pass", "output_pass", "query_pass", "key_pass")  # kernels; all
 
 
 def contexts(longest: Case) -> list[Case]:
-    """Returns the case at every power of two from 256 tokens on, of as many tokens in all."""
+    """Returns the case at every power of two from 256 tokens on, with the same number of tokens in all."""
     times = [SHORTEST << i for i in range((longest.T // SHORTEST).bit_length())]
     return [replace(longest, T=time, B=longest.B * longest.T // time) for time in times]
 
@@ -58,7 +58,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False
                 if passes and impl != "auto" and chunk < case.T:
                     row["passes"] = by_pass(kernel_milliseconds(call))
                 calls.append(graphed(call) if graph else call)
-            except Exception as failure:  # of a kernel, of memory, of the check: a result like others
+            except Exception as failure:  # of a kernel, of memory, or of the check: a failure is a result
                 row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             rows.append(row)
         able = [row for row in rows if row["failure"] is None]

@@ -1,8 +1,9 @@
-"""What happens to context files whose writer is killed, and to spoilt ones: `python -m benchmarks.context_damage`.
+"""Measures what happens to context files whose writer is killed, and to damaged files: `python -m
+benchmarks.context_damage`.
 
-A process writes one file again and again, two contexts in turns, and is killed by SIGKILL at a random moment. What it
-left is loaded: that has to be one of the two contexts. Then a file is spoilt in fifty ways, each of which has to be
-refused with one line.
+A process writes one file again and again, with one of two contexts each time, and is killed by SIGKILL at a random
+moment. The file is then loaded, and must be one of the two contexts. Then a file is damaged in fifty ways. Each damaged
+file must be refused with one line.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 from benchmarks.measure import commit, processor, write
 from sympow.models import Context, ContextError, LanguageModel, ModelConfig, load_context, save_context
 
-READ = 43  # tokens of the file that is spoilt
-WRITTEN = (10, 20)  # tokens of those that are written in turns
+READ = 43  # tokens of the file that is damaged
+WRITTEN = (10, 20)  # tokens of the two contexts that are written
 
 
 def small_model() -> LanguageModel:
@@ -37,7 +38,7 @@ def contexts(model: LanguageModel, *lengths: int) -> list[Context]:
 
 
 def kill_writers(path: Path, kills: int) -> dict:
-    """Returns the row of so many killed writers of a file."""
+    """Returns the row for a number of killed writers of a file."""
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["torch", "sympow.models", "safetensors.torch"])
     model, draw, left = small_model(), random.Random(0), Counter[int]()
@@ -72,7 +73,7 @@ def _write_for_ever(path: str) -> None:
 
 
 def corruptions(whole: bytes) -> dict[str, bytes]:
-    """Returns fifty ways to spoil a file of READ tokens."""
+    """Returns fifty ways to damage a file of READ tokens."""
     draw = random.Random(0)
     header = 8 + int.from_bytes(whole[:8], "little")
     spoilt = {"empty": b"", "text": b"a text\n" * 100, "zeros": bytes(len(whole)), "longer": whole + b"\0"}

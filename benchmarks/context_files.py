@@ -1,10 +1,9 @@
-"""What rounding a context costs: `python -m benchmarks.context_files RUN --json FILE`.
+"""Measures what rounding a context costs: `python -m benchmarks.context_files RUN --json FILE`.
 
-A model reads the beginning of held-out rows, its context goes through a file of each dtype, and the loss on what
-follows is measured behind each, every token fed to the state that was loaded. Rows and tokens are the same
-for all dtypes, so that differences are those of the files. What the context is worth at all, the loss behind
-its last token alone tells. Times are of one file, whose fingerprint of the weights
-is part of both.
+A model reads the beginning of held-out rows. Its context is saved and loaded with each dtype, and the loss on the next
+tokens is measured from the loaded state. Rows and tokens are the same for all dtypes, so all differences come from the
+files. For comparison, the loss is also measured after only the last token of the context. Times are those of one file,
+and include the fingerprint of the weights.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
 
 @torch.no_grad()
 def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float:
-    """Returns the mean loss of tokens [1, T] behind a context, which is used up: each is predicted, and then read."""
+    """Returns the mean loss of tokens [1, T] after a context, which is used up: each token is predicted, and then read.
+    """
     logits, state, losses = context.logits, context.state, []
     for column in tokens.split(1, dim=1):
         if logits is None:

@@ -1,9 +1,9 @@
-"""What a context file saves: `python -m benchmarks.context_restore RUN --json FILE`.
+"""Measures what a context file saves: `python -m benchmarks.context_restore RUN --json FILE`.
 
-A model reads held-out documents one behind the other, again from the first when they end. Each time it has read as many
-tokens as asked for, its context goes to a file of float32 and comes back, and the tokens that the likeliest
-continuation begins with must be the same from the file as without it. Restoring is all of `load_context`:
-the checksum, the fingerprint of the weights and the state itself.
+A model reads held-out documents one after the other, and starts again with the first when they end. After each of the
+given numbers of tokens, its context is saved to a float32 file and loaded. The first tokens of the likeliest
+continuation must be the same with the file as without it. Restoring includes all of `load_context`: the checksum, the
+fingerprint of the weights and the state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sympow.models import Context, generate, load_context, save_context
 from sympow.progress import Progress
 from sympow.training import load
 
-CONTINUED = 32  # tokens compared behind each file
+CONTINUED = 32  # tokens that are compared for each file
 
 
 def endless(documents, most: int = 1 << 16) -> Iterator[Tensor]:
@@ -35,7 +35,8 @@ def endless(documents, most: int = 1 << 16) -> Iterator[Tensor]:
 
 
 def pieces(arrays: Iterator[Tensor], counts: list[int], chunk: int) -> Iterator[Tensor]:
-    """The same tokens in pieces of `chunk`, cut where one of the rising `counts` is reached; it ends at the last."""
+    """Yields the same tokens in pieces of `chunk`, cut where one of the rising `counts` is reached; it ends at the last
+    count."""
     held, done = next(arrays), 0
     for count in counts:
         while done < count:

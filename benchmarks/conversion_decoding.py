@@ -1,8 +1,8 @@
-"""How fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --json FILE`.
+"""Measures how fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --json FILE`.
 
-Models of the shape of SmolLM2-135M with random weights, on which the speed does not depend, so that nothing has to be
-downloaded. The teacher is measured twice: with a cache that grows, and with one that has room for all tokens (a window
-that nothing leaves), which a CUDA graph can step. A converted model is compared with the faster of the two.
+The models have the shape of SmolLM2-135M and random weights, which do not change the speed, so nothing has to be
+downloaded. The teacher is measured twice: with a cache that grows, and with a cache that has room for all tokens (a
+window as long as the text), which a CUDA graph can step. A converted model is compared with the faster of the two.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def measure(
 
 @torch.no_grad()
 def decoding(model: LanguageModel, batch: int, context: int, tokens: int) -> dict[str, Any]:
-    """Returns tokens a second behind `context` tokens, whose keys and values are random, and the bytes of the states.
+    """Returns tokens a second after `context` tokens, whose keys and values are random, and the bytes of the states.
 
-    A token is read as `generate` does: by a CUDA graph where all states can be stepped as one batch. Both numbers are
-    None where the device's memory does not suffice.
+    A token is read as `generate` does: by a CUDA graph if all states can be stepped as one batch. Both numbers are None
+    if the device has too little memory.
     """
     device = model.embedding.weight.device
     try:

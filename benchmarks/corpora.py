@@ -1,7 +1,7 @@
-"""What a corpus of long documents holds: python -m benchmarks.corpora docs kernel --json FILE
+"""Counts a corpus of long documents: python -m benchmarks.corpora docs kernel --json FILE
 
-Of each split: bytes of text, documents, tokens, rows, and the median and quartiles of the documents' tokens before
-cutting. Documents without a row are counted, and stand in the quartiles as all others.
+For each split: bytes of text, documents, tokens, rows, and the median and quartiles of the documents' tokens before
+cutting. Documents without a row are counted, and are part of the quartiles.
 """
 
 from __future__ import annotations

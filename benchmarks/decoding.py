@@ -1,9 +1,9 @@
 """Times decoding after short and long contexts: `python -m benchmarks.decoding --json FILE`.
 
-With `--device cuda` it is a step of the op that is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole
-models: the same model with power attention, in its block and without, and with softmax attention. Before it is timed, a
-step is checked against the full forward at the shortest context. Tokens after the different contexts are decoded in
-turn, so that whatever else the machine does falls on all of them alike.
+With `--device cuda` a step of the op is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole models are
+timed: the same model with power attention, with and without its block, and with softmax attention. Before a model is
+timed, a step is checked against the full forward at the shortest context. One token after each context is decoded in
+every round, so that other load on the machine affects all contexts alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ WARM_UP = 16  # tokens decoded before any is timed
 
 
 def error(model: LanguageModel, tokens: Tensor) -> float:
-    """Of the logits that a step gives after all tokens but the last, against the full forward: relative, in norm."""
+    """Returns the relative difference, in norm, of the logits of a step after all tokens but the last from the full
+    forward."""
     _, state = read(model, tokens[:, :-1])
     logits, _ = model.step(tokens[:, -1:], state)
     expected = model(tokens)[:, -1]

@@ -1,8 +1,9 @@
 """The GPU part of `benchmarks.decoding`: a step of power attention on a DecodingState, and of softmax attention over a
 cache of 65,536 tokens, as CUDA graphs.
 
-A step is timed over a whole turn of the tail, so the token that folds it counts as often as it comes. A state that
-would stay in the L2 takes turns with others, as the states of a model's layers do: every step reads from memory.
+The time of a step is a mean over as many tokens as the tail has room for, so that folding counts as often as it occurs.
+Several states are used one after the other if one would stay in the L2 cache, as the layers of a model are: every step
+reads its state from memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Step:
     Attributes:
         case: the shapes, T = 1.
         state_dtype: of the large part of the state.
-        slotted: the batch stands in every other slot of a pool of twice as many.
+        slotted: the batch uses every other slot of a pool of twice the size.
     """
 
     case: Case

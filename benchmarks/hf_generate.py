@@ -1,7 +1,8 @@
-"""`generate` of transformers against that of sympow: `python -m benchmarks.hf_generate --device cuda --json FILE`.
+"""Compares `generate` of transformers with that of sympow: `python -m benchmarks.hf_generate --device cuda --json
+FILE`.
 
-The same weights and greedy tokens, which must be equal in float32. Rates are of the whole call, the best of three in
-turns. A model of transformers that does nothing tells what its loop alone costs.
+Both have the same weights and decode greedily; the tokens must be equal in float32. A rate is that of the whole call,
+the best of three rounds. A model of transformers without any computation measures the cost of the loop of transformers.
 """
 
 from __future__ import annotations

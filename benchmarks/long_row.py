@@ -1,9 +1,10 @@
-"""A row of a million tokens on one GPU, forward and backward, and its loss by position.
+"""Measures a row of a million tokens on one GPU, forward and backward, and its loss by position.
 
-A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row another chain, so that
-the curve means something: it falls while the model reads the row's transitions, and rises where its memory or its
-rotation fails beyond the length it was trained at. Then the row passes, every block recomputed in the backward. The
-training goes on where it was stopped. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.json and .png.
+A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row with another chain. So
+the curve of the loss has a meaning: it falls while the model reads the transitions of the row, and rises if its memory
+or its rotation fails beyond the length of training. Then the long row is computed; every block is recomputed in the
+backward. A training that was stopped continues. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.json and
+.png.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def long_pass(model: LanguageModel, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device) -> dict:
-    """Forward and backward of one row [1, T]: losses float64 [T] on the CPU, the norm of the gradient, seconds, and the
-    peak of memory in bytes."""
+    """Computes forward and backward of one row [1, T]. Returns losses float64 [T] on the CPU, the norm of the gradient,
+    seconds, and the peak of memory in bytes."""
     model.checkpoint_activations()
     model.check_tokens(tokens, targets)
     tokens, targets = tokens.to(device), targets.to(device)
@@ -67,8 +68,8 @@ def curve(losses: torch.Tensor, points: int = 60) -> list[dict]:
 
 
 def summary(losses: torch.Tensor) -> dict:
-    """The mean loss of each tenth of the row; and whether the last is at most the one before, but for three standard
-    errors of their difference."""
+    """Returns the mean loss of each tenth of the row, and whether the last is at most the one before plus three
+    standard errors of their difference."""
     tenths = losses.tensor_split(TENTHS)
     before, last = tenths[-2:]
     error = math.sqrt(before.var().item() / len(before) + last.var().item() / len(last))
@@ -83,7 +84,7 @@ def summary(losses: torch.Tensor) -> dict:
 
 
 def plot(result: dict, path: Path) -> None:
-    """Loss against position, with the length of the training rows and what a perfect memory would lose."""
+    """Draws the loss against position, with the length of the training rows and the loss with a perfect memory."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""How time and memory are measured, and what the commands that do so have in common."""
+"""Measures time and memory. All benchmarks use these functions and options."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def milliseconds(
 ) -> list[float]:
     """Returns the median time of each call, in milliseconds.
 
-    The calls take turns, so that a machine that slows down or speeds up over minutes does so for all of them and their
-    ratios stand. Each round has another order, as what follows a call that heats a GPU takes longer. In a turn
-    a call is repeated for `least` seconds; one turn before the first warms up.
+    All calls are timed in every round, so that a machine that slows down or speeds up over minutes does so for all of
+    them, and their ratios stay right. Each round has another order, because the call after one that heats the GPU takes
+    longer. In a round a call is repeated for `least` seconds; one round before the first warms up.
     """
 
     def timed(call: Callable[[], object]) -> float:
@@ -58,7 +58,7 @@ def _gpu_milliseconds(call: Callable[[], object]) -> float:
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """Returns the call as a CUDA graph: for short ones, whose time would else be that of launching."""
+    """Returns the call as a CUDA graph, for short calls, whose time would otherwise be that of launching."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -73,12 +73,13 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
-    """`call` is here for its tensors, which the graph reads and does not keep alive."""
+    """Runs the graph. `call` is an argument because the graph reads its tensors, and does not keep them alive."""
     graph.replay()
 
 
 def kernel_milliseconds(call: Callable[[], object], repeats: int = 3) -> dict[str, float]:
-    """Time of every kernel on the GPU in one call, over all its launches, by the kernel's name; the profiler's."""
+    """Returns the time of every kernel on the GPU in one call, over all its launches, by the kernel's name, from the
+    profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(repeats):
             call()
@@ -90,7 +91,7 @@ def kernel_milliseconds(call: Callable[[], object], repeats: int = 3) -> dict[st
 
 
 def gpu_peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
-    """Returns the most that is allocated during a call, beyond what was before and what it returns."""
+    """Returns the peak of memory during a call, less what was allocated before and what the call returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
-"""Runs a sweep of associative recall and keeps its results: `python -m benchmarks.mqar mqar:anchors --csv FILE`.
+"""Runs a sweep of associative recall and stores its results: `python -m benchmarks.mqar mqar:anchors --csv FILE`.
 
-The rows are those of `sympow mqar`, each with the commit and the processor. A run whose rows are in the file already is
-not repeated, so the same command goes on where it was cut off. The anchors must reach 99%.
+The rows are those of `sympow mqar`, each with the commit and the processor. A run whose rows are in the file is not
+repeated, so the same command continues a sweep that was stopped. The anchors must reach 99%.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Times power attention against its peers: `python -m benchmarks.ops --device cpu --json FILE`.
 
-Every call is checked against float64 before it is timed: outputs at sampled rows by the quadratic form over all their
-keys; gradients (too many pairs for that) by the same call in float64 at another chunk size, which the tests hold to the
-quadratic form. A call that errs by more than a bound derived from its dtype stops the run.
+Every call is checked against float64 before it is timed. Outputs at sampled rows are compared with the quadratic form
+over all their keys. Gradients have too many pairs for that. They are compared with the same call in float64 at another
+chunk size, which the tests compare with the quadratic form. A call whose error exceeds a bound derived from its dtype
+stops the run.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chun
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call is held to, in float64."""
+    """The float64 results that a call is compared with."""
 
-    rows: Tensor  # at which the output is sampled
-    out: Tensor  # there, of all heads
-    heads: list[Tensor]  # output and gradients of some heads; none of a forward call
-    roundings: list[float]  # by how much more than the others each of these may err
+    rows: Tensor  # the rows where the output is sampled
+    out: Tensor  # the output there, of all heads
+    heads: list[Tensor]  # output and gradients of some heads; empty for a forward call
+    roundings: list[float]  # the factor by which the error of each of these may exceed that of others
 
 
 def expected(case: Case, inputs: dict[str, Tensor], mode: str) -> Expected:

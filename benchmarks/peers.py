@@ -1,4 +1,4 @@
-"""What power attention is timed against, each on the same tensors: a call of no arguments for a case and a mode."""
+"""The peers of power attention, each on the same tensors: a call without arguments for a case and a mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.cases import Case
 
 
 def heads_first(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns [B, H, T, K], which torch's attention takes; contiguous."""
+    """Returns x as [B, H, T, K], contiguous, which torch's attention takes."""
     layout = {name: x.detach().transpose(1, 2).contiguous() for name, x in inputs.items() if name != "log_g"}
     return {name: x.requires_grad_(name != "dout") for name, x in layout.items()}
 

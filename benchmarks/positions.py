@@ -1,8 +1,8 @@
-"""How far the gradient of data-dependent positions is from that in float32, on one row.
+"""Measures the error of the gradient of data-dependent positions, against the gradient in float32, on one row.
 
-`python -m benchmarks.positions --device cuda --json FILE`. Two rows of the table: the gradient formed by the op, which
-begins its sum anew at every chunk (`sympow.ops.Rotation`), and the gradient through rotated queries and keys. Inputs
-are random; the error is that of the gradient of the steps, relative, in norm.
+`python -m benchmarks.positions --device cuda --json FILE`. The table has two rows: the gradient that the op computes,
+whose sum starts again at every chunk (`sympow.ops.Rotation`), and the gradient through rotated queries and keys. Inputs
+are random. The error is that of the gradient of the steps, relative, in norm.
 """
 
 from __future__ import annotations

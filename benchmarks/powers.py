@@ -1,10 +1,11 @@
 """Times p = 3 and 4 with the backward, by chunk size: `python -m benchmarks.powers --device cuda --json FILE`.
 
-For each shape and number of tokens: the quadratic form, chunks of some sizes, impl="auto" and, where values are as wide
-as keys, softmax attention by cuDNN. At the fewest tokens a call is checked against float64, as in `ops.py`; at more,
-output and gradients of q, k and v against those of the quadratic form, which that check holds. One that errs is not
-timed and makes the command exit 1. The table shows milliseconds, growth from the row before, and by chunk size the
-milliseconds of each pass at the most tokens.
+Each shape and number of tokens has these rows: the quadratic form, chunks of some sizes, impl="auto" and, where values
+are as wide as keys, softmax attention by cuDNN. At the smallest number of tokens, a call is checked against float64, as
+in `ops.py`. At larger numbers, the output and the gradients of q, k and v are compared with those of the quadratic
+form, which the first check covers. A call with a wrong result is not timed, and makes the command exit 1. The table
+shows milliseconds, the growth from the row before, and by chunk size the milliseconds of each pass at the largest
+number of tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, shortest: bool, pass
             if passes and device == "cuda" and chunk and chunk < case.T:
                 row["passes"] = by_pass(kernel_milliseconds(call, 1))
             calls.append(call)
-        except Exception as failure:  # of a kernel, of memory, of the check: a result like others
+        except Exception as failure:  # of a kernel, of memory, or of the check: a failure is a result
             row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:100]
         rows.append(row)
     able = [row for row in rows if "failure" not in row]

@@ -1,10 +1,10 @@
 """Measures speculative decoding: `python -m benchmarks.speculation RUN --json FILE`, one row of text at a time.
 
-Prompts are parts of held-out documents ("documents"), or tokens drawn at random ("random"). Each is continued without
-drafts and with them, at temperature 0 and at temperature 1 with one seed. The two take turns, so that a machine that
-slows down does so for both. Their tokens have to be the same. Times are of decoding alone.
+Prompts are parts of held-out documents ("documents"), or random tokens ("random"). Each prompt is continued without
+drafts and then with drafts, at temperature 0 and at temperature 1 with one seed, so that a machine that slows down does
+so for both. The tokens must be the same. Times are those of decoding alone.
 
-A small model repeats itself at temperature 0, which suits prompt lookup. `distinct` tells how much: it is the share of
+A small model repeats itself at temperature 0, which helps prompt lookup. `distinct` measures this: it is the share of
 distinct tokens in the new text.
 """
 

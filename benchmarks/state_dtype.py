@@ -1,8 +1,8 @@
-"""What a state in bfloat16 costs: `python -m benchmarks.state_dtype RUN --json FILE`.
+"""Measures what a state in bfloat16 costs: `python -m benchmarks.state_dtype RUN --json FILE`.
 
-A model reads held-out documents, one behind the other, as decoding does: with a state that steps carry on, and as many
-tokens at a time as the tail has room for. A row for a float32 state, and one for a state in bfloat16 (`narrowed`). The
-loss is that of the next token, over all tokens and over the last tenth of them.
+A model reads held-out documents one after the other, as in decoding: from step to step with one state, and as many
+tokens at a time as the tail has room for. There is a row for a float32 state, and one for a state in bfloat16
+(`narrowed`). The loss is that of the next token, over all tokens and over the last tenth of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def joined(documents: Documents, count: int) -> Tensor:
 
 
 def room(state: ModelState) -> int:
-    """Returns tokens that every tail in a state has room for."""
+    """Returns a number of tokens that every tail of a state has room for."""
     return min(x.capacity for layer in state.layers for x in _decoding_states(layer))
 
 
@@ -52,7 +52,7 @@ def _decoding_states(state: object) -> list[DecodingState]:
 
 @torch.no_grad()
 def losses(model: LanguageModel, tokens: Tensor, state: ModelState, step: int) -> Tensor:
-    """-log p of every token behind the first, nats, float64 [T - 1]; `step` tokens are read at a time."""
+    """Returns -log p of every token after the first, in nats, float64 [T - 1]; `step` tokens are read at a time."""
     found = []
     with Progress("reading", "token", total=tokens.shape[1] - 1) as progress:
         for piece, wanted in zip(tokens[:, :-1].split(step, 1), tokens[:, 1:].split(step, 1), strict=True):

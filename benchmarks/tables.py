@@ -1,7 +1,7 @@
-"""Writes the tables of docs from committed results: `python -m benchmarks.tables`; `--check` only compares,
-`--stale` names the results whose code has changed since they were measured.
+"""Writes the tables of docs from committed results: `python -m benchmarks.tables`. `--check` only compares. `--stale`
+lists the results whose code has changed since they were measured.
 
-A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`, NAME a file of benchmarks/results.
+A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a file of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def speculation_table(rows: list[dict]) -> str:
 
 
 def damage_table(rows: list[dict]) -> str:
-    """Returns what became of the files."""
+    """Returns a row for the killed writers and for the damaged files."""
     killed, spoilt = rows
     lines = ["| | files | |", "|---|---:|---|"]
     lines.append(f"| the writer was killed | {killed['kills']} | {killed['whole_files']} held a whole context |")
@@ -151,8 +151,8 @@ def restore_table(rows: list[dict]) -> str:
 
 
 def chunks_table(rows: list[dict]) -> str:
-    """A row a p, K and mode, a column a context: the fastest choice, and where "auto" stands to it. Below, where the
-    form that "auto" takes stands, called by name, and "auto" to that."""
+    """Returns a row for each p, K and mode, with a column for each context: the fastest choice, and the time of "auto"
+    over that. Below, the form that "auto" should take is timed by its name, and "auto" is compared with it."""
     times = sorted({row["T"] for row in rows})
     choices, calls = [], []
     lines = [f"| p | K = V | mode | {' | '.join(f'T {time:,}' for time in times)} |"]

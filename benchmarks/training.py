@@ -1,10 +1,12 @@
-"""Times training steps: `python -m benchmarks.training --json FILE`; by torchrun on several GPUs, which share rows.
+"""Times training steps: `python -m benchmarks.training --json FILE`. With torchrun it uses several GPUs, which share
+rows.
 
-The step is `train_step` of `sympow.training.step`, the one that the loop takes: the copy of the batch to the device,
-clipping and the optimizer belong to it; the check of its tokens, which the loop does ahead, does not. Tokens are
-random. Softmax attention is cuDNN's on a GPU. Before a mixer is timed its loss and gradient in bfloat16 are held to
-those in float32 on a shorter row; before a way to run it is timed its first step is held to that of the plain way. What
-FILE holds already is not measured again, so a run that was stopped goes on.
+The step is `train_step` of `sympow.training.step`, as in the training loop. It includes the copy of the batch to the
+device, clipping and the optimizer. It does not include the check of the tokens, which the loop does ahead of time.
+Tokens are random. Softmax attention is cuDNN's on a GPU. Before a mixer is timed, its loss and gradient in bfloat16 are
+compared with those in float32 on a shorter row. Before another way to run it is timed, its first step is compared with
+that of the plain way. Rows that are in FILE already are not measured again, so the same command continues a run that
+was stopped.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ MODES = {
     "compile": ExecutionConfig(compile=True),
     "compile+checkpoint": ExecutionConfig(compile=True, checkpoint_activations=True),
 }
-WARM_UP = 2  # steps before those that are timed: the first compiles, the second still allocates
-CHECKED = 2048  # tokens of the row that is computed in float32 as well
-ALLOWED = 4 * torch.finfo(torch.bfloat16).eps  # a few roundings of the dtype, of a loss and of the norm of a gradient
+WARM_UP = 2  # steps before those that are timed: the first compiles, the second still allocates memory
+CHECKED = 2048  # tokens of the row that is also computed in float32
+ALLOWED = 4 * torch.finfo(torch.bfloat16).eps  # a few roundings of the dtype, for a loss and the norm of a gradient
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a preset of the model with a vocabulary, and steps of `rows` rows of `context` tokens, of which
-    `micro_batch` pass at once."""
+    """Describes the training: a preset of the model with a vocabulary, and steps of `rows` rows of `context` tokens, of
+    which `micro_batch` are computed at once."""
 
     preset: str
     vocabulary: int

@@ -1,4 +1,4 @@
-"""Whether AR hits are counted as their definition says, and how fast."""
+"""Checks that AR hits are counted as their definition says, and measures how fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sympow.evaluation.ar_hits import FREQUENT, PARTS
 
 
 class Known(torch.nn.Module):
-    """A model whose loss is a function of a token and the one before it: multiples of 1/8, whose sums are exact."""
+    """A model whose loss depends only on a token and the one before it. Losses are multiples of 1/8, whose sums are
+    exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ def read_documents(path: Path, vocab_size: int, tokens: int) -> TokenCorpus:
 
 
 def _names(found: HitLosses) -> list[tuple[str, int, int]]:
-    """Slices, and cells by distance and by count, each with the counts or distances of the oracle's in it."""
+    """Yields slices, and cells by distance and by count, each with the counts or distances of brute force in it."""
     names = [(name, 0, 0) for name in PARTS]
     names += [("distance", cell.start, cell.end) for cell in found.by_distance()]
     names += [("count", cell.start, cell.end) for cell in found.by_count(True)]
@@ -116,7 +117,7 @@ def _names(found: HitLosses) -> list[tuple[str, int, int]]:
 def _difference(
     found: HitLosses, name: tuple[str, int, int], oracle: dict[str, tuple[int, float]]
 ) -> tuple[int, float]:
-    """By how many tokens and nats a slice or cell differs from the oracle."""
+    """Returns by how many tokens and nats a slice or cell differs from brute force."""
     kind, start, end = name
     cells = {"distance": found.by_distance, "count": lambda: found.by_count(True),
              "new, count": lambda: found.by_count(False)}  # fmt: skip

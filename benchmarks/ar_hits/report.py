@@ -38,10 +38,11 @@ _NO_ROWS: Tables = {"run": [], "slices": [], "curves": []}
 
 
 def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[Path]:
-    """Writes what stands between the marks of the page anew, and draws the figures; returns their files.
+    """Writes the parts between the marks of the page, and draws the figures; returns their files.
 
-    corpora: the tables of the runs on each corpus, by the name that the marks and the figures give it. compared: those
-    of the comparison with brute force.
+    Args:
+        corpora: the tables of the runs on each corpus, by the name that marks and figures use.
+        compared: the tables of the comparison with brute force.
     """
     makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of}
 
@@ -144,7 +145,8 @@ def about(tables: Tables) -> str:
 
 
 def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
-    """Returns what slices add to the gap of a recipe to attention, over the seeds that both have; None for none."""
+    """Returns the parts of slices in the gap of a recipe to attention, over the seeds that both have; None without such
+    seeds."""
     ours, base = (_arrays(tables, name) for name in (recipe, BASE))
     seeds = [seed for seed in ours if seed in base]
     if not seeds:
