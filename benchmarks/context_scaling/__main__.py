@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.context_scaling import cost, report, results, speed
-from benchmarks.context_scaling.grid import SCALES, Run
+from benchmarks.context_scaling.data import name_of
+from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.subset import write_subset
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
         command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
         command.add_argument("--scale", choices=SCALES, default="full", help="toy: to try the program out")
-        help_known = "folder of tables whose finished rows are not repeated (default: the committed)"
+        help_known = "folder of tables whose finished rows of this corpus are not repeated (default: the committed)"
         command.add_argument("--known", type=Path, default=COMMITTED, help=help_known)
 
     merge = commands.add_parser("merge", help="add finished rows to the committed tables")
@@ -102,19 +103,20 @@ def _run(options: argparse.Namespace) -> int:
     seeds = options.seeds and _listed("--seeds", int, options.seeds)
     rates = options.rates and _listed("--rates", float, options.rates)
     runs = _chosen(options, seeds, rates)
+    device = resolve_device(options.device).type
+    data = Run("softmax", DOCUMENT).config(SCALES[options.scale], options.corpus, device).data
+    corpus = name_of(open_corpus(data).train)
     found = results.read(options.out)
-    finished = found.finished() | results.read(options.known).finished()
+    finished = found.finished(corpus) | results.read(options.known).finished(corpus)
     left = [run for run in runs if run not in finished]
     print(f"{len(left)} of {len(runs)} runs to do", flush=True)
     if not left:
         return 0
-    device = resolve_device(options.device).type
     trainer = Trainer(options.scale, options.corpus, device, options.compile)
-    open_corpus(left[0].config(SCALES[options.scale], options.corpus, device).data)  # what is wrong is said here, once
     estimates = Estimates(cost.guess, cost.kind, _company(options.workers, device) * (0.5 if options.compile else 1))
     begun, done = time.time(), 0
     for run, result, error, wait in _done({run.name: run for run in left}, trainer, options, estimates):
-        failed = {**_fields(run), "scale": options.scale, "status": FAILED, "error": error}
+        failed = {**_fields(run), "scale": options.scale, "status": FAILED, "error": error, "corpus": corpus}
         row, positions = (failed, []) if error else (result["row"], result["positions"])
         found.add(row, positions)
         found.write(options.out)
@@ -122,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
         said = f"held-out loss {row['held_out_loss']:.4f}" if row["status"] == DONE else row["error"]
         print(f"[{time.time() - begun:.0f} s] {run.name}: {said}, {row.get('tokens_per_second') or 0:,} tokens/s; "
               f"{done} of {len(left)} done, about {wait / 60:.1f} min left", flush=True)  # fmt: skip
-    missing = [run for run in left if run not in found.finished()]
+    missing = [run for run in left if run not in found.finished(corpus)]
     print(f"{done} of {len(left)} runs done in {(time.time() - begun) / 60:.1f} min" + "".join(
         f"\nnot finished: {run.name}" for run in missing[:20]), flush=True)  # fmt: skip
     return 0

@@ -33,6 +33,11 @@ def read_data(data: DataConfig) -> Documents:
     return Documents(_in_memory(splits.train), _in_memory(Subset(splits.held_out, chosen)))
 
 
+def name_of(corpus: Corpus) -> str:
+    """Returns what tables call the corpus of a run: its number of documents and the begin of its fingerprint."""
+    return f"{len(corpus)} rows, {corpus.fingerprint[:12]}"
+
+
 def make_batches(run: Run, scale: Scale, documents: TokenCorpus, rows: int) -> Batches | Reshaped:
     """Returns the batches of a run, each of `rows` rows as the model sees them."""
     if run.row_tokens is None:

@@ -24,7 +24,8 @@ def summary(found: Found) -> Any:
     points: dict[str, list[tuple[str, Interval]]] = {}
     for study in looks:
         for run in runs_of(study):
-            value = None if baseline_of(run, study) == run else found.ratio(run, baseline_of(run, study))
+            base = baseline_of(run, study)
+            value = None if base == run else found.of(study).ratio(run, base)
             if value is not None:
                 points.setdefault(run.variant, []).append((study, value))
     if not points:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import replace
 from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling.grid import SETTING, Run
+from benchmarks.context_scaling.grid import SETTING, Run, setting_of
 from benchmarks.context_scaling.paired import Interval, interval
-from benchmarks.context_scaling.results import Row, read, run_of
+from benchmarks.context_scaling.results import Row, key_of, read
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
@@ -18,7 +20,9 @@ from sympow.recall.results import read_rows
 
 
 class Found:
-    """Rows of finished runs, by run and seed.
+    """Rows of finished runs, by run and seed, of one corpus in each setting.
+
+    The corpus of a setting is the one with the most rows in it, see `of`.
 
     Args:
         folder: of runs.csv, positions.csv and speed.csv; what is missing counts as empty.
@@ -26,21 +30,47 @@ class Found:
 
     def __init__(self, folder: Path):
         tables = read(folder)
-        self._rows: dict[Run, dict[int, Row]] = {}
+        self._rows: dict[tuple[Run, str], dict[int, Row]] = {}
         for row in tables.runs:
             if row["status"] == DONE:
-                run = run_of(row)
-                self._rows.setdefault(replace(run, seed=0), {})[run.seed] = row
-        self._positions: dict[str, list[Row]] = {}
+                run, corpus = key_of(row)
+                self._rows.setdefault((replace(run, seed=0), corpus), {})[run.seed] = row
+        self._positions: dict[tuple[str, str], list[Row]] = {}
         for row in tables.positions:
-            self._positions.setdefault(row["run"], []).append(row)
+            self._positions.setdefault((row["run"], row["corpus"]), []).append(row)
+        self._corpora = self._chosen({run for run, _ in self._rows})
         file = folder / SPEED
         times = read_rows(file, texts=("commit",)) if file.is_file() else []
         self._times = {(row["variant"], row["context"], row["mode"]): row for row in times}
 
+    def of(self, study: str) -> Found:
+        """Returns the same with the corpora of a study: in each setting that of most of the study's runs there, and of
+        most of its runs where that is the same."""
+        other = copy(self)
+        other._corpora = self._chosen(set(runs_of(study)))
+        return other
+
+    def _chosen(self, runs: Set[Run]) -> dict[tuple, str]:
+        """Returns the corpus of every setting, by the number of rows of these runs."""
+        counts: Counter[str] = Counter()
+        within: dict[tuple, Counter[str]] = {}
+        for (run, corpus), rows in sorted(self._rows.items(), key=lambda each: each[0][1]):
+            if run in runs:
+                counts[corpus] += len(rows)
+                within.setdefault(setting_of(run), Counter())[corpus] += len(rows)
+        return {setting: max(here, key=lambda corpus: (here[corpus], counts[corpus]))
+                for setting, here in within.items()}  # fmt: skip
+
+    def corpora(self) -> list[str]:
+        """Returns the corpora of all settings, each once, sorted."""
+        return sorted(set(self._corpora.values()))
+
     def rows(self, run: Run) -> Mapping[int, Row]:
         """Returns the row of every seed of a run, whatever its own seed."""
-        return self._rows.get(replace(run, seed=0), {})
+        return self._rows.get((replace(run, seed=0), self._corpus(run)), {})
+
+    def _corpus(self, run: Run) -> str:
+        return self._corpora.get(setting_of(run), "")
 
     def positions(self, run: Run, context: int | None = None) -> list[list[Row]]:
         """Returns for every seed its losses by position along training, in rows of `context`; None: as trained."""
@@ -48,7 +78,7 @@ class Found:
         return [
             [
                 row
-                for row in self._positions.get(replace(run, seed=seed).name, [])
+                for row in self._positions.get((replace(run, seed=seed).name, self._corpus(run)), [])
                 if row["evaluated_context"] == context
             ]
             for seed in self.rows(run)
@@ -56,7 +86,7 @@ class Found:
 
     def curve(self, run: Run, seed: int) -> list[tuple[float, float]]:
         """Returns (tokens, held-out loss) at every point along the training of one seed."""
-        rows = self._positions.get(replace(run, seed=seed).name, [])
+        rows = self._positions.get((replace(run, seed=seed).name, self._corpus(run)), [])
         steps = max((row["step"] for row in rows), default=1)
         own = [row for row in rows if row["evaluated_context"] == run.trained_at]
         return [(row["step"] / steps * run.tokens, row["held_out_loss"]) for row in own]

@@ -25,9 +25,15 @@ BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "powe
                 "power_p4_k32": "power_large", "power4": "power4", "hybrid_softmax": "hybrid_softmax_and_power",
                 "hybrid_softmax_window": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
 
+
+
+def _figure(study: str, found: Found) -> Any:
+    return SECTIONS[study].figure(found.of(study), study=study)
+
+
 FIGURES: dict[str, Callable[[Found], Any]] = {
     "summary": figures.summary,
-    **{name: partial(section.figure, study=name) for name, section in SECTIONS.items()},
+    **{name: partial(_figure, name) for name in SECTIONS},
 }
 
 
@@ -64,11 +70,12 @@ def draw(found: Found, folder: Path) -> list[Path]:
 def bars(found: Found) -> list[Row]:
     """Returns the rows of bars.csv: a run of the bars each, with its speed alone on a GPU where that was timed."""
     studies = ("bars_1024", "bars_4096", "bar_65536", "tokens_4096")
+    of_study = {run: found.of(study) for study in reversed(studies) for run in runs_of(study)}
     runs = dict.fromkeys(run for study in studies for run in runs_of(study))
     return [
         {"variant": BAR_VARIANTS[run.variant], "context": run.context, "seed": seed, "tokens": run.tokens,
          "held_out_loss": row["held_out_loss"], "gain": row["gain"], "tokens_per_second": found.speed(run)}
-        for run in runs for seed, row in sorted(found.rows(run).items())
+        for run in runs for seed, row in sorted(of_study[run].rows(run).items())
     ]  # fmt: skip
 
 

@@ -135,7 +135,7 @@ SECTIONS = {
 
 def measured(found: Found, study: str) -> bool:
     """Returns whether a study has something to show: a verdict, or a comparison in two settings or at two rates."""
-    runs = runs_of(study)
+    found, runs = found.of(study), runs_of(study)
     if study in SWEEPS:
         known = [run.variant for run in runs if found.rows(run)]
         return len(known) > len(set(known))
@@ -158,8 +158,8 @@ def results(found: Found, figures_beside: str) -> str:
             done, runs = _counts(found, name)
             parts += [f"### {section.heading}", section.text, *([list_] if list_ else []),
                       picture(name, figures_beside),
-                      *(table(found, study=name) for table in section.tables),
-                      f"Study `{name}`: {done} of {runs} runs are finished."]  # fmt: skip
+                      *(table(found.of(name), study=name) for table in section.tables),
+                      f"Study `{name}`: {done} of {runs} runs are finished.{_corpora(found, name)}"]  # fmt: skip
     return "\n\n".join(parts) or tables.MISSING.capitalize() + "."
 
 
@@ -182,10 +182,18 @@ def picture(name: str, figures_beside: str) -> str:
 
 
 def _verdicts(found: Found, study: str) -> list[str]:
-    return verdicts.VERDICTS[study](found) if study in verdicts.VERDICTS else []
+    return verdicts.VERDICTS[study](found.of(study)) if study in verdicts.VERDICTS else []
+
+
+def _corpora(found: Found, name: str) -> str:
+    """Names the corpora of a study where the page has several."""
+    if len(found.corpora()) < 2:
+        return ""
+    here = [f"`{corpus.rpartition(' ')[2]}`" for corpus in found.of(name).corpora()]
+    return f" Corpus: {' and '.join(here)}."
 
 
 def _counts(found: Found, name: str) -> tuple[int, int]:
     """Returns how many runs of a study are finished, and how many it has."""
-    runs, seeds = runs_of(name), STUDIES[name].seeds
+    found, runs, seeds = found.of(name), runs_of(name), STUDIES[name].seeds
     return sum(min(len(found.rows(run)), seeds) for run in runs), len(runs) * seeds

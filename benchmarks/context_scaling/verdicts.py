@@ -205,12 +205,12 @@ def page(found: Found) -> list[str]:
         ("With a window of 512 tokens in every second layer, the loss over that of softmax attention is",
          "hybrid_window", "held_out_loss"),
     ):  # fmt: skip
-        ratios = {study: found.ratio(pick(study, variant), pick(study, "softmax"), column)
+        ratios = {study: found.of(study).ratio(pick(study, variant), pick(study, "softmax"), column)
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
         sentences.append(f"{start} {listed}." if parts else f"{start} {MISSING}.")
-    judgements = [sentence for judge in VERDICTS.values() for sentence in judge(found)]
+    judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found.of(study))]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
     counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.context_scaling.data import Documents, make_batches, read_documents
+from benchmarks.context_scaling.data import Documents, make_batches, name_of, read_documents
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.measures import by_position, contexts_of, gain, measure, some_of
 from benchmarks.measure import commit, processor
@@ -42,7 +42,7 @@ class Trainer:
         documents = read_documents(SCALES[self.scale], self.corpus)
         about = {"compiled": self.compiled, "processor": processor(self.device), "torch": torch.__version__,
                  "commit": commit(),
-                 "corpus": f"{len(documents.train)} rows, {documents.train.fingerprint[:12]}"}  # fmt: skip
+                 "corpus": name_of(documents.train)}  # fmt: skip
         return lambda run: self._record(run, documents, about)
 
     def _record(self, run: Run, documents: Documents, about: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Trainer:
             found, positions = {"status": NOT_FINITE, "error": str(error)}, []
         seconds = round(time.perf_counter() - begun, 1)
         row = {**asdict(run), "scale": self.scale, **found, "seconds": seconds, **about}
-        return {"row": row, "positions": positions}
+        return {"row": row, "positions": [each | {"corpus": about["corpus"]} for each in positions]}
 
     def _train(self, run: Run, documents: Documents) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         scale = SCALES[self.scale]

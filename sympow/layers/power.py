@@ -19,6 +19,7 @@ from sympow.layers.state import After, MixerState
 from sympow.ops import (
     DecodingState,
     PowerState,
+    Rotation,
     power_attention,
     power_attention_step,
     prefers_tail,
@@ -153,9 +154,16 @@ class PowerAttention(AttentionMixer):
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
-        q, k, v, log_g, _ = self._inputs(x, self.first_position(x), self.context_group)
+        by_op = self.takes_rotation(cu_seqlens)
+        q, k, v, log_g, positions = self._inputs(x, self.first_position(x), self.context_group, detached=by_op)
+        rotation = None if positions is None or not by_op else Rotation(*self._turns(x, positions))
         split = {"cu_seqlens": cu_seqlens, "context_group": self.context_group}
-        return power_attention(q, k, v, log_g, **self._options() | split).out
+        return power_attention(q, k, v, log_g, rotation=rotation, **self._options() | split).out
+
+    def takes_rotation(self, cu_seqlens: Tensor | None) -> bool:
+        """Returns whether the op computes the gradient of data-dependent positions: for whole rows, in training."""
+        whole = cu_seqlens is None and self.context_group is None
+        return self.rotation == "data" and whole and torch.is_grad_enabled()
 
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -196,11 +204,12 @@ class PowerAttention(AttentionMixer):
         self.context_group = group
 
     def _inputs(
-        self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None
+        self, x: Tensor, position: int | Tensor, group: dist.ProcessGroup | None = None, detached: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Returns rotated q and k, v, log_g, and data-dependent positions after every token of x [B, T, G].
 
-        It takes the position before x, or the ranks that hold it.
+        It takes the position before x, or the ranks that hold it. If `detached`, no gradient flows from q and k to the
+        positions.
         """
         gates = linears_float32([linear for linear in (self.gate, self.beta) if linear is not None], x)
         log_g = None if self.gate is None else F.logsigmoid(gates[0])
@@ -210,7 +219,7 @@ class PowerAttention(AttentionMixer):
             if group is not None:
                 start = exclusive_sum(steps.sum(1, dtype=torch.float64), group)
             positions = rotary_positions(steps, start)
-            return *self.rotated_heads(x, positions), log_g, positions
+            return *self.rotated_heads(x, positions.detach() if detached else positions), log_g, positions
         if isinstance(position, Tensor) and position.is_floating_point():
             raise TypeError("the state was made by a layer with a data-dependent rotation; this one has none")
         return *self.rotated_heads(x, position), log_g, None

@@ -152,14 +152,18 @@ def test_what_fails_or_diverges_is_a_row_and_does_not_stop_the_others(corpus, tm
     assert results.merge(tmp_path, tmp_path / "known") == 1
 
 
-def test_runs_of_another_corpus_are_not_merged_into_a_setting(tmp_path):
-    for name, seed, context in (("a", 0, 1024), ("b", 1, 1024), ("c", 0, 4096)):
-        row = {**{key: None for key in results.COLUMNS}, **vars(Run("power", context, seed=seed)), "scale": "full",
-               "status": "done", "corpus": f"900 rows, {name}"}  # fmt: skip
+def test_a_run_is_known_by_its_corpus_too(corpus, tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        row = {**{key: None for key in results.COLUMNS}, **vars(Run("softmax", 1024, learning_rate=4e-3)),
+               "scale": "full", "status": "done", "corpus": f"900 rows, {name}"}  # fmt: skip
         results.Results([row]).write(tmp_path / name)
-    with pytest.raises(ValueError, match=r"runs to compare share their corpus; .* have"):
+    assert results.merge(tmp_path / "a", tmp_path / "b") == 1
+    assert [row["corpus"] for row in results.read(tmp_path / "b").runs] == ["900 rows, a", "900 rows, b"]
+    with pytest.raises(ValueError, match="has 1 of these runs already"):
         results.merge(tmp_path / "a", tmp_path / "b")
-    assert results.merge(tmp_path / "c", tmp_path / "b") == 1
+    words = ("--studies", "bars_1024", "--variants", "softmax", "--seeds", "0", "--known", tmp_path / "b")
+    assert run(monkeypatch, corpus, tmp_path, *words, "--minutes", "0") == 0
+    assert capsys.readouterr().out.startswith("1 of 1 runs to do\n")
 
 
 def test_gain_and_what_is_evaluated():

@@ -32,8 +32,9 @@ def made_up(run: Run) -> tuple[dict, list[dict]]:
         for context in contexts_of(run.trained_at, DOCUMENT) if share == 1 else [run.trained_at]:
             bins = {str(1 << n): round(loss + 1 / share - 1 - 0.05 * max(0, n - 7), 4)
                     for n in range(int(math.log2(context)) + 1)}  # fmt: skip
-            positions.append({"run": run.name, "step": round(share * run.steps), "evaluated_context": context,
-                              "documents": 16, "held_out_loss": loss + 1 / share - 1, **bins})  # fmt: skip
+            positions.append({"run": run.name, "corpus": "9 rows", "step": round(share * run.steps),
+                              "evaluated_context": context, "documents": 16, "held_out_loss": loss + 1 / share - 1,
+                              **bins})  # fmt: skip
     own = next(row for row in positions if row["step"] == run.steps)
     row = {**dict.fromkeys(COLUMNS), **vars(run), "scale": "full", "status": "done", "held_out_loss": loss,
            "gain": gain(own, run.trained_at), "flops": 1e8 * run.tokens, "corpus": "9 rows"}  # fmt: skip
@@ -48,6 +49,19 @@ def test_runs_are_paired_within_one_corpus(tmp_path):
     Results(rows, []).write(tmp_path)
     difference = Found(tmp_path).difference(ours, theirs)
     assert difference.count == 1 and math.isclose(difference.mean, OFFSETS["power"])
+
+
+def test_a_study_reads_the_corpus_that_has_most_of_its_runs(tmp_path):
+    of_both = [pick("ablations", "power"), pick("bars_4096", "softmax")]
+    rows = [made_up(run)[0] | {"corpus": "old"} for run in (of_both[0], replace(of_both[0], seed=1), of_both[1])]
+    rows += [made_up(replace(run, seed=0))[0] | {"corpus": "new", "held_out_loss": 3.0}
+             for run in runs_of("ablations")]  # fmt: skip
+    Results(rows, []).write(tmp_path)
+    found = Found(tmp_path)
+    assert found.corpora() == ["new"]
+    assert found.of("ablations").mean(of_both[0], "held_out_loss") == (3.0, None, 1)
+    assert found.of("bars_4096").mean(of_both[0], "held_out_loss").count == 2
+    assert found.of("ablations").rows(of_both[1]) == {}
 
 
 @pytest.fixture(scope="module")

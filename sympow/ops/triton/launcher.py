@@ -2,12 +2,14 @@
 
 Triton chooses the compiled code of a launch by looking at every argument: the dtypes and alignments of tensors, the
 values of integers, the options. That takes longer than the launch itself. A `Launcher` holds all arguments but the
-tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code.
+tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code. On NVIDIA GPUs
+that code is launched by the function of Triton's driver, with the arguments that the code has, without constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import triton
@@ -36,18 +38,18 @@ class Tile(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    run: Any  # the method of Triton's compiled kernel
-    handle: Any  # of the code on the device
-    metadata: Any
+    launch: Callable  # takes the grid, the stream, `options`, and the arguments: as a list, or one by one if `separate`
+    options: tuple
+    separate: bool
+    arguments: list  # None in place of tensors
     grid: tuple[int, ...]  # three
     device: int
-    arguments: list  # of all parameters; None in place of tensors
     # Of the tensors in the order of the first launch: names, indices in the arguments, dtypes (None: the tensor is
     # None).
     names: tuple[str, ...]
     places: tuple[int, ...]
     dtypes: tuple[Any, ...]
-    tiled: tuple[int, ...]  # indices of those that are passed as descriptors
+    tiles: Mapping[int, Callable[[Tensor], Any]]  # make the arguments at these indices; others are addresses
 
 
 class Launcher:
@@ -71,9 +73,9 @@ class Launcher:
         if compiled is None or _hooked():
             return self._first(tensors)
         active = driver.active
-        if active.get_current_device() != compiled.device:
+        launch, options, separate, arguments, grid, device, names, places, dtypes, tiles = compiled
+        if active.get_current_device() != device:
             return self._first(tensors)
-        run, handle, metadata, grid, device, arguments, names, places, dtypes, tiled = compiled
         if tuple(tensors) != names:
             return self._by_triton(tensors)
         arguments = arguments.copy()
@@ -85,13 +87,12 @@ class Launcher:
             address = x.data_ptr()
             if address % _ALIGNMENT or x.dtype is not dtype:
                 return self._by_triton(tensors)
-            if place in tiled:
-                descriptor = TensorDescriptor.__new__(TensorDescriptor)
-                descriptor.__dict__.update(arguments[place].__dict__, base=x)
-                arguments[place] = descriptor
-            else:
-                arguments[place] = address
-        run(*grid, active.get_current_stream(device), handle, metadata, None, None, None, *arguments)
+            arguments[place] = tiles[place](x) if place in tiles else address
+        stream = active.get_current_stream(device)
+        if separate:
+            launch(*grid, stream, *options, *arguments)
+        else:
+            launch(*grid, stream, *options, arguments)
 
     def _by_triton(self, tensors: Mapping[str, Tensor | None]) -> Any:
         given = {
@@ -109,20 +110,99 @@ class Launcher:
             x is not None and x.data_ptr() % _ALIGNMENT for x in tensors.values()
         ):
             return
-        names = self._kernel.arg_names
-        arguments = [self._arguments.get(name) for name in names]
+        arguments = dict.fromkeys(self._kernel.arg_names) | {
+            name: x for name, x in self._arguments.items() if name in self._kernel.arg_names
+        }
         for name, x in tensors.items():
             if x is not None and name in self._tiles:
-                descriptor = self._tiles[name].descriptor(x)
-                descriptor.base = None  # otherwise x would live as long as this launcher
-                arguments[names.index(name)] = descriptor
-        places = tuple(names.index(name) for name in tensors)
+                arguments[name] = self._tiles[name].descriptor(x)
+                arguments[name].base = None  # otherwise x would live as long as this launcher
+        call = _by_driver(kernel, arguments) or _by_kernel(kernel, arguments)
+        places = tuple(-1 if x is None else call.places[name] for name, x in tensors.items())
         dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
-        tiled = tuple(names.index(name) for name in self._tiles)
+        tiles = {call.places[name]: make for name, make in call.tiles.items()}
         grid = (*self._grid, 1, 1)[:3]
         device = driver.active.get_current_device()
-        code = (kernel.run, kernel.function, kernel.packed_metadata)
-        self._compiled = _Compiled(*code, grid, device, arguments, tuple(tensors), places, dtypes, tiled)
+        self._compiled = _Compiled(*call[:4], grid, device, tuple(tensors), places, dtypes, tiles)
+
+
+class _Call(NamedTuple):
+    launch: Callable  # this and the next three: as in `_Compiled`
+    options: tuple
+    separate: bool
+    arguments: list
+    places: Mapping[str, int]  # indices in the arguments, by name
+    tiles: Mapping[str, Callable[[Tensor], Any]]  # by name
+
+
+def _by_kernel(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call:
+    """Returns a launch by the method of Triton's compiled kernel, which takes the arguments of all parameters."""
+    options = (kernel.function, kernel.packed_metadata, None, None, None)
+    tiles = {name: partial(_with_base, x) for name, x in arguments.items() if isinstance(x, TensorDescriptor)}
+    places = {name: i for i, name in enumerate(arguments)}
+    return _Call(kernel.run, options, True, list(arguments.values()), places, tiles)
+
+
+def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | None:
+    """Returns a launch by the function of Triton's driver for NVIDIA GPUs; None for code that needs more than that.
+
+    The method of the compiled kernel calls the same function. Before that it prepares memory that the code does not
+    need, and takes the constants out of the arguments.
+    """
+    from triton.backends.nvidia import driver as nvidia  # not every build of Triton has it
+
+    run, kinds = kernel.run, kernel.src.signature
+    if not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    if list(kinds) != list(arguments) or any(not isinstance(kind, str) for kind in kinds.values()):
+        return None
+    found: list[Any] = []
+    places: dict[str, int] = {}
+    tiles: dict[str, Callable[[Tensor], Any]] = {}
+    metas = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+    for name, x in arguments.items():
+        if kinds[name] == "constexpr":
+            continue
+        places[name] = len(found)
+        if isinstance(x, TensorDescriptor):
+            if not metas:
+                return None
+            tiles[name] = _Maps(nvidia.make_tensordesc_arg, x, metas[len(tiles)])
+            found += [None, *x.shape, *x.strides]
+        else:
+            found.append(x.data_ptr() if isinstance(x, Tensor) else x)
+    expanded = nvidia.expand_signature(kinds.values(), metas)
+    annotations = [x for x, kind in zip(run.arg_annotations, expanded, strict=True) if kind != "constexpr"]
+    how = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, kernel.packed_metadata)
+    options = (*how, None, None, None, None, None, annotations, run.kernel_signature)  # no hooks, no scratch memory
+    return _Call(driver.active.utils.launch, options, False, found, places, tiles)
+
+
+def _with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
+    """Returns the descriptor of another tensor with the same shape and strides."""
+    new = TensorDescriptor.__new__(TensorDescriptor)
+    new.__dict__.update(descriptor.__dict__, base=x)
+    return new
+
+
+class _Maps:
+    """Makes what the hardware takes as the descriptor of a tensor, once for each address."""
+
+    MOST = 256  # that are kept: a model has a few tensors for each layer
+
+    def __init__(self, make: Callable, descriptor: TensorDescriptor, meta: Any):
+        """Takes the driver's function, and what it is called with besides the tensor."""
+        self._make, self._descriptor, self._meta = make, descriptor, meta
+        self._kept: dict[int, Any] = {}
+
+    def __call__(self, x: Tensor) -> Any:
+        address = x.data_ptr()
+        found = self._kept.get(address)
+        if found is None:
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            found = self._kept[address] = self._make(_with_base(self._descriptor, x), self._meta)[0]
+        return found
 
 
 _launchers: dict[tuple, Launcher] = {}

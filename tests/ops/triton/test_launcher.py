@@ -1,6 +1,9 @@
 """When a kernel's compiled code is taken again: without a GPU, under a driver that writes down what it launches."""
 
 import ast
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,6 +141,19 @@ def test_profilers_see_every_launch(driver, kernel):
     finally:
         hook.remove(seen.append)
     assert len(kernel.calls) == 2
+
+
+def test_the_drivers_function_gets_what_triton_hands_to_it():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.triton.driver_launches"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    launches = json.loads(run.stdout)
+    kernels = {ours["kernel"] for ours, _ in launches}
+    assert {"gate_sums", "output_pass", "query_pass", "key_pass", "state_pass"} <= kernels
+    assert any("descriptor" in str(ours) for ours, _ in launches)
+    for ours, tritons in launches:
+        assert ours == tritons
 
 
 def test_queries_pass_five_files_to_every_kernel(monkeypatch):
