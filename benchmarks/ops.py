@@ -86,10 +86,10 @@ def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
 
 
 def _sampled_heads(case: Case, x: Tensor) -> Tensor:
-    """[n, T, R, ...]: of x [B, T, H or G, ...] at most 4 key/value heads with their query heads, as a batch of their
-    own; on the CPU's shapes all. A gradient in float64 of every head would take minutes."""
+    """[n, T, R, ...]: of x [B, T, H or G, ...] some key/value heads with their query heads, as a batch of their own: 4
+    query heads or those of one key/value head. A gradient in float64 of every head would take minutes."""
     n = case.B * case.G
-    picked = torch.linspace(0, n - 1, min(n, 4)).long().to(x.device)
+    picked = torch.linspace(0, n - 1, min(n, max(1, 4 * case.G // case.H))).long().to(x.device)
     return x.unflatten(2, (case.G, -1))[picked // case.G, :, picked % case.G]
 
 
@@ -244,7 +244,7 @@ def main() -> None:
             timing = f"{row['ms']:>10.2f} {row['peer_ms']:>10.2f} {row['ratio']:>6.2f}"
             case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
             print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
-            ordered = sorted(rows, key=lambda row: (row["p"], row["K"], row["G"], row["T"]))
+            ordered = sorted(rows, key=lambda row: (row["p"], row["K"], row["G"] / row["H"], row["G"], row["T"]))
             write(args.json, ordered)  # a run that is stopped keeps what it has
     if args.plot:
         plot(rows, args.plot)

@@ -67,11 +67,12 @@ def decoding_table(rows: list[dict]) -> str:
 def gpu_table(rows: list[dict]) -> str:
     """Returns a row for each shape, the peers side by side as ratios."""
     peers = list(dict.fromkeys(row["peer"] for row in rows if "linear" not in row["peer"]))
-    names = ("p", "K = V", "G", "gate", "T", "mode", "ms", *peers, "extra memory, MB")
-    lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---|---:|---|" + "---:|" * (len(peers) + 2)]
+    names = ("p", "K = V", "B", "H", "G", "gate", "T", "mode", "ms", *peers, "extra memory, MB")
+    lines = [f"| {' | '.join(names)} |", "|---:|---:|---:|---:|---:|---|---:|---|" + "---:|" * (len(peers) + 2)]
     shapes: dict[tuple, dict[str, dict]] = {}
     for row in rows:
-        key = (row["p"], row["K"], row["G"], "yes" if row["gated"] else "no", f"{row['T']:,}", row["mode"])
+        sizes = (row[name] for name in ("p", "K", "B", "H", "G"))
+        key = (*sizes, "yes" if row["gated"] else "no", f"{row['T']:,}", row["mode"])
         shapes.setdefault(key, {})[row["peer"]] = row
     for key, found in shapes.items():
         ratios = [f"{found[peer]['ratio']:.2f}x" if peer in found else "" for peer in peers]
@@ -79,7 +80,7 @@ def gpu_table(rows: list[dict]) -> str:
         time, memory = f"{ours['ms']:.2f}", "" if ours["extra_mb"] is None else f"{ours['extra_mb']:,.0f}"
         lines.append(f"| {' | '.join([*map(str, key), time, *ratios, memory])} |")
     row = rows[0]
-    shape = f"B {row['B']}, H {row['H']}, {row['dtype']}; up to T = 4,096 as CUDA graphs"
+    shape = f"{row['dtype']}; up to T = 4,096 as CUDA graphs"
     cold = " and ".join(f"{seconds:.1f}" for seconds in dict.fromkeys(row["cold_start_s"] for row in rows))
     shape += f"; a first forward and backward, with nothing compiled before: {cold} s"
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
