@@ -3,11 +3,12 @@
 Triton chooses the compiled code of a launch by looking at every argument: the dtypes and alignments of tensors, the
 values of integers, the options. That takes longer than the launch itself. A `Launcher` holds all arguments but the
 tensors. So after the first launch, tensors of the same dtypes at aligned addresses take the same code. On NVIDIA GPUs
-that code is launched by the function of Triton's driver, with the arguments that the code has, without constants.
+that code is launched by the function of Triton's driver that Triton itself calls in the end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
     """Returns a launch by the function of Triton's driver for NVIDIA GPUs; None for code that needs more than that.
 
     The method of the compiled kernel calls the same function. Before that it prepares memory that the code does not
-    need, and takes the constants out of the arguments.
+    need, and makes the descriptors of tensors at every launch.
     """
     from triton.backends.nvidia import driver as nvidia  # not every build of Triton has it
 
@@ -156,12 +157,13 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
         return None
     if list(kinds) != list(arguments) or any(not isinstance(kind, str) for kind in kinds.values()):
         return None
+    one_for_all = hasattr(nvidia, "expand_signature")  # not in Triton 3.6, which builds a function for each signature
+    metas = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     found: list[Any] = []
     places: dict[str, int] = {}
     tiles: dict[str, Callable[[Tensor], Any]] = {}
-    metas = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
     for name, x in arguments.items():
-        if kinds[name] == "constexpr":
+        if one_for_all and kinds[name] == "constexpr":
             continue
         places[name] = len(found)
         if isinstance(x, TensorDescriptor):
@@ -171,10 +173,13 @@ def _by_driver(kernel: CompiledKernel, arguments: Mapping[str, Any]) -> _Call | 
             found += [None, *x.shape, *x.strides]
         else:
             found.append(x.data_ptr() if isinstance(x, Tensor) else x)
+    how, hooks, scratch = (kernel.function, run.launch_cooperative_grid, run.launch_pdl), (None,) * 3, (None,) * 2
+    if not one_for_all:
+        launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if tiles else run.launch
+        return _Call(launch, (*how, *scratch, kernel.packed_metadata, *hooks), True, found, places, tiles)
     expanded = nvidia.expand_signature(kinds.values(), metas)
     annotations = [x for x, kind in zip(run.arg_annotations, expanded, strict=True) if kind != "constexpr"]
-    how = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, kernel.packed_metadata)
-    options = (*how, None, None, None, None, None, annotations, run.kernel_signature)  # no hooks, no scratch memory
+    options = (*how, kernel.packed_metadata, *hooks, *scratch, annotations, run.kernel_signature)
     return _Call(driver.active.utils.launch, options, False, found, places, tiles)
 
 

@@ -51,18 +51,30 @@ class Driver:
     def fill_tma_descriptor_tiled(self, address: int, *form: Any) -> list:
         return ["descriptor", address, *form]
 
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # its name in Triton 3.6
+
     def launch(self, x, y, z, stream, function, cooperative, early, metadata, *rest: Any) -> None:
+        """Is the function of Triton 3.7, the same for all kernels."""
         _, _, _, *scratch, annotations, kinds, arguments = rest  # the first three are for hooks
         taken = [a for each, a in zip(annotations, arguments, strict=True) if each.type == "kernel"]
         assert len(taken) == len(kinds)
-        how = {"grid": [x, y, z], "stream": stream, "cooperative": cooperative, "early": early, "metadata": metadata}
-        how |= {"scratch": scratch, "kinds": kinds, "kernel": function}
-        self.launched.append(how | {"arguments": [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in taken]})
+        self.note([x, y, z], stream, function, [cooperative, early, metadata, scratch, kinds], taken)
+
+    def launch_of_signature(self, x, y, z, stream, function, cooperative, early, *rest: Any) -> None:
+        """Is a function of Triton 3.6, which builds one for each signature."""
+        *scratch, metadata, _, _, _ = rest[:6]
+        self.note([x, y, z], stream, function, [cooperative, early, metadata, scratch], rest[6:])
+
+    def note(self, grid, stream, function, how, arguments) -> None:
+        told = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        self.launched.append({"kernel": function, "grid": grid, "stream": stream, "how": how, "arguments": told})
 
 
 def main() -> None:
     nvidia.PyKernelArg = SimpleNamespace
     nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL, nvidia.ARG_TUPLE = "constant", "kernel", "tuple"
+    nvidia.library_dirs = list  # Triton 3.6 looks for the driver of a GPU
+    nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=driver.launch_of_signature)
     config.on_hopper, config.processors = lambda device: True, lambda device: 132
     driver = Driver()
     triton.runtime.driver.set_active(driver)
