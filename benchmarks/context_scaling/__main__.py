@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", help="instead of the studies' own")
     run.add_argument("--rates", help="learning rates instead of the runs' own")
     run.add_argument("--variants", help="only these of the studies' variants; without studies: what to train")
-    run.add_argument("--contexts", help="without studies: the contexts to train at (default: 1024)")
+    help_contexts = "only these contexts of the studies' runs; without studies: what to train at (default: 1024)"
+    run.add_argument("--contexts", help=help_contexts)
     run.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
 
     timed = commands.add_parser("speed", help="time training steps, alone on a GPU")
@@ -133,15 +134,14 @@ def _run(options: argparse.Namespace) -> int:
 def _chosen(options: argparse.Namespace, seeds: list[int] | None, rates: list[float] | None) -> list[Run]:
     """Returns the runs of studies, or of a search: variants, which may have changes, at the tokens of most studies."""
     variants = _listed("--variants", str, options.variants) if options.variants else []
+    contexts = _listed("--contexts", int, options.contexts) if options.contexts else []
     if options.studies:
-        if options.contexts:
-            raise ValueError("--contexts goes without --studies: studies have contexts of their own")
         runs = grid(_listed("--studies", str, options.studies), seeds, rates)
+        runs = [run for run in runs if not contexts or run.context in contexts]
         return [run for run in runs if not variants or run.variant in variants]
     if not variants:
         raise ValueError("--studies or --variants is needed: what to train")
-    contexts = _listed("--contexts", int, options.contexts or "1024")
-    chosen = product(contexts, seeds or [0], rates or [Run.learning_rate], variants)
+    chosen = product(contexts or [1024], seeds or [0], rates or [Run.learning_rate], variants)
     return [Run(variant, context, learning_rate=rate, seed=seed) for context, seed, rate, variant in chosen]
 
 

@@ -15,7 +15,7 @@ SMALL = Case(T=12, H=2, G=2, K=4, V=4)
 def small(monkeypatch):
     monkeypatch.setattr(host, "CASES", {"cpu": [SMALL]})
     monkeypatch.setattr(host, "LAYER_CASES", {"cpu": [SMALL]})
-    monkeypatch.setattr(torch, "compile", lambda module: module)
+    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
 
 
 def test_rows(monkeypatch, tmp_path):
@@ -25,7 +25,7 @@ def test_rows(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["host", "--device", "cpu", "--threads", "1", "--json", str(file)])
     host.main()
     rows = json.loads(file.read_text())
-    assert [row["what"] for row in rows] == ["forward", "forward+backward", "layer", "layer compiled"]
+    assert [row["what"] for row in rows] == ["forward", "forward+backward", *host.LAYERS]
     columns = "what T us peer_us one_thread_us peer_one_thread_us wall_us peer_wall_us ratio err peer processor"
     assert {*columns.split(), "commit", "code", "torch"} <= rows[0].keys()
     assert [(row["us"], row["peer_us"]) for row in rows[:2]] == [(1, 1), (5, 4)]
