@@ -7,7 +7,8 @@ d model width.
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sympow.layers.base import Mixer
+from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
@@ -197,11 +199,13 @@ class AttentionMixer(Mixer):
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.qkv.weight)
         if self.convolution is None:
+            output = self.begin_output(x)
             y, state = self.mix_step(x, state, **extras)
-            return self.output(x, y), state
+            return output(y), state
         x, past = self.convolution.step(x, state.past)
+        output = self.begin_output(x)
         y, behind = self.mix_step(x, state.behind, **extras)
-        return self.output(x, y), ShortConvolutionState(past, behind)
+        return output(y), ShortConvolutionState(past, behind)
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
@@ -220,9 +224,16 @@ class AttentionMixer(Mixer):
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
-        gate = None if self.output_gate is None else self.output_gate(x)
+        return self.begin_output(x)(y)
+
+    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Starts `output` of x, and returns the function that maps the heads' outputs to it.
+
+        In a CUDA graph of a step, the output gate is computed beside what is launched in between.
+        """
+        gate = None if self.output_gate is None else beside(partial(self.output_gate, x), x.device)
         weight = None if self.head_norm is None else self.head_norm.weight
-        return self.out(gated_norm(y, weight, gate, eps=1e-6))
+        return lambda y: self.out(gated_norm(y, weight, None if gate is None else gate(), eps=1e-6))
 
     def projected(self, x: Tensor) -> Tensor:
         """Projects x [B, T, d] to queries, keys and values of all heads: [B, T, H K + G K + G V]."""

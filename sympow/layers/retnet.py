@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any, ClassVar, Unpack
 
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
 from sympow.layers.base import state_options
+from sympow.layers.beside import beside
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, continue_power, try_power
 from sympow.layers.state import After
@@ -101,6 +104,7 @@ class RetNet(AttentionMixer):
     def _options(self) -> dict[str, Any]:
         return {"p": 1, "normalize": False, "chunk_size": self.chunk_size, "impl": self.impl}
 
-    def output(self, x: Tensor, y: Tensor) -> Tensor:
-        """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
-        return self.out(F.silu(self.gate(x)) * head_normed(self.out_norm, y))
+    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Starts the norm, the gate and the projection of the heads' outputs; see `AttentionMixer.begin_output`."""
+        gate = beside(partial(self.gate, x), x.device)
+        return lambda y: self.out(F.silu(gate()) * head_normed(self.out_norm, y))

@@ -5,6 +5,7 @@ A few such layers among BaseConv ones are the hybrids of Zoology; selecting ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
@@ -93,9 +94,9 @@ class SelectiveAttention(AttentionMixer):
         self.score = nn.Linear(d_model, 1) if selection == "learned" else None
         self.reset_parameters()
 
-    def output(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns y [B, T, d], which `mix` has projected for the selected tokens alone."""
-        return y
+    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the identity, because `mix` has projected the outputs of the selected tokens alone."""
+        return lambda y: y
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
         """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from sympow.ops.availability import has_kernels
+
 IGNORE = -100
 """Targets of this value have no loss."""
 
@@ -95,8 +97,14 @@ def cross_entropy_sum(
         weight: [V, d].
         targets: int64 [N].
         rows: tokens of a slice.
-        cross_entropy: the module that computes the losses of a slice.
+        cross_entropy: the module that computes the losses of a slice where there is no kernel for that.
     """
+    if has_kernels(hidden.device, _dtype(hidden)):
+        from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
+
+        return _sliced_sum(
+            hidden, weight, rows, lambda logits, here: cross_entropy_of_rows(logits, targets[here], IGNORE)
+        )
     return _sliced_sum(hidden, weight, rows, lambda logits, here: cross_entropy(logits, targets[here]))
 
 

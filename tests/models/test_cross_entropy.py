@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.models.cross_entropy import CrossEntropy, cross_entropy_sum
+from sympow.models.cross_entropy import IGNORE, CrossEntropy, cross_entropy_sum
 from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
 
 TOKENS, WIDTH = 11, 6
@@ -68,6 +68,33 @@ def test_logits_are_overwritten_with_their_gradients(dtype, compiled):
     rounding = torch.finfo(losses.dtype).eps
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=0, atol=120 * rounding)
     torch.testing.assert_close(logits.double(), grad, rtol=0, atol=12 * rounding + torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("width", [1, 13, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel(dtype, width, monkeypatch):
+    """Rows of one block, of a part of one, and of several, the first of which holds no token in one row."""
+    pytest.importorskip("triton", reason="needs triton")
+    from sympow.ops.triton import cross_entropy as kernel
+
+    monkeypatch.setattr(kernel, "COLUMNS", 16)
+    gen = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(TOKENS, width, generator=gen)).to(dtype)
+    if width > 16:
+        logits[5, :16] = -torch.inf
+        logits[:, 37:] = -torch.inf
+    targets = torch.randint(min(width, 37), (TOKENS,), generator=gen)
+    targets[4], targets[5] = IGNORE, min(width, 37) - 1
+    exact = logits.double().clone().requires_grad_()
+    expected = F.cross_entropy(exact, targets, ignore_index=IGNORE, reduction="none")
+    (grad,) = torch.autograd.grad(expected.sum(), exact)
+    logits, targets = logits.to(DEVICE), targets.to(DEVICE)
+    losses = kernel.cross_entropy_of_rows(logits, targets, IGNORE).cpu()
+    # The bounds of the test above.
+    rounding = torch.finfo(torch.float32).eps
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=0, atol=120 * rounding)
+    torch.testing.assert_close(logits.double().cpu(), grad, rtol=0, atol=12 * rounding + torch.finfo(dtype).eps)
 
 
 def test_autocast():

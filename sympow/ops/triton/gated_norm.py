@@ -64,7 +64,7 @@ def norm_gate_backward(
     """Computes the gradients of every num_programs-th tile of TILE rows, and the part of these tiles in the gradient of
     the weights."""
     col = tl.arange(0, WIDTH)
-    total = tl.zeros([WIDTH], tl.float32)
+    total = tl.zeros([TILE, WIDTH], tl.float32)  # threads exchange sums only once, after the last tile
     w = tl.full([WIDTH], 1.0, tl.float32)
     if weight is not None:
         w = tl.load(weight + col, mask=col < V, other=0.0).to(tl.float32)
@@ -85,13 +85,13 @@ def norm_gate_backward(
             tl.store(dgate + place, of_gate.to(dgate.dtype.element_ty), mask=mask)
             grad = grad * g * sigmoid
         if weight is not None:
-            total += tl.sum(grad * normed, 0)
+            total += grad * normed
             grad = grad * w[None, :]
             along = tl.sum(grad * normed, 1) / V
             grad = (grad - normed * along[:, None]) * scale[:, None]
         tl.store(dy + place, grad.to(dy.dtype.element_ty), mask=mask)
     if weight is not None:
-        tl.store(dweight + tl.program_id(0) * V + col, total, mask=col < V)
+        tl.store(dweight + tl.program_id(0) * V + col, tl.sum(total, 0), mask=col < V)
 
 
 def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:

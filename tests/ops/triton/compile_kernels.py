@@ -28,6 +28,8 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
+from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
+from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 from sympow.ops.triton.short_convolution import (
     short_convolution,
@@ -36,7 +38,8 @@ from sympow.ops.triton.short_convolution import (
 )
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
+         torch.int64: "*i64"}  # fmt: skip
 
 
 @contextmanager
@@ -118,10 +121,15 @@ def rotation_launches(key_dim: int) -> list[tuple]:
     return recorded
 
 
-def convolution_launches() -> list[tuple]:
-    """Forward and backward of the short convolution, and a step of it."""
+def block_launches() -> list[tuple]:
+    """Forward and backward of the short convolution and of the norm with the gate, a step of the convolution, and the
+    losses of logits."""
     with recording() as recorded:
         for dtype in (torch.bfloat16, torch.float32):
+            y, weight = torch.empty(1, 2048, 12, 64, dtype=dtype), torch.empty(64)
+            gated_norm(y, weight, y.flatten(2), 1e-6)
+            gated_norm_backward(y.flatten(2), y, weight, y.flatten(2), 1e-6)
+            cross_entropy_of_rows(torch.empty(8, 50_304, dtype=dtype), torch.zeros(8, dtype=torch.int64), -100)
             x, weight, bias = torch.empty(1, 2048, 768, dtype=dtype), torch.empty(768, 4), torch.empty(768)
             short_convolution(x, weight, bias, None)
             short_convolution_backward(x, x, weight, bias, None)
@@ -181,7 +189,7 @@ def main() -> None:
         if key_dim > 32:  # a smaller K needs fewer registers
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
-    launches += [(0, *launch) for launch in convolution_launches()]
+    launches += [(0, *launch) for launch in block_launches()]
     if not hopper:
         launches = first_of_each(launches)
     for p, key_dim in ((3, 16), (3, 32), (3, 64), (4, 16), (4, 24), (4, 32)) if hopper else ():
