@@ -68,6 +68,7 @@ NOT_RUN = {
     "git clone": "needs a network",
     "cd": "is of a clone, which this is",
     "unzip": "is of a model that is fetched",
+    "apt-get": "needs a network",
     "make": "makes an environment of its own; CI begins with it",
     "sympow demo": "takes minutes: tests/test_cli.py",
     "sympow serve": "runs until a signal: tests/serving/test_http_server.py",
