@@ -136,7 +136,7 @@ def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count:
                 torch.cuda.reset_peak_memory_stats()
             ranks.wait()
             start = time.perf_counter()
-            loss, norm, _ = train_step(model, optimizer, passes, 1e-4, config.training, device, ranks)
+            loss, norm, _ = train_step(model, optimizer, passes, 1e-4, config.training, device, ranks).read()
             seconds.append(time.perf_counter() - start)
             numbers.append((loss, norm))
     if not all(math.isfinite(x) for pair in numbers for x in pair):

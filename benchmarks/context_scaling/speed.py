@@ -83,7 +83,7 @@ class Timer:
                 if self.device == "cuda" and step == 2:  # the first steps compile and try out kernels
                     torch.cuda.reset_peak_memory_stats()
                 begun = time.perf_counter()
-                train_step(model, optimizer, passes, 1e-4, settings, device)  # waits for the device
+                train_step(model, optimizer, passes, 1e-4, settings, device).read()
                 seconds.append(time.perf_counter() - begun)
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
         parameters = model.num_parameters()

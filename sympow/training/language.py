@@ -172,7 +172,7 @@ class _Training:
         loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
         self.loss, self.norm, targets = train_step(
             self.model, self.optimizer, passes, self.rate, self.settings, self.device, self.ranks, loss_sum
-        )
+        ).read()
         if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
             raise NonFiniteError(
                 f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {step + 1} "
