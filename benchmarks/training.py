@@ -1,8 +1,9 @@
 """Times training steps: `python -m benchmarks.training --json FILE`. With torchrun it uses several GPUs, which share
 rows.
 
-The step is `train_step` of `sympow.training.step`, as in the training loop. It includes the copy of the batch to the
-device, clipping and the optimizer. It does not include the check of the tokens, which the loop does ahead of time.
+The step is `train_step` of `sympow.training.step`. It includes the copy of the batch to the device, clipping and the
+optimizer. It does not include the check of the tokens, which the training loop does ahead of time. As in the loop, the
+numbers of a step are read when the next step is launched; see `timed_steps`.
 Tokens are random. Softmax attention is cuDNN's on a GPU. Before a mixer is timed, its loss and gradient in bfloat16 are
 compared with those in float32 on a shorter row. Before another way to run it is timed, its first step is compared with
 that of the plain way. Rows that are in FILE already are not measured again, so the same command continues a run that
@@ -18,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,7 +33,7 @@ from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, join, launched, prepare
-from sympow.training.step import autocast, make_pass, train_step
+from sympow.training.step import StepNumbers, autocast, make_pass, train_step
 from sympow.training.throughput import peak_flops, token_flops
 
 BLOCK = {"short_convolution": 4, "head_norm": True, "output_gate": True}
@@ -118,6 +119,32 @@ def difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.nan
 
 
+def timed_steps(launch: Callable[[int], StepNumbers], count: int) -> tuple[list[float], list[tuple[float, float]]]:
+    """Takes `count` steps as the training loop does: reads the numbers of a step after the next step is launched.
+
+    One step more is launched after the last, so that the last takes the time of any other. Launching the second step is
+    part of the time of the first.
+
+    Args:
+        launch: launches the step of an index, from 0 to `count`.
+        count: the number of steps that are timed.
+
+    Returns the seconds of every step, from the moment when the step before was read to that when it is read itself; and
+    its mean loss and gradient norm.
+    """
+    seconds, numbers = [], []
+    began, following = time.perf_counter(), launch(0)
+    for step in range(count):
+        current, following = following, launch(step + 1)
+        loss, norm, _ = current.read()
+        now = time.perf_counter()
+        seconds.append(now - began)
+        numbers.append((loss, norm))
+        began = now
+    following.read()  # so that the device is free for what comes next
+    return seconds, numbers
+
+
 def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
     """`count` steps: loss and gradient norm of the first, seconds of each, peak memory from the third on in bytes, and
     FLOPs a token."""
@@ -128,17 +155,16 @@ def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count:
     flops = token_flops(model, shape.context)
     prepare(model, config, ranks)
     optimizer = make_optimizer(model, config.training)
-    seconds, numbers = [], []
+    steps = [[make_pass(part, model, device) for part in shape.passes(step, ranks)] for step in range(count + 1)]
+
+    def launch(step: int) -> StepNumbers:
+        if device.type == "cuda" and step <= WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        return train_step(model, optimizer, steps[step], 1e-4, config.training, device, ranks)
+
+    ranks.wait()
     with attention(mixer, device):
-        for step in range(count):
-            passes = [make_pass(part, model, device) for part in shape.passes(step, ranks)]
-            if device.type == "cuda" and step <= WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
-            ranks.wait()
-            start = time.perf_counter()
-            loss, norm, _ = train_step(model, optimizer, passes, 1e-4, config.training, device, ranks)
-            seconds.append(time.perf_counter() - start)
-            numbers.append((loss, norm))
+        seconds, numbers = timed_steps(launch, count)
     if not all(math.isfinite(x) for pair in numbers for x in pair):
         raise RuntimeError(f"{mixer}, {mode}: losses and gradient norms of {numbers}; not timed")
     peak = ranks.max(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)

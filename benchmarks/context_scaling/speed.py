@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,11 @@ import torch
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES, Run
 from benchmarks.context_scaling.work import choose_gpu, fast_attention
 from benchmarks.measure import commit, processor
+from benchmarks.training import timed_steps
 from sympow.models import LanguageModel
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, prepare
-from sympow.training.step import make_pass, train_step
+from sympow.training.step import StepNumbers, make_pass, train_step
 from sympow.training.throughput import token_flops
 
 WARM_UP, TIMED = 4, 12  # steps
@@ -65,6 +65,14 @@ class Timer:
                              **self._time(case), **about}  # fmt: skip
 
     def _time(self, case: Case) -> dict[str, Any]:
+        measured = self._measure(case)
+        gc.collect()
+        torch.compiler.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return measured
+
+    def _measure(self, case: Case) -> dict[str, Any]:
         scale = SCALES[self.scale]
         run = Run(case.variant, case.context)
         config = run.config(scale, Path("corpus"), self.device, case.mode == "compiled")
@@ -75,27 +83,20 @@ class Timer:
         optimizer = make_optimizer(model, settings)
         generator = torch.Generator().manual_seed(0)
         shape = (DOCUMENT // run.context, settings.context + 1)
-        seconds = []
+        texts = [torch.randint(config.model.vocab_size, shape, generator=generator) for _ in range(WARM_UP + TIMED + 1)]
+        passes = [make_pass(Part(text[:, :-1].contiguous(), text[:, 1:].contiguous()), model, device) for text in texts]
+
+        def launch(step: int) -> StepNumbers:
+            if self.device == "cuda" and step == 2:  # the first steps compile and try out kernels
+                torch.cuda.reset_peak_memory_stats()
+            return train_step(model, optimizer, [passes[step]], 1e-4, settings, device)
+
         with fast_attention(self.device):
-            for step in range(WARM_UP + TIMED):
-                text = torch.randint(config.model.vocab_size, shape, generator=generator)
-                passes = [make_pass(Part(text[:, :-1].contiguous(), text[:, 1:].contiguous()), model, device)]
-                if self.device == "cuda" and step == 2:  # the first steps compile and try out kernels
-                    torch.cuda.reset_peak_memory_stats()
-                begun = time.perf_counter()
-                train_step(model, optimizer, passes, 1e-4, settings, device)  # waits for the device
-                seconds.append(time.perf_counter() - begun)
-        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
-        parameters = model.num_parameters()
-        del model, optimizer
-        gc.collect()
-        torch.compiler.reset()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+            seconds, _ = timed_steps(launch, WARM_UP + TIMED)
         return {
             "tokens_per_second": round(shape[0] * settings.context / median(seconds[WARM_UP:])),
             "first_step_seconds": round(seconds[0], 1),
-            "peak_bytes": peak,
+            "peak_bytes": torch.cuda.max_memory_allocated() if self.device == "cuda" else None,
             "flops_per_token": flops,
-            "parameters": parameters,
+            "parameters": model.num_parameters(),
         }

@@ -38,7 +38,7 @@ class Checkpoint:
     Attributes:
         step: optimizer steps done.
         tokens: target tokens seen.
-        seconds: training time so far, without held-out losses and checkpoints.
+        seconds: time of training steps so far, with waits for batches, without held-out losses and checkpoints.
         data: the state of the batches, and the next position in them.
         rng: the states of torch's generators: "cpu", and "cuda" if the run uses it.
     """

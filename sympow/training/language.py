@@ -32,7 +32,7 @@ from sympow.training.objective import Objective
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.ranks import Ranks, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder
-from sympow.training.step import Pass, RowSource, held_out_loss, make_pass, resolve_device, train_step
+from sympow.training.step import Pass, RowSource, StepNumbers, held_out_loss, make_pass, resolve_device, train_step
 from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")
@@ -112,8 +112,28 @@ def train(
         return TrainingResult(step, settings.steps, trained.loss, stopped_by)
 
 
+class _Launched(NamedTuple):
+    """Holds an optimizer step whose numbers are not read yet."""
+
+    step: int
+    rate: float
+    numbers: StepNumbers
+
+
 class _Training:
-    """Trains a language model, for `run_steps`: holds the arguments of `train` and the progress of the run."""
+    """Trains a language model, for `run_steps`: holds the arguments of `train` and the progress of the run.
+
+    The numbers of a step that a GPU computes are read after the next step is launched, so that the GPU has work while
+    the host reads. Before anything is made from the model or the numbers, the step that was launched last is read too.
+
+    Attributes:
+        launched: the step that was launched last, if it is not read; None: all are read.
+        began: when the first step began that was launched after all were read.
+        loss, norm, rate: of the step that was read last.
+        tokens: targets of all steps that are read.
+        seconds: the time of the steps, with the waits for their batches. The time of observers, evaluations and
+            checkpoints is not part of it.
+    """
 
     def __init__(
         self,
@@ -139,6 +159,8 @@ class _Training:
         self.continues, self.resumed = checkpoint is not None, checkpoint.step if checkpoint else 0
         self.tokens, self.seconds = (checkpoint.tokens, checkpoint.seconds) if checkpoint else (0, 0.0)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        self.launched: _Launched | None = None
+        self.began = 0.0
         self.loss: float | None = None
         self.norm = self.rate = 0.0
         self.stage = 0
@@ -163,24 +185,23 @@ class _Training:
         self.passes = _ahead(self._load, range(step, settings.steps))
 
     def take(self, step: int) -> None:
-        """Takes optimizer step `step`. Raises NonFiniteError where the loss or its gradient is not finite."""
+        """Launches optimizer step `step`, then reads the step before; on the CPU reads `step` itself.
+
+        Raises NonFiniteError if the loss of a step that is read, or its gradient, is not finite.
+        """
+        if self.launched is None:
+            self.began = time.perf_counter()
         passes = next(self.passes)
-        began = time.perf_counter()
         objective = self.objective
         self.stage, stage_start = (0, 0) if objective is None else objective.stage(step)
-        self.rate = learning_rate(step, self.settings, stage_start)
+        rate = learning_rate(step, self.settings, stage_start)
         loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
-        self.loss, self.norm, targets = train_step(
-            self.model, self.optimizer, passes, self.rate, self.settings, self.device, self.ranks, loss_sum
-        )
-        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            raise NonFiniteError(
-                f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {step + 1} "
-                f"(learning rate {self.rate:.3g}); the last checkpoint: {latest(self.run_dir) or 'none'}"
-            )
-        self.tokens += targets
-        self.seconds += time.perf_counter() - began
-        self.progress.advance(note=f"loss {self.loss:.4f}")
+        numbers = train_step(self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum)
+        before, self.launched = self.launched, _Launched(step, rate, numbers)
+        if before is not None:
+            self._read(before)
+        if numbers.copied is None:  # nothing to wait for; a launch on weights that are not finite can fail on the CPU
+            self._settle()
         self.tracing()
 
     def end(self, done: int) -> str | None:
@@ -189,20 +210,45 @@ class _Training:
         last = done == settings.steps
         ends_stage = objective is not None and not last and objective.stage(done)[0] != self.stage
         evaluates = last or ends_stage or done % settings.evaluate_every == 0
-        if self.observe and evaluates:
-            self.observe(self.model, done)
+        if evaluates:
+            self._settle()
+            if self.observe:
+                self.observe(self.model, done)
         evaluates = evaluates and self.held_out is not None
         number = int(self.ranks.max(self.stop.signal or 0))
         stopped_by = signal.Signals(number).name if number else None
-        if last or evaluates or done % settings.log_every == 0:
+        logs = last or evaluates or done % settings.log_every == 0
+        saves = last or stopped_by or done % settings.checkpoint_every == 0
+        if logs or saves:
+            self._settle()
+        if logs:
             row = self._row(done, evaluates)
             if self.metrics:
                 self.metrics.write(row)
-        if last or stopped_by or done % settings.checkpoint_every == 0:
+        if saves:
             if self.metrics:
                 self.metrics.sync()  # no checkpoint without the metrics that led to it
             self._save(done)
         return stopped_by
+
+    def _settle(self) -> None:
+        """Reads the step that was launched last, if it is not read, and counts the time since `began`."""
+        if self.launched is not None:
+            self._read(self.launched)
+            self.launched = None
+            self.seconds += time.perf_counter() - self.began
+
+    def _read(self, launched: _Launched) -> None:
+        """Waits for the numbers of a step, and counts the step. Raises NonFiniteError if they are not finite."""
+        self.loss, self.norm, targets = launched.numbers.read()
+        self.rate = launched.rate
+        if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+            raise NonFiniteError(
+                f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {launched.step + 1} "
+                f"(learning rate {self.rate:.3g}); the last checkpoint: {latest(self.run_dir) or 'none'}"
+            )
+        self.tokens += targets
+        self.progress.advance(note=f"loss {self.loss:.4f}")
 
     def _load(self, index: int) -> list[Pass]:
         first = index * self.settings.passes_per_step

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -40,6 +41,34 @@ class Pass(NamedTuple):
 
     rows: Rows
     targets: int
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Holds the loss and the gradient norm of a step. The device may still be computing them.
+
+    Args:
+        numbers: the loss summed over the targets of this rank, and the gradient norm over all ranks, float64 [2].
+        copied: the event after which the host may look at `numbers`, if a GPU copies them to the host; otherwise None.
+        targets: the number of targets over all ranks.
+        ranks: the ranks that took the step.
+    """
+
+    numbers: Tensor
+    copied: torch.cuda.Event | None
+    targets: int
+    ranks: Ranks
+
+    def read(self) -> tuple[float, float, int]:
+        """Returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+
+        The host waits until a GPU has done this step. It does not wait for work that was launched later. All ranks read
+        the same steps in the same order, because they wait for each other.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, norm = self.numbers.tolist()
+        return self.ranks.sum(loss) / self.targets, norm, self.targets
 
 
 def backward(
@@ -91,11 +120,11 @@ def train_step(
     device: torch.device,
     ranks: Ranks = ALONE,
     loss_sum: LossSum | None = None,
-) -> tuple[float, float, int]:
-    """Takes one optimizer step; returns (mean loss in nats, gradient norm before clipping, targets), over all ranks.
+) -> StepNumbers:
+    """Launches one optimizer step, and returns its numbers without waiting for the device; see `StepNumbers.read`.
 
-    `loss_sum` computes the loss of rows, summed over their targets; None: `LanguageModel.loss_sum`. The host waits for
-    the device once, at the end.
+    `loss_sum` computes the loss of rows, summed over their targets; None: `LanguageModel.loss_sum`. Raises ValueError
+    if no rank has a target.
     """
     targets = int(ranks.sum(sum(each.targets for each in passes)))
     if targets == 0:
@@ -114,7 +143,7 @@ def train_step(
         norm = cast("DTensor", norm).full_tensor()
     set_learning_rate(optimizer, rate)
     move(optimizer)
-    return ranks.sum(float(total)) / targets, float(norm), targets
+    return StepNumbers(*_to_host(torch.stack([total, norm.to(total)])), targets, ranks)
 
 
 @torch.no_grad()
@@ -154,6 +183,17 @@ def resolve_device(name: str) -> torch.device:
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Gives the context in which a model of `TrainingConfig.precision` runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Returns a copy on the host of a GPU's tensor, and the event after which the copy is complete.
+
+    The memory of the copy is pinned, so that the host does not wait here. A tensor of another device is not copied.
+    """
+    if not numbers.is_cuda:
+        return numbers, None
+    copy = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    return copy, torch.cuda.current_stream(numbers.device).record_event()
 
 
 def _moved(rows: Rows, device: torch.device) -> Rows:

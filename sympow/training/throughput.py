@@ -54,7 +54,8 @@ def trace(run_dir: Path, steps: int) -> Iterator[Callable[[], None]]:
     """Gives the function to call after every step.
 
     Steps 3 to `steps` + 2 are traced into profile/trace.json in the folder, which chrome://tracing and Perfetto can
-    show. With 0 steps nothing is traced.
+    show. The trace of a GPU may begin with work of step 2, which the host does not wait for. With 0 steps nothing is
+    traced.
     """
     if not steps:
         yield lambda: None

@@ -51,6 +51,30 @@ def test_the_step_is_that_of_training_and_its_passes_add_up():
     assert one["flops"] > 6 * 29 * 64
 
 
+@pytest.mark.parametrize(("host", "device", "expected"), [(2, 5, [5, 5, 5, 5]), (5, 2, [10, 5, 5, 5])])
+def test_a_step_takes_the_longer_of_the_times_of_host_and_device(monkeypatch, host, device, expected):
+    """Also the last step. On a clock: the host launches a step, and the device works behind it."""
+    now, idle = [0.0], [0.0]
+
+    class Numbers:
+        def __init__(self, step: int, done: float):
+            self.step, self.done = step, done
+
+        def read(self):
+            now[0] = max(now[0], self.done)
+            return float(self.step), 1.0, 3
+
+    def launch(step: int) -> Numbers:
+        idle[0] = max(idle[0], now[0]) + device  # the first kernel is launched at once
+        now[0] += host
+        return Numbers(step, max(idle[0], now[0]))
+
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    seconds, numbers = training.timed_steps(launch, 4)
+    assert seconds == expected and numbers == [(step, 1.0) for step in range(4)]
+    assert now[0] >= idle[0], "the device still works"
+
+
 def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, capsys):
     """One that does not come to the plain one, or to float32; and the others go on."""
     exact = training.take_steps

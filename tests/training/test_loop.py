@@ -181,7 +181,7 @@ def gradient(config, batches, monkeypatch) -> tuple[float, torch.Tensor]:
 
     optimizer = Recorder(model.parameters(), lr=0.1)
     passes = [make_pass(batch, model, CPU) for batch in batches]
-    loss, _, targets = train_step(model, optimizer, passes, 0.1, config.training, CPU)
+    loss, _, targets = train_step(model, optimizer, passes, 0.1, config.training, CPU).read()
     assert targets == sum(int((batch.targets != -100).sum()) for batch in batches)
     assert all(parameter.grad is None for parameter in model.parameters())
     return loss, seen[0]
