@@ -62,7 +62,8 @@ def attention(
     level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
     q, k = _pad(q, level_dim), _pad(k, level_dim)
     if chunk_size is None:
-        chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state)
+        learned = rotation is not None and rotation.positions.requires_grad
+        chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state, learned)
     chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
         refusal = _without_states(p, key_dim)
@@ -112,15 +113,18 @@ def attention(
 
 def automatic_chunk_size(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None, p: int, gradient: bool,
-    has_state: bool = False,
+    has_state: bool = False, positions: bool = False,
 ) -> int:  # fmt: skip
     """Returns the chunk size for chunk_size=None.
 
-    The key dim of q and k must be one that the kernels have. `gradient` tells whether the call is part of training.
+    The key dim of q and k must be one that the kernels have. `gradient` tells whether the call is part of training,
+    `positions` whether the gradient of data-dependent positions is computed.
     """
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
     reach = log_g is not None and cu_seqlens is None and not has_state
     chunk = config.chunk_size(key_dim, p, time, gradient, reach)
+    if positions and p <= 2 and chunk < time:
+        return min(chunk, config.position_chunk(key_dim))
     if gradient and chunk < min(wider, time):
         kept = [Shapes(q, k, v, cu_seqlens, p, size, gradient_rows=True).keeps(True) for size in (chunk, wider)]
         return wider if kept == [False, True] else chunk

@@ -194,6 +194,12 @@ def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> 
     return time if time <= longest else chunk
 
 
+def position_chunk(key_dim: int) -> int:
+    """Returns the most tokens of a chunk in training with data-dependent positions, for a padded key dim. The sum of
+    their gradient starts again at every chunk, and its rounding errors grow with the tokens of a chunk."""
+    return 8 * key_dim
+
+
 def ceil_div(a: int, b: int) -> int:
     """Returns a / b, rounded up. Triton's own function is made for kernels too, and takes ten times as long on the
     host."""

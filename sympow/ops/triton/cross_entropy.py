@@ -14,9 +14,9 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import operator
 
-# Columns that a program holds at once, its warps at that width, and blocks of columns in memory or on their way. With
-# more programs on an SM, a row would leave the L2 cache before it is read for the second time.
-COLUMNS, WARPS, STAGES = 8192, 8, 3
+# Columns that a program holds at once, and its warps at that width. With more programs on an SM, a row would leave the
+# L2 cache before it is read for the second time.
+COLUMNS, WARPS = 8192, 8
 
 
 @triton.jit
@@ -27,7 +27,6 @@ def token_losses(
     W,
     IGNORE: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Computes the loss of one row and its gradient, softmax less one at the target; both 0 for a target of IGNORE."""
     i_n = tl.program_id(0)
@@ -39,7 +38,7 @@ def token_losses(
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     blocks = tl.cdiv(W, BLOCK)
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    for block in range(blocks):
         place = block * BLOCK + column
         x = tl.load(logits + place, mask=place < W, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         found = tl.maximum(largest, tl.max(x, 0))
@@ -49,7 +48,7 @@ def token_losses(
     tl.store(losses + i_n, tl.where(real, tl.log(total) + largest - of_target, 0.0))
     scale = tl.where(real, 1.0 / total, 0.0)
     tl.debug_barrier()  # all threads have read the logit of the target, which is overwritten now
-    for i in tl.range(0, blocks, num_stages=STAGES):
+    for i in range(blocks):
         place = (blocks - 1 - i) * BLOCK + column  # the last block first, which is still in the cache
         x = tl.load(logits + place, mask=place < W, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
         grad = tl.exp(x - largest) * scale - tl.where((place == target) & real, 1.0, 0.0)
@@ -71,7 +70,7 @@ def cross_entropy_of_rows(logits: Tensor, targets: Tensor, ignore: int) -> Tenso
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows:
         block = min(COLUMNS, config.next_power_of_2(width))
-        constants = {"IGNORE": ignore, "BLOCK": block, "STAGES": STAGES, "num_warps": max(1, WARPS * block // COLUMNS)}
+        constants = {"IGNORE": ignore, "BLOCK": block, "num_warps": max(1, WARPS * block // COLUMNS)}
         with torch.cuda.device_of(logits):
             launch(token_losses, (rows,), {"W": width} | constants, logits=logits, targets=targets, losses=losses)
     return losses

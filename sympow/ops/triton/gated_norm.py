@@ -14,8 +14,8 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
-ELEMENTS, WARPS = 4096, 4  # elements of a tile of heads
-PROGRAMS = 8  # programs of the backward for each SM; each writes a part of the gradient of the weights
+ELEMENTS, BACKWARD_ELEMENTS, WARPS = 4096, 2048, 4  # elements of a tile of heads
+PROGRAMS = 16  # programs of the backward for each SM; each writes a part of the gradient of the weights
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -94,11 +94,11 @@ def norm_gate_backward(
         tl.store(dweight + tl.program_id(0) * V + col, tl.sum(total, 0), mask=col < V)
 
 
-def _tiles(y: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Returns the number of rows of heads, the rows of a tile, and the constants of the kernels."""
+def _tiles(y: Tensor, elements: int) -> tuple[int, int, dict[str, int]]:
+    """Returns the number of rows of heads, the rows of a tile of so many elements, and the constants of the kernels."""
     value_dim = y.shape[3]
     width = config.next_power_of_2(value_dim)
-    tile = max(1, ELEMENTS // width)
+    tile = max(1, elements // width)
     return y.numel() // value_dim, tile, {"V": value_dim, "WIDTH": width, "TILE": tile}
 
 
@@ -112,7 +112,7 @@ def gated_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of y, weight and gate; an empty tensor for what was not given."""
     dout, y, gate = dout.contiguous(), y.contiguous(), None if gate is None else gate.contiguous()
-    rows, tile, dims = _tiles(y)
+    rows, tile, dims = _tiles(y, BACKWARD_ELEMENTS)
     programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
     dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
     parts = torch.empty if rows else torch.zeros  # every program writes its own row
@@ -148,7 +148,7 @@ def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float
     """Norms y [B, T, H, V] over V, times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
     y, gate = y.contiguous(), None if gate is None else gate.contiguous()
     out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
-    rows, tile, dims = _tiles(y)
+    rows, tile, dims = _tiles(y, ELEMENTS)
     if rows:
         with torch.cuda.device_of(y):
             arguments = {"eps": eps, "ROWS": rows, "num_warps": WARPS} | dims

@@ -12,9 +12,9 @@ from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # tokens and channels of a tile
-# The backward: elements of a tile with all taps, and tokens of a program. The sums of all programs for the weights are
-# then added up.
-BACKWARD_ELEMENTS, SPAN = 4096, 512
+# The backward: bytes of a channel in a tile, channels of a tile, and tokens of a program, which is one warp. The sums of
+# all programs for the weights are then added up.
+BACKWARD_BYTES, BACKWARD_CHANNELS, SPAN = 8, 256, 256
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -97,23 +97,6 @@ def convolve_step(
     tl.store(place, (new + old).to(past.dtype.element_ty), mask=(i < WIDTH - 1)[:, None] & real[None, :])
 
 
-@triton.jit
-def _tiles(x, dy, first, token, channel, tap, end, T, C, WIDTH: tl.constexpr):
-    """Returns the tile of x [TOKENS, CHANNELS], and that of dy at all taps, [TAPS, TOKENS, CHANNELS].
-
-    Tokens from `end` on are 0.
-    """
-    inside, real = token < end, channel < C
-    place = token.to(tl.int64)[:, None] * C + channel[None, :]
-    here = tl.load(x + place, mask=inside[:, None] & real[None, :], other=0.0)
-    later = token[None, :] + tap[:, None]
-    seen = inside[None, :] & (later < T) & (tap < WIDTH)[:, None]
-    if first is not None:
-        seen = seen & (token[None, :] >= tl.load(first + later, mask=seen, other=0))
-    reached = dy + place[None, :, :] + (tap * C)[:, None, None]
-    return here, tl.load(reached, mask=seen[:, :, None] & real[None, None, :], other=0.0)
-
-
 @triton.jit(do_not_specialize=["T"])
 def convolve_backward(
     dy,  # [B, T, C]
@@ -126,15 +109,11 @@ def convolve_backward(
     T,
     C,
     WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
     SPAN: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Computes the gradient of SPAN tokens of CHANNELS channels, and their part in the gradients of the weights.
-
-    TAPS is the next power of two of WIDTH.
-    """
+    """Computes the gradient of SPAN tokens of CHANNELS channels, and their part in the gradients of the weights."""
     blocks = tl.cdiv(T, SPAN)
     i_b = tl.cast(tl.program_id(0) // blocks, tl.int64)
     begin = tl.program_id(0) % blocks * SPAN
@@ -143,30 +122,38 @@ def convolve_backward(
     dy += i_b * T * C
     x += i_b * T * C
     dx += i_b * T * C
-    tap = tl.arange(0, TAPS)
-    of_tap = tl.load(
-        weight + channel[None, :] * WIDTH + (WIDTH - 1 - tap)[:, None],
-        mask=(tap < WIDTH)[:, None] & real[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    # Products are added for each token of the tile apart. The axis of taps lies within a thread, so threads exchange
-    # sums only once, after the last tile.
-    of_weight = tl.zeros([TAPS, TOKENS, CHANNELS], tl.float32)
-    of_bias = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    token, end = begin + tl.arange(0, TOKENS), tl.minimum(begin + SPAN, T)
-    next_x, next_dy = _tiles(x, dy, first, token, channel, tap, end, T, C, WIDTH)
+    # A program is one warp, in which a thread has all tokens of a tile for its channels. So sums over tokens need no
+    # exchange between threads.
+    taps, of_taps = (), ()
+    for s in tl.static_range(WIDTH):
+        taps += (tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32),)
+        of_taps += (tl.zeros([CHANNELS], tl.float32),)
+    of_bias = tl.zeros([CHANNELS], tl.float32)
     for offset in range(0, SPAN, TOKENS):
-        here, grad = next_x.to(tl.float32), next_dy.to(tl.float32)
         token = begin + offset + tl.arange(0, TOKENS)
-        next_x, next_dy = _tiles(x, dy, first, token + TOKENS, channel, tap, end, T, C, WIDTH)
+        inside = token < T
         place = token.to(tl.int64)[:, None] * C + channel[None, :]
-        total = tl.sum(grad * of_tap[:, None, :], 0).to(dx.dtype.element_ty)
-        tl.store(dx + place, total, mask=(token < end)[:, None] & real[None, :])
-        of_weight += grad * here[None, :, :]
-        of_bias += tl.sum(tl.where((tap == 0)[:, None, None], grad, 0.0), 0)
-    i_p = tl.cast(tl.program_id(0), tl.int64) * C + channel
-    part = dweight + i_p[None, :] * WIDTH + (WIDTH - 1 - tap)[:, None]
-    tl.store(part, tl.sum(of_weight, 1), mask=(tap < WIDTH)[:, None] & real[None, :])
-    tl.store(dbias + i_p, tl.sum(of_bias, 0), mask=real)
+        mask = inside[:, None] & real[None, :]
+        here = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+        more = ()
+        for s in tl.static_range(WIDTH):
+            later = token + s
+            seen = later < T
+            if first is not None:
+                start = tl.load(first + later, mask=seen, other=0)
+                seen = seen & (token >= start)
+            grad = tl.load(dy + place + s * C, mask=seen[:, None] & real[None, :], other=0.0).to(tl.float32)
+            total += grad * taps[s][None, :]
+            more += (of_taps[s] + tl.sum(grad * here, 0),)
+            if s == 0:
+                of_bias += tl.sum(grad, 0)
+        of_taps = more
+        tl.store(dx + place, total.to(dx.dtype.element_ty), mask=mask)
+    part = tl.cast(tl.program_id(0), tl.int64) * C + channel
+    for s in tl.static_range(WIDTH):
+        tl.store(dweight + part * WIDTH + WIDTH - 1 - s, of_taps[s], mask=real)
+    tl.store(dbias + part, of_bias, mask=real)
 
 
 def _like_gradients(dy, x, weight, bias, first):
@@ -186,12 +173,11 @@ def short_convolution_backward(
     dbias = torch.empty(programs, channels, device=x.device, dtype=torch.float32)
     if x.numel():
         with torch.cuda.device_of(x):
-            taps = config.next_power_of_2(width)
-            tokens = max(1, min(TOKENS, BACKWARD_ELEMENTS // (taps * CHANNELS)))
-            numbers = {"T": time, "C": channels, "WIDTH": width, "TAPS": taps, "SPAN": SPAN}
-            constants = {"TOKENS": tokens, "CHANNELS": CHANNELS, "num_warps": WARPS}
+            numbers = {"T": time, "C": channels, "WIDTH": width, "SPAN": SPAN}
+            tokens = BACKWARD_BYTES // x.element_size()
+            constants = {"TOKENS": tokens, "CHANNELS": BACKWARD_CHANNELS, "num_warps": 1}
             launch(
-                convolve_backward, (programs, config.ceil_div(channels, CHANNELS)), numbers | constants,
+                convolve_backward, (programs, config.ceil_div(channels, BACKWARD_CHANNELS)), numbers | constants,
                 dy=dy, x=x, weight=weight, first=first, dx=dx, dweight=dweight, dbias=dbias,
             )  # fmt: skip
     return dx, cast(dweight.sum(0), weight.dtype), cast(dbias.sum(0), bias.dtype)

@@ -232,6 +232,14 @@ def test_the_form_depends_on_what_a_gate_leaves_out():
     assert chosen(None, None) == chosen(gate, documents) == chosen(gate, None, has_state=True) == 768
 
 
+@pytest.mark.parametrize(("key_dim", "p", "chunks"), [(64, 2, [1024, 512]), (32, 2, [256, 256]), (16, 4, [2048] * 2)])
+def test_chunks_are_shorter_where_positions_have_gradients(key_dim, p, chunks):
+    """Only where the sum of that gradient starts again at every chunk."""
+    q, gate = torch.empty(1, 16_384, 1, key_dim, device=DEVICE, dtype=torch.bfloat16), torch.empty(1, device=DEVICE)
+    found = [triton.automatic_chunk_size(q, q, q, gate, None, p, True, positions=each) for each in (False, True)]
+    assert found == chunks
+
+
 @pytest.mark.parametrize("used", ["s", "z"])
 def test_gradients_through_one_part_of_the_state_alone(used):
     """What has no gradient counts as zeros: nothing else is to be told of outputs that no loss takes."""
