@@ -12,8 +12,8 @@ from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # tokens and channels of a tile
-# The backward: bytes of a channel in a tile, channels of a tile, and tokens of a program, which is one warp. The sums of
-# all programs for the weights are then added up.
+# The backward: bytes of a channel in a tile, channels of a tile, and tokens of a program, which is one warp. The sums
+# of all programs for the weights are then added up.
 BACKWARD_BYTES, BACKWARD_CHANNELS, SPAN = 8, 256, 256
 
 
@@ -126,8 +126,8 @@ def convolve_backward(
     # exchange between threads.
     taps, of_taps = (), ()
     for s in tl.static_range(WIDTH):
-        taps += (tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32),)
-        of_taps += (tl.zeros([CHANNELS], tl.float32),)
+        taps += (tl.load(weight + channel * WIDTH + WIDTH - 1 - s, mask=real, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        of_taps += (tl.zeros([CHANNELS], tl.float32),)  # type: ignore[assignment]
     of_bias = tl.zeros([CHANNELS], tl.float32)
     for offset in range(0, SPAN, TOKENS):
         token = begin + offset + tl.arange(0, TOKENS)
@@ -145,7 +145,7 @@ def convolve_backward(
                 seen = seen & (token >= start)
             grad = tl.load(dy + place + s * C, mask=seen[:, None] & real[None, :], other=0.0).to(tl.float32)
             total += grad * taps[s][None, :]
-            more += (of_taps[s] + tl.sum(grad * here, 0),)
+            more += (of_taps[s] + tl.sum(grad * here, 0),)  # type: ignore[assignment]
             if s == 0:
                 of_bias += tl.sum(grad, 0)
         of_taps = more
