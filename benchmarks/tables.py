@@ -55,6 +55,14 @@ def host_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
 
 
+def positions_table(rows: list[dict]) -> str:
+    """Returns a row for each form of the gradient of positions."""
+    lines = ["| gradient | largest error of a layer | ms |", "|---|---:|---:|"]
+    lines += [f"| {row['form']} | {row['worst_error']:.3f} | {row['step_ms']:.1f} |" for row in rows]
+    row = rows[0]
+    return "\n".join([*lines, "", f"bfloat16; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+
+
 def decoding_table(rows: list[dict]) -> str:
     """Returns a row for each mixer and context."""
     lines = ["| mixer | context | ms a token | state, bytes |", "|---|---:|---:|---:|"]
@@ -237,6 +245,7 @@ def hf_generate_table(rows: list[dict]) -> str:
 TABLES = {
     "ops_cpu.json": ops_table,
     "ops_h200.json": gpu_table,
+    "positions_h200.json": positions_table,
     "host_h200.json": host_table,
     "decoding_cpu.json": decoding_table,
     "decoding_h200.json": decoding_gpu_table,
