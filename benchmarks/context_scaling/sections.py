@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.context_scaling import figures, tables, verdicts
 from benchmarks.context_scaling.found import Found, baseline_of, runs_of
 from benchmarks.context_scaling.grid import setting_of
-from benchmarks.context_scaling.studies import STUDIES
+from benchmarks.context_scaling.studies import STUDIES, grid
 
 SWEEPS = ("rates_1024", "rates")  # the studies that compare learning rates, not variants
 
@@ -195,5 +195,5 @@ def _corpora(found: Found, name: str) -> str:
 
 def _counts(found: Found, name: str) -> tuple[int, int]:
     """Returns how many runs of a study are finished, and how many it has."""
-    found, runs, seeds = found.of(name), runs_of(name), STUDIES[name].seeds
-    return sum(min(len(found.rows(run)), seeds) for run in runs), len(runs) * seeds
+    found, runs = found.of(name), grid([name])
+    return sum(run.seed in found.rows(run) for run in runs), len(runs)

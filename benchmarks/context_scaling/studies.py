@@ -116,6 +116,8 @@ STUDIES = {
 def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequence[float] | None = None) -> list[Run]:
     """Returns the runs of some studies in order of priority: study by study, in a study seed by seed.
 
+    The longest runs show a trend, for which one seed is enough: they have seed 0 only.
+
     Args:
         names: of `STUDIES`; ValueError for others.
         seeds: instead of those of each study, 0, 1, ...
@@ -127,7 +129,8 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
     runs: list[Run] = []
     for study in (STUDIES[name] for name in names):
         for seed in range(study.seeds) if seeds is None else seeds:
-            of_seed = [replace(with_rate(run, study), seed=seed) for run in study.runs]
+            chosen = [run for run in study.runs if seed == 0 or run.tokens < LONG]
+            of_seed = [replace(with_rate(run, study), seed=seed) for run in chosen]
             if rates is not None:
                 of_seed = [replace(run, learning_rate=rate) for rate in rates for run in of_seed]
             runs += of_seed
