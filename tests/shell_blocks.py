@@ -92,8 +92,10 @@ NOT_RUN = {
     "tests/benchmarks/test_context_scaling.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",
+    "python -m benchmarks.positions": "trains on rows of 65,536 tokens: tests/benchmarks/test_positions.py",
     "python -m benchmarks.decoding": "times models on a GPU: tests/benchmarks/test_decoding_gpu.py",
     "python -m tests.ops.triton.compile_record": "compiles for minutes: tests/ops/triton/test_compile.py",
+    "PYTHONPATH=triton36": "compiles for minutes: tests/ops/triton/test_compile.py",
     "python -m benchmarks.serving": "starts servers and waits for them: tests/benchmarks/test_serving.py",
 }
 

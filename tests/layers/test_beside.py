@@ -1,0 +1,64 @@
+"""What a CUDA graph computes beside other work: when its branch starts, and when the rest waits for it."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from sympow.layers.beside import beside
+
+GPU = torch.device("cuda", 7)
+
+
+class Stream:
+    def __init__(self, name, told):
+        self.name, self.told = name, told
+
+    def wait_stream(self, other):
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Of a graph that is captured: which stream waits for which, and what is computed on the branch."""
+    told = []
+    current, branch = Stream("the graph", told), Stream("the branch", told)
+
+    @contextmanager
+    def on(stream):
+        told.append(f"on {stream.name}")
+        yield
+        told.append(f"off {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: branch)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return told
+
+
+def compute(told):
+    told.append("computed")
+    return torch.ones(1)
+
+
+def test_a_branch_of_a_graph(told):
+    with torch.no_grad():
+        result = beside(lambda: compute(told), GPU)
+    told.append("other work")
+    assert torch.equal(result(), torch.ones(1))
+    assert told == [
+        "the branch waits for the graph", "on the branch", "computed", "off the branch", "other work",
+        "the graph waits for the branch",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["gradients", "no graph", "on a CPU"])
+def test_elsewhere_it_is_computed_where_it_is_asked_for(case, told, monkeypatch):
+    """A backward would run on the stream of the branch, for which nothing waits."""
+    if case == "no graph":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch.set_grad_enabled(case == "gradients"):
+        result = beside(lambda: compute(told), torch.device("cpu") if case == "on a CPU" else GPU)
+    assert told == []
+    assert torch.equal(result(), torch.ones(1)) and told == ["computed"]
