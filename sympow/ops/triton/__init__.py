@@ -51,7 +51,8 @@ def attention(
 ) -> tuple[Tensor, PowerState | None]:
     """Computes what `power_attention` promises, for inputs that it has checked and `unsupported` does not refuse.
 
-    A chunk_size of at least T is the quadratic form. Others are rounded up to a multiple of the kernels' block.
+    A chunk_size of at least T is the quadratic form, which computes a state from one chunk. Sizes are rounded up to a
+    multiple of the kernels' block.
     """
     dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
     has_state = state is not None or return_state or context_group is not None
@@ -64,7 +65,7 @@ def attention(
     if chunk_size is None:
         learned = rotation is not None and rotation.positions.requires_grad
         chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state, learned)
-    chunk = chunk_size if chunk_size < time else time if has_state else 0
+    chunk = chunk_size if chunk_size < time else config.one_chunk(time) if has_state else 0
     if chunk and not has_state:
         refusal = _without_states(p, key_dim)
         if refusal:
@@ -123,6 +124,8 @@ def automatic_chunk_size(
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
     reach = log_g is not None and cu_seqlens is None and not has_state
     chunk = config.chunk_size(key_dim, p, time, gradient, reach)
+    if has_state and cu_seqlens is not None:
+        return min(chunk, config.packed_chunk(time, max(1, cu_seqlens.shape[0] - 1)))
     if positions and p <= 2 and chunk < time:
         return min(chunk, config.position_chunk(key_dim))
     if gradient and chunk < min(wider, time):

@@ -200,6 +200,30 @@ def position_chunk(key_dim: int) -> int:
     return 8 * key_dim
 
 
+def packed_chunk(time: int, documents: int) -> int:
+    """Returns the most tokens of a chunk of packed documents, `time` tokens in all, whose states are needed.
+
+    The state pass reads whole chunks of every document, so chunks much longer than the documents would waste its time.
+    A pass over the shortest chunk takes about as long as writing the state of a document.
+    """
+    size = 256
+    while size * documents < time:
+        size *= 2
+    return size
+
+
+def one_chunk(time: int) -> int:
+    """Returns the tokens of a chunk that holds a row of `time` tokens: few more, so that few sizes occur.
+
+    Kernels are compiled for every size of a chunk, and a prompt has any length.
+    """
+    size, step = 0, 64
+    while size < time:
+        step = 2 * step if size == 8 * step else step
+        size += step
+    return size
+
+
 def ceil_div(a: int, b: int) -> int:
     """Returns a / b, rounded up. Triton's own function is made for kernels too, and takes ten times as long on the
     host."""

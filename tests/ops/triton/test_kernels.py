@@ -122,25 +122,27 @@ def test_large(name, dtype):
     assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
 
 
-@pytest.mark.parametrize("seed", range(300 if GPU else 0))
+@pytest.mark.parametrize("seed", range(100 if GPU else 0))
 def test_fuzz(seed):
-    """Random shapes and options of one call."""
+    """Three random shapes of a call with random options. They share most of the compiled kernels."""
     draw = random.Random(seed)
     p = draw.choice([2, 2, 2, 2, 1, 3])
     key_dim = draw.choice([16, 32, 64, 128] if p < 3 else [16, 32])
-    heads, T = draw.choice([(1, 1), (2, 1), (2, 2), (6, 3)]), draw.randint(1, 900)
-    options = {"gate": draw.random() < 0.7, "state": draw.random() < 0.4, "return_state": draw.random() < 0.5}
     value_dim = key_dim if draw.random() < 0.7 else draw.randint(1, 100)
-    if draw.random() < 0.3:
-        ends = (*sorted(draw.randint(0, T) for _ in range(draw.randint(1, 4))), T)
-        options |= {"B": 1, "ends": ends}
-    else:
-        options["B"] = draw.randint(1, 3)
-    case = Case(T=T, H=heads[0], G=heads[1], K=key_dim, V=value_dim, p=p, **options)
-    inputs = make_inputs(case, seed=seed, dtype=draw.choice([torch.bfloat16, torch.float16, torch.float32]))
+    options = {"gate": draw.random() < 0.7, "state": draw.random() < 0.4, "return_state": draw.random() < 0.5}
+    groups, shared, packed = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.random() < 0.3
+    dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
     chunk_size = draw.choice([128, 256, 4096])
-    peer = min(chunk_size, 256) if p > 2 else None
-    assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs, peer)
+    for _ in range(3):
+        T = draw.randint(1, 900)
+        if packed:
+            options |= {"B": 1, "ends": (*sorted(draw.randint(0, T) for _ in range(draw.randint(1, 4))), T)}
+        else:
+            options["B"] = draw.randint(1, 3)
+        case = Case(T=T, H=groups * shared, G=groups, K=key_dim, V=value_dim, p=p, **options)
+        inputs = make_inputs(case, seed=seed, dtype=dtype)
+        peer = min(chunk_size, 256) if p > 2 else None
+        assert_within_budget(run(case, inputs, "triton", chunk_size), case, inputs, peer)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

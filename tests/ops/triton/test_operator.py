@@ -240,6 +240,24 @@ def test_chunks_are_shorter_where_positions_have_gradients(key_dim, p, chunks):
     assert found == chunks
 
 
+def test_kernels_are_compiled_for_few_lengths_of_prompts():
+    """A row that is one chunk has at most a quarter of tokens more, or 63."""
+    sizes = [triton.config.one_chunk(time) for time in range(1, 4097)]
+    assert all(0 <= size - time <= max(63, time // 4) for time, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 20 and sizes[-1] == 4096
+
+
+@pytest.mark.parametrize(
+    ("tokens", "documents", "chunk"),
+    [(4096, 64, 256), (4096, 4, 1024), (4096, 3, 2048), (4000, 1, 4000), (8192, 2, 768)],
+)
+def test_chunks_of_packed_documents_with_states_are_about_as_long_as_documents(tokens, documents, chunk):
+    q = torch.empty(1, tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    starts = torch.zeros(documents + 1, device=DEVICE, dtype=torch.int32)
+    assert triton.automatic_chunk_size(q, q, q, None, starts, 2, False, has_state=True) == chunk
+    assert triton.automatic_chunk_size(q, q, q, None, starts, 2, False) == (4096 if tokens == 4096 else chunk)
+
+
 @pytest.mark.parametrize("used", ["s", "z"])
 def test_gradients_through_one_part_of_the_state_alone(used):
     """What has no gradient counts as zeros: nothing else is to be told of outputs that no loss takes."""
