@@ -122,8 +122,9 @@ def automatic_chunk_size(
     `positions` whether the gradient of data-dependent positions is computed.
     """
     (time, key_dim), wider = (q.shape[1], q.shape[3]), config.KEPT_CHUNKS.get((p, q.shape[3]), 0)
-    reach = log_g is not None and cu_seqlens is None and not has_state
-    chunk = config.chunk_size(key_dim, p, time, gradient, reach)
+    # Query heads that share a state make the chunked form faster. The table of gated rows is of heads of their own.
+    reach = log_g is not None and cu_seqlens is None and not has_state and q.shape[2] == k.shape[2]
+    chunk = config.chunk_size(key_dim, p, time, gradient, reach, has_state)
     if has_state and cu_seqlens is not None:
         return min(chunk, config.packed_chunk(time, max(1, cu_seqlens.shape[0] - 1)))
     if positions and p <= 2 and chunk < time:

@@ -181,9 +181,10 @@ KEPT_CHUNKS = {(2, 32): 512, (2, 128): 4096}
 LEAST_REACH = 2048
 
 
-def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> int:
+def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool, has_state: bool = False) -> int:
     """Returns the chunk size for a padded key dim, with the backward or without. It is `time` where the quadratic form
-    is faster, or the only form. `reach` tells whether that form would skip tiles that a gate has decayed to nothing."""
+    is faster, or the only form. `reach` tells whether that form would skip tiles that a gate has decayed to nothing,
+    `has_state` whether a state is computed in either form, which leaves the quadratic form less to save."""
     forms = _FORMS.get((p, key_dim))
     if forms is None:
         return time
@@ -191,6 +192,8 @@ def chunk_size(key_dim: int, p: int, time: int, gradient: bool, reach: bool) -> 
         forms = _FORMS_GATED.get((p, key_dim), forms)
     forward, training = forms
     longest, chunk = training if gradient else forward
+    if has_state and not gradient:
+        longest //= 2
     return time if time <= longest else chunk
 
 

@@ -221,15 +221,25 @@ def test_chunks_are_wider_where_only_those_states_can_be_kept(monkeypatch):
 
 
 def test_the_form_depends_on_what_a_gate_leaves_out():
-    """That is tiles of the quadratic form, of rows that are neither packed nor in need of a state."""
+    """That is tiles of the quadratic form, of rows that are neither packed nor in need of a state, with heads of their
+    own."""
     q = torch.empty(1, 8192, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     gate, documents = torch.empty(1, 8192, 2, device=DEVICE), torch.tensor([0, 8192], device=DEVICE)
 
-    def chosen(*about, **more) -> int:
-        return triton.automatic_chunk_size(q, q, q, *about, 2, True, **more)
+    def chosen(*about, k=q, **more) -> int:
+        return triton.automatic_chunk_size(q, k, k, *about, 2, True, **more)
 
     assert chosen(gate, None) == 8192
     assert chosen(None, None) == chosen(gate, documents) == chosen(gate, None, has_state=True) == 768
+    assert chosen(gate[..., :1], None, k=q[:, :, :1]) == 768
+
+
+@pytest.mark.parametrize(("time", "chunk"), [(2048, 2048), (2049, 768)])
+def test_a_prompt_is_read_in_chunks_earlier(time, chunk):
+    """Its state is computed in either form."""
+    q = torch.empty(1, time, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    assert triton.automatic_chunk_size(q, q, q, None, None, 2, False, has_state=True) == chunk
+    assert triton.automatic_chunk_size(q, q, q, None, None, 2, False) == time
 
 
 @pytest.mark.parametrize(("key_dim", "p", "chunks"), [(64, 2, [1024, 512]), (32, 2, [256, 256]), (16, 4, [2048] * 2)])
@@ -249,13 +259,13 @@ def test_kernels_are_compiled_for_few_lengths_of_prompts():
 
 @pytest.mark.parametrize(
     ("tokens", "documents", "chunk"),
-    [(4096, 64, 256), (4096, 4, 1024), (4096, 3, 2048), (4000, 1, 4000), (8192, 2, 768)],
+    [(2048, 64, 256), (2048, 2, 1024), (2000, 1, 2000), (4096, 4, 768)],
 )
 def test_chunks_of_packed_documents_with_states_are_about_as_long_as_documents(tokens, documents, chunk):
     q = torch.empty(1, tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     starts = torch.zeros(documents + 1, device=DEVICE, dtype=torch.int32)
     assert triton.automatic_chunk_size(q, q, q, None, starts, 2, False, has_state=True) == chunk
-    assert triton.automatic_chunk_size(q, q, q, None, starts, 2, False) == (4096 if tokens == 4096 else chunk)
+    assert triton.automatic_chunk_size(q, q, q, None, starts, 2, False) == tokens
 
 
 @pytest.mark.parametrize("used", ["s", "z"])
