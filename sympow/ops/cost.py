@@ -77,7 +77,7 @@ def power_flops(
     """
     _check(time=time, key_dim=key_dim, value_dim=value_dim, p=p, chunk=chunk, heads=heads, kv_heads=kv_heads)
     chunk = min(chunk or time, time)
-    whole, rest = divmod(time, chunk)
+    whole, rest = time // chunk, time % chunk  # torch.compile does not trace divmod of symbolic sizes
     boundaries = whole - (rest == 0)
     last = rest or chunk
     pairs = whole * attention_pairs(chunk) + (attention_pairs(rest) if rest else 0)

@@ -114,8 +114,11 @@ def default_chunk_size(q: Tensor, k: Tensor, v: Tensor, p: int, has_state: bool 
         calls = _CHUNK_CALLS + _BLOCK_CALLS * chunk / SCORE_ROWS
         return flops * batch * groups + _CALL_FLOPS * calls * chunks
 
-    sizes = [2**i for i in range(6, 14) if 2**i < time]
-    return min((cost(chunk), chunk) for chunk in [*sizes, time])[1]  # min's key is unknown to torch.compile of 2.10
+    best, least = time, cost(time)
+    for chunk in (2**i for i in range(6, 14)):  # torch.compile traces neither min of a generator nor its key
+        if chunk < time and cost(chunk) < least:
+            best, least = chunk, cost(chunk)
+    return best
 
 
 class _Chunked(torch.autograd.Function):

@@ -65,14 +65,16 @@ class Basis:
         self.representative[index] = torch.arange(len(index))
         public = multinomials(key_dim, p)
         self.roots = public.sqrt()
-        rows = torch.zeros_like(public).index_add_(0, index, torch.ones(len(index), dtype=public.dtype))
-        self.weights = (public / rows)[index]  # bincount's length a compiler would not know
+        self.weights = (public / torch.bincount(index))[index]
 
 
-@lru_cache(maxsize=64)
+_kept = lru_cache(maxsize=64)(Basis)
+
+
+@torch.compiler.assume_constant_result
 def basis(key_dim: int, p: int) -> Basis:
-    """Returns the basis for one K and p, kept for later calls."""
-    return Basis(key_dim, p)
+    """Returns the basis for one K and p, kept for later calls. For torch.compile it is a constant."""
+    return _kept(key_dim, p)
 
 
 class Features:

@@ -1,10 +1,12 @@
 """Models under torch.compile: a graph for each part, the same numbers, and no compiling from step to step."""
 
+import warnings
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, preset
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
@@ -48,4 +50,17 @@ def test_each_part_is_one_graph(monkeypatch, body, rotation, chunk_size, recompu
     # With gradients and without, a block and a norm, which two layers share; and the losses.
     assert counters["stats"]["unique_graphs"] == 5
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+def test_a_model_without_kernels_is_one_graph():
+    """At the second length the compiler learns that lengths differ. It says nothing of tables that are kept."""
+    model = LanguageModel(preset("nano", vocab_size=29))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("error", "Dynamo detected")
+        for time in (40, 70):
+            tokens = torch.randint(29, (1, time))
+            torch.testing.assert_close(compiled(tokens), model(tokens))
     torch.compiler.reset()
