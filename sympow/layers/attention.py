@@ -7,7 +7,6 @@ d model width.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypedDict
 
@@ -199,13 +198,16 @@ class AttentionMixer(Mixer):
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_input(x, self.qkv.weight)
         if self.convolution is None:
-            output = self.begin_output(x)
-            y, state = self.mix_step(x, state, **extras)
-            return output(y), state
+            return self._step(x, state, extras)
         x, past = self.convolution.step(x, state.past)
-        output = self.begin_output(x)
-        y, behind = self.mix_step(x, state.behind, **extras)
-        return output(y), ShortConvolutionState(past, behind)
+        y, behind = self._step(x, state.behind, extras)
+        return y, ShortConvolutionState(past, behind)
+
+    def _step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
+        """Continues sequences by what the convolution made of the input."""
+        with beside(partial(self.output_gates, x), x.device) as gates:
+            y, state = self.mix_step(x, state, **extras)
+        return self.gated_output(y, gates()), state
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
@@ -224,16 +226,19 @@ class AttentionMixer(Mixer):
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
-        return self.begin_output(x)(y)
+        return self.gated_output(y, self.output_gates(x))
 
-    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts `output` of x, and returns the function that maps the heads' outputs to it.
+    def output_gates(self, x: Tensor) -> Tensor | None:
+        """Returns the values of the output gate for x [B, T, d], before their activation: [B, T, H V]. None: no gate.
 
-        In a CUDA graph of a step, the output gate is computed beside what is launched in between.
+        In a CUDA graph of a step, they are computed beside `mix_step`.
         """
-        gate = None if self.output_gate is None else beside(partial(self.output_gate, x), x.device)
+        return None if self.output_gate is None else self.output_gate(x)
+
+    def gated_output(self, y: Tensor, gates: Tensor | None) -> Tensor:
+        """Norms, gates and projects the heads' outputs y [B, T, H, V]: [B, T, d]. `gates` is from `output_gates`."""
         weight = None if self.head_norm is None else self.head_norm.weight
-        return lambda y: self.out(gated_norm(y, weight, None if gate is None else gate(), eps=1e-6))
+        return self.out(gated_norm(y, weight, gates, eps=1e-6))
 
     def projected(self, x: Tensor) -> Tensor:
         """Projects x [B, T, d] to queries, keys and values of all heads: [B, T, H K + G K + G V]."""

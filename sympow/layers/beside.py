@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+
+Result = TypeVar("Result")
 
 
-def beside(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Returns a function that returns `compute()`, to be called once.
+@contextmanager
+def beside(compute: Callable[[], Result], device: torch.device) -> Iterator[Callable[[], Result]]:
+    """Computes beside the body of a `with`, and gives a function that returns the result after it.
 
-    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph: it starts here, and
-    ends where the returned function is called. Otherwise the computation is done there.
+    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph, which starts before
+    the body and ends with it. Otherwise the given function computes when it is called.
 
     Args:
-        compute: launches kernels on the current stream. It reads no tensor that is changed before the result is asked
-            for.
+        compute: launches kernels on the current stream. It reads no tensor that the body changes.
         device: of the tensors.
     """
     if device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return compute
+        yield compute
+        return
     if not torch.cuda.is_current_stream_capturing():
-        return compute
-    current, branch = torch.cuda.current_stream(device), _branch(device)
+        yield compute
+        return
+    current, branch = torch.cuda.current_stream(device), branch_of(device)
     branch.wait_stream(current)
-    with torch.cuda.stream(branch):
-        result = compute()
-
-    def joined() -> Tensor:
+    try:
+        with torch.cuda.stream(branch):
+            result = compute()
+        yield lambda: result
+    finally:  # also of an error, because a graph with an open branch cannot be ended
         current.wait_stream(branch)
-        return result
-
-    return joined
 
 
 @lru_cache
-def _branch(device: torch.device) -> torch.cuda.Stream:
+def branch_of(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream on which branches are captured."""
     return torch.cuda.Stream(device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import sqrt
 from typing import Any, ClassVar, Unpack
 
@@ -13,7 +11,6 @@ from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
 from sympow.layers.base import state_options
-from sympow.layers.beside import beside
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, continue_power, try_power
 from sympow.layers.state import After
@@ -104,7 +101,12 @@ class RetNet(AttentionMixer):
     def _options(self) -> dict[str, Any]:
         return {"p": 1, "normalize": False, "chunk_size": self.chunk_size, "impl": self.impl}
 
-    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts the norm, the gate and the projection of the heads' outputs; see `AttentionMixer.begin_output`."""
-        gate = beside(partial(self.gate, x), x.device)
-        return lambda y: self.out(F.silu(gate()) * head_normed(self.out_norm, y))
+    def output_gates(self, x: Tensor) -> Tensor:
+        """Returns the values of the gate, before their activation; see `AttentionMixer.output_gates`."""
+        return self.gate(x)
+
+    def gated_output(self, y: Tensor, gates: Tensor | None) -> Tensor:
+        """Norms, gates and projects the heads' outputs; see `AttentionMixer.gated_output`."""
+        if gates is None:
+            raise TypeError("the outputs of retention need the values of its gate, got None")
+        return self.out(F.silu(gates) * head_normed(self.out_norm, y))

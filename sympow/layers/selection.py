@@ -5,7 +5,6 @@ A few such layers among BaseConv ones are the hybrids of Zoology; selecting ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
@@ -94,9 +93,9 @@ class SelectiveAttention(AttentionMixer):
         self.score = nn.Linear(d_model, 1) if selection == "learned" else None
         self.reset_parameters()
 
-    def begin_output(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        """Returns the identity, because `mix` has projected the outputs of the selected tokens alone."""
-        return lambda y: y
+    def gated_output(self, y: Tensor, gates: Tensor | None) -> Tensor:
+        """Returns y, because `mix` has projected the outputs of the selected tokens alone."""
+        return y
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, *, tokens: Tensor | None = None) -> Tensor:
         """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""

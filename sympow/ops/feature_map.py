@@ -11,6 +11,8 @@ from math import comb, factorial
 import torch
 from torch import Tensor
 
+from sympow.ops.constants import constant_result
+
 
 def tpow_dim(key_dim: int, p: int) -> int:
     """Returns the dimension of the tensor power: K**p."""
@@ -90,9 +92,17 @@ def spow(x: Tensor, p: int) -> Tensor:
     return out
 
 
-@lru_cache(maxsize=32)
+@constant_result
 def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the indices and weights of `spow` on a device, where a CUDA graph can read them."""
+    """Returns the indices and weights of `spow` on a device, where a CUDA graph can read them.
+
+    They are kept for later calls. For torch.compile they are constants.
+    """
+    return _kept_tables(key_dim, p, device, dtype)
+
+
+@lru_cache(maxsize=32)
+def _kept_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # tensors made in that mode could not be used with gradients later
         return spow_indices(key_dim, p).to(device), multinomials(key_dim, p).sqrt().to(device, dtype)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sympow.ops.constants import constant_result
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
 
 # First indices of monomials are taken in at most this many groups: few calls, at the price of some rows twice.
@@ -71,7 +72,7 @@ class Basis:
 _kept = lru_cache(maxsize=64)(Basis)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def basis(key_dim: int, p: int) -> Basis:
     """Returns the basis for one K and p, kept for later calls. For torch.compile it is a constant."""
     return _kept(key_dim, p)

@@ -97,6 +97,19 @@ def test_kernel(dtype, width, monkeypatch):
     torch.testing.assert_close(logits.double().cpu(), grad, rtol=0, atol=12 * rounding + torch.finfo(dtype).eps)
 
 
+def test_kernel_with_targets_of_any_stride_and_value():
+    """A target that is neither a column nor IGNORE has a loss of NaN. No other memory is read."""
+    pytest.importorskip("triton", reason="needs triton")
+    from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
+
+    logits = torch.randn(3, 13, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    pairs = torch.tensor([[2, 0], [13, 1], [-1, 12]], device=DEVICE)
+    losses = cross_entropy_of_rows(logits.to(DEVICE), pairs[:, 0], IGNORE).cpu()
+    assert losses.isnan().tolist() == [False, True, True]
+    expected = F.cross_entropy(logits, pairs[:, 1].cpu(), reduction="none")
+    torch.testing.assert_close(cross_entropy_of_rows(logits.to(DEVICE), pairs[:, 1], IGNORE).cpu(), expected)
+
+
 def test_autocast():
     """bfloat16 products: as far from float64 as the same logits rounded to bfloat16, twice; sums in float32."""
     grads = []

@@ -65,7 +65,7 @@ def attention(
     if chunk_size is None:
         learned = rotation is not None and rotation.positions.requires_grad
         chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state, learned)
-    chunk = chunk_size if chunk_size < time else config.one_chunk(time) if has_state else 0
+    chunk = chunk_size if chunk_size < time else time if has_state else 0
     if chunk and not has_state:
         refusal = _without_states(p, key_dim)
         if refusal:

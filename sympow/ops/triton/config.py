@@ -245,7 +245,8 @@ def processors(device: torch.device) -> int:
 
 def most_kept(device: torch.device) -> int:
     """Returns the largest number of bytes of states that the forward keeps for the backward: 1/256 of the memory of the
-    GPU. So a model of 32 layers uses at most an eighth of the memory for states."""
+    GPU. So a model of 32 layers uses at most an eighth of the memory for states, and for p > 2, for which
+    `Shapes.keeps` takes twice the number, a quarter."""
     return torch.cuda.get_device_properties(device).total_memory // 256 if device.type == "cuda" else 1 << 30
 
 

@@ -28,13 +28,16 @@ def token_losses(
     IGNORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the loss of one row and its gradient, softmax less one at the target; both 0 for a target of IGNORE."""
+    """Computes the loss of one row and its gradient, softmax less one at the target; both 0 for a target of IGNORE.
+
+    The loss is NaN for a target that is not in the row."""
     i_n = tl.program_id(0)
     logits += tl.cast(i_n, tl.int64) * W
     column = tl.arange(0, BLOCK)
     target = tl.load(targets + i_n)
     real = target != IGNORE
-    of_target = tl.load(logits + tl.where(real, target, 0)).to(tl.float32)
+    inside = (target >= 0) & (target < W)
+    of_target = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     blocks = tl.cdiv(W, BLOCK)
@@ -63,10 +66,11 @@ def _like_losses(logits, targets, ignore):
 def cross_entropy_of_rows(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     """Returns the losses, float32 [N], of logits [N, W], and overwrites the logits with the gradients of the losses.
 
-    Targets are int64 [N]; `ignore` is the target of rows without a loss. Logits are contiguous. A row has at least one
-    logit that is not -inf.
+    Targets are int64 [N]; `ignore` is the target of rows without a loss. Any other target that is no column has a loss
+    of NaN. Logits are contiguous. A row has at least one logit that is not -inf.
     """
     rows, width = logits.shape
+    targets = targets.contiguous()
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows:
         block = min(COLUMNS, config.next_power_of_2(width))

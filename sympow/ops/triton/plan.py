@@ -68,6 +68,8 @@ class Shapes:
             own = config.HOPPER[self.K]
             self.parts = own.gradient_parts if gradient_rows or not chunk else own.parts
         self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        if type(chunk) is int and chunk >= t:  # torch.compile would compile for every size
+            chunk = config.one_chunk(chunk)
         self.chunk = chunk
         if chunk:
             launches = self.config

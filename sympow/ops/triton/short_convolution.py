@@ -12,9 +12,9 @@ from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # tokens and channels of a tile
-# The backward: bytes of a channel in a tile, channels of a tile, and tokens of a program, which is one warp. The sums
-# of all programs for the weights are then added up.
-BACKWARD_BYTES, BACKWARD_CHANNELS, SPAN = 8, 256, 256
+# The backward: bytes of a channel in a tile, and tokens of a program, which is one warp. The sums of all programs for
+# the weights are then added up.
+BACKWARD_BYTES, SPAN = 8, 256
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -174,13 +174,18 @@ def short_convolution_backward(
     if x.numel():
         with torch.cuda.device_of(x):
             numbers = {"T": time, "C": channels, "WIDTH": width, "SPAN": SPAN}
-            tokens = BACKWARD_BYTES // x.element_size()
-            constants = {"TOKENS": tokens, "CHANNELS": BACKWARD_CHANNELS, "num_warps": 1}
+            tokens, tile = BACKWARD_BYTES // x.element_size(), _backward_channels(width)
+            constants = {"TOKENS": tokens, "CHANNELS": tile, "num_warps": 1}
             launch(
-                convolve_backward, (programs, config.ceil_div(channels, BACKWARD_CHANNELS)), numbers | constants,
+                convolve_backward, (programs, config.ceil_div(channels, tile)), numbers | constants,
                 dy=dy, x=x, weight=weight, first=first, dx=dx, dweight=dweight, dbias=dbias,
             )  # fmt: skip
     return dx, cast(dweight.sum(0), weight.dtype), cast(dbias.sum(0), bias.dtype)
+
+
+def _backward_channels(width: int) -> int:
+    """Returns the channels of a tile: a thread has a sum in a register for each of its channels and taps."""
+    return 256 if width <= 4 else 64 if width <= 8 else 32
 
 
 def _keep(ctx, inputs, output):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -252,9 +253,25 @@ def test_chunks_are_shorter_where_positions_have_gradients(key_dim, p, chunks):
 
 def test_kernels_are_compiled_for_few_lengths_of_prompts():
     """A row that is one chunk has at most a quarter of tokens more, or 63."""
-    sizes = [triton.config.one_chunk(time) for time in range(1, 4097)]
+    q = torch.empty(1, 4096, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    rows = (q[:, :time] for time in range(1, 4097))
+    sizes = [plan.Shapes(row, row, row, None, 2, row.shape[1], False).chunk for row in rows]
     assert all(0 <= size - time <= max(63, time // 4) for time, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 20 and sizes[-1] == 4096
+
+
+def test_lengths_of_prompts_share_a_graph():
+    def read(x):
+        return power_attention(x, x, x, impl="triton", return_state=True).out
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
+    for time in (130, 150, 200, 300):  # the first length is taken to be the only one
+        x = torch.randn(1, time, 1, 16, device=DEVICE)
+        torch.testing.assert_close(compiled(x), read(x))
+    assert counters["stats"]["unique_graphs"] == 2
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
