@@ -1,4 +1,4 @@
-"""The sections of the report: one a study, with what is claimed, its tables and its figure."""
+"""The sections of the report, one for each study: its claims, its tables and its figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Section:
 
     Attributes:
         heading: of the section.
-        text: what is claimed, and by whom.
+        text: the claim and its source.
         figure: draws the study; returns None where there are no rows.
         tables: instead of the comparison with the study's baseline.
     """
@@ -165,7 +165,7 @@ def results(found: Found, figures_beside: str) -> str:
 
 
 def missing(found: Found) -> str:
-    """Returns the list of studies that have runs left, with their claims that no row tells of, in Markdown."""
+    """Returns, in Markdown, the studies with unfinished runs, and their claims for which there are no rows."""
     parts = []
     for name, section in SECTIONS.items():
         done, runs = _counts(found, name)

@@ -15,12 +15,14 @@ from benchmarks.context_scaling.tables import MISSING
 
 REPRODUCED, REFUTED, OPEN = "Reproduced", "Refuted", "Left open"
 NO_ROWS = f"**{OPEN}**, {MISSING}: "
-SEEDS = 3  # that a claim takes
+SEEDS = 3  # the least number of seeds for a verdict on a claim
 
 
 def judged(value: Interval | None, most: float, what: str, least: bool = False) -> str:
-    """Returns a sentence: whether a number is at most (`least`: at least) what is claimed. It is reproduced or refuted
-    where three seeds or more say so and the 95% interval lies on one side."""
+    """Returns a sentence: is a number at most (`least`: at least) as large as claimed?
+
+    A claim is reproduced or refuted if there are three seeds or more and the 95% interval lies on one side of the
+    bound."""
     claim = f"claimed at {'least' if least else 'most'} {most:.4g}"
     if value is None:
         return f"{NO_ROWS}{what}, {claim}."
@@ -77,8 +79,10 @@ def bar_65536(found: Found) -> list[str]:
 
 
 def time_to_reach(found: Found, run: Run, base: Run) -> list[float]:
-    """Returns for every seed the share of the baseline's time after which the run is below its final loss, by times
-    alone on a GPU: infinite where it never is. Empty where losses or times are missing."""
+    """Returns, for every seed, the share of the baseline's time after which the run reaches the baseline's final loss.
+
+    The times are those of single runs on a GPU. The share is infinite if the run never reaches that loss. The list is
+    empty if losses or times are missing."""
     ours, theirs = found.speed(run), found.speed(base)
     if ours is None or theirs is None:
         return []
@@ -140,7 +144,7 @@ def powers(found: Found) -> list[str]:
 
 
 def ablations(found: Found) -> list[str]:
-    """Sorts what was changed by whether the loss rises, falls or stays, at 95%."""
+    """Sorts changes of the default by their effect on the loss, with 95% intervals."""
     base = pick("ablations", "power")
     groups: dict[str, list[str]] = {"worse": [], "better": [], "the same": []}
     for variant in ABLATIONS:

@@ -1,4 +1,7 @@
-"""Computes beside other work of a step in a CUDA graph. The kernels of a few tokens leave most of a GPU idle."""
+"""Branches in the CUDA graph of a step.
+
+The kernels of a few tokens leave most of a GPU idle, so branches can run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from torch import Tensor
 def beside(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Returns a function that returns `compute()`, to be called once.
 
-    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph: it starts here, and
-    ends where the returned function is called. Otherwise the computation is done there.
+    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph. The branch starts
+    at this call, and ends where the returned function is called. In all other cases the returned function does the
+    computation.
 
     Args:
         compute: launches kernels on the current stream. It reads no tensor that is changed before the result is asked
