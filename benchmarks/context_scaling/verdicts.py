@@ -48,7 +48,9 @@ def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: 
     """Judges losses over that of softmax attention in the same block."""
     base = pick(study, "softmax", **setting)
     ratios = {variant: found.ratio(pick(study, variant, **setting), base) for variant in bounds}
-    return [judged(ratios[each], most, f"{loss_of(each)} over that of softmax attention at {base.context:,} tokens")
+    after = f" in runs of {base.tokens / 1e6:.0f} million tokens" if "tokens" in setting else ""
+    where = f"over that of softmax attention at {base.context:,} tokens{after}"
+    return [judged(ratios[each], most, f"{loss_of(each)} {where}")
             for each, most in bounds.items()]  # fmt: skip
 
 
