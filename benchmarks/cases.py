@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Case:
-    """One call of power attention; letters as in docs/math.md."""
+    """Describes one call of power attention; letters as in docs/math.md."""
 
     T: int
     B: int = 1

@@ -1,12 +1,11 @@
-"""Rows that a model can learn to predict from their own past, at any length: Markov chains, with another chain for each
-row.
+"""Rows of Markov chains, with another chain for each row. A model can learn a row from its beginning, at any length.
 
 A row has an alphabet of its own. Every token of it has a few successors, which are drawn for the row and are equally
-likely. All tokens of the alphabet occur again and again. If a row could end in one token that follows itself, a single
-rounding error would change the loss of all its tokens. A model that has seen nothing of the row has as loss the
-logarithm of the size of the vocabulary; one that knows the alphabet, that of the alphabet; and one that has read the
-transitions, that of the number of successors. So the curve of the loss over positions falls, and stays low as long as
-the memory of the model lasts.
+likely. All tokens of the alphabet occur again and again. Otherwise a row could end in one token that always follows
+itself, and a single rounding error would change the loss of all its tokens. The loss of a model depends on its
+knowledge of the row. Without knowledge, the loss is the logarithm of the size of the vocabulary. With knowledge of the
+alphabet, it is the logarithm of the size of the alphabet. With knowledge of the transitions, it is the logarithm of the
+number of successors. So the loss falls with the position, and stays low as long as the model remembers the transitions.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from sympow.training.ranks import Part
 
 @dataclass(frozen=True)
 class Chains:
-    """Batches by index, endless, for `sympow.training.train`: `rows` rows of `context` tokens and their targets. Row by
-    row they are the same whatever the number of rows in a batch."""
+    """Gives endless batches by index, for `sympow.training.train`: `rows` rows of `context` tokens and their targets.
+    The rows do not depend on the number of rows in a batch."""
 
     context: int
     rows: int

@@ -1,10 +1,10 @@
 """Times the forms of power attention against each other: `python -m benchmarks.chunks --device cuda --json FILE`.
 
 Contexts start at 256 tokens. The forms are the quadratic form, the chunked form at several chunk sizes, and
-impl="auto", which should choose one that is as fast as the fastest. On a GPU, the time of each pass by chunk size is
-measured too, at the longest context. With --no-gate all calls are without a gate: with one, the kernels skip tiles that
-the gate has decayed to nothing. Every call is checked against float64 before it is timed, as in `ops.py`. A call that
-fails is a row without a time. It does not stop the others, and makes the command exit 1.
+impl="auto", which should choose the fastest form. On a GPU, the time of each pass by chunk size is measured too, at the
+longest context. With --no-gate all calls are without a gate: with one, the kernels skip tiles that the gate has decayed
+to nothing. Every call is checked against float64 before it is timed, as in `ops.py`. A call that fails is a row without
+a time. It does not stop the others, and makes the command exit 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def contexts(longest: Case) -> list[Case]:
 
 
 def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False) -> Iterator[dict]:
-    """Rows of a case: each mode's choices, "auto" the last; a chunk of T tokens is the quadratic form."""
+    """Returns the rows of a case: the choices of each mode, "auto" as the last. A chunk of T tokens is the quadratic
+    form."""
     inputs = make_inputs(case, device)
     wanted = expected(case, inputs, MODES[1])
     about = {"op": "power_attention", "device": device, "dtype": case.dtype, "gated": case.gated}
@@ -71,7 +72,7 @@ def measure(case: Case, chunks: Sequence[int], device: str, passes: bool = False
 
 
 def by_pass(kernels: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of the passes and of the other kernels together. With a backward the state pass runs three times."""
+    """Returns milliseconds of each pass and of all other kernels. With a backward the state pass runs three times."""
     times = dict.fromkeys((*PASSES, "other"), 0.0)
     for name, ms in kernels.items():
         times[name if name in PASSES else "other"] += ms
@@ -79,22 +80,25 @@ def by_pass(kernels: dict[str, float]) -> dict[str, float]:
 
 
 def compile_kernels(forms: Sequence[tuple[Case, Sequence[int]]], device: str) -> None:
-    """All kernels that will be timed, in processes side by side: one after the other they take minutes."""
+    """Compiles all kernels that will be timed, in several processes at the same time, which saves minutes."""
     jobs = [(case, chunk, device) for case, chunks in forms for chunk in (*chunks, case.T)]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, *zip(*jobs, strict=True)))
 
 
 def _compile(case: Case, chunk: int, device: str) -> None:
-    """At two chunks; at 256 tokens the quadratic form."""
+    """Compiles a case: two chunks, or 256 tokens for the quadratic form."""
     short = replace(case, B=1, T=2 * chunk if chunk < case.T else SHORTEST)
     with suppress(Exception):  # it comes again where it is reported
         power_call(short, make_inputs(short, device), IMPL[device], MODES[1], min(chunk, short.T))
 
 
 def advice(rows: Sequence[dict]) -> Iterator[str]:
-    """A line for each p, K and mode: the chunk size, and the context up to which the quadratic form is taken, that are
-    least behind the fastest choice where they are furthest behind. For a GPU, tables of sympow/ops/triton/config.py."""
+    """Returns a line for each p, K and mode: the best chunk size, and the longest context for the quadratic form.
+
+    Best means that the largest ratio to the fastest choice is the smallest. The lines are entries for the tables of
+    sympow/ops/triton/config.py.
+    """
     for p, key_dim, mode in sorted({(row["p"], row["K"], row["mode"]) for row in rows}):
         same = [row for row in rows if (row["p"], row["K"], row["mode"]) == (p, key_dim, mode)]
         ratios = {(row["T"], row["chunk"]): row["ratio"] for row in same if row["impl"] != "auto"}
@@ -108,7 +112,8 @@ def advice(rows: Sequence[dict]) -> Iterator[str]:
 
 
 def _worst(ratios: dict[tuple[int, int], float | None], chunk: int, quadratic: int) -> float:
-    """The largest ratio to the fastest choice, if up to `quadratic` and `chunk` tokens the quadratic form is taken."""
+    """Returns the largest ratio to the fastest choice, if up to `quadratic` and `chunk` tokens the quadratic form is
+    used."""
     taken = {(time, time if time <= max(quadratic, chunk) else chunk) for time, _ in ratios}
     return max(ratios.get(choice) or float("inf") for choice in taken)
 
@@ -147,7 +152,7 @@ def line(row: dict) -> str:
 
 
 def plot(rows: Sequence[dict], path: Path) -> None:
-    """The time of each pass, one on the other, against the chunk size: a column a p and K, a row a mode."""
+    """Draws the stacked times of the passes against the chunk size: a column for each p and K, a row for each mode."""
     import matplotlib
 
     matplotlib.use("Agg")

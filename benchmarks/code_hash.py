@@ -41,7 +41,7 @@ def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
 
 
 def _modules(part: str, files: Mapping[str, str]) -> list[str]:
-    """Paths of the modules of `part`, and of all that they import, in order."""
+    """Returns the paths of the modules of `part`, and of all modules that they import, in order."""
     own = part.replace(".", "/")
     found, waiting = set(), [path for path in files if path == own + ".py" or path.startswith(own + "/")]
     while waiting:
@@ -53,8 +53,8 @@ def _modules(part: str, files: Mapping[str, str]) -> list[str]:
 
 
 def _imported(path: str, files: Mapping[str, str]) -> Iterator[str]:
-    """Paths of what a file imports of `sympow`, wherever in the file it does so. Packages around a module are left out:
-    they gather names, and computing needs none of them."""
+    """Returns the paths of the modules of `sympow` that a file imports at any place. The packages that contain a module
+    are left out, because they only collect names."""
     for node in ast.walk(ast.parse(files[path])):
         names = []
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What a converted model keeps of its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --json FILE`.
+"""Compares a converted model with its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --json FILE`.
 
 `logits` compares a pretrained model in transformers with its native form. `measure` takes a converted model before or
 after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, passkeys,
@@ -52,10 +52,10 @@ def exact_angles(model: torch.nn.Module) -> Iterator[None]:
 
 
 def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of the largest differences between the logits in transformers and here, both in float32 on the CPU.
+    """Returns rows with the largest differences between the logits in transformers and here, in float32 on the CPU.
 
-    The native model in float64 tells how far each of the two is from the exact result. transformers forms the angles of
-    its rotary positions in float32; the difference is also taken with angles that are formed in float64 there.
+    The native model in float64 gives the exact result, from which the errors of both are computed. transformers
+    computes the angles of rotary positions in float32. So there is a second difference with angles in float64 there.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,7 +86,7 @@ def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one converted model and its teacher, as they come."""
+    """Yields rows of one converted model and its teacher, each when it is measured."""
     device = resolve_device(options.device)
     run, teacher = load(path, device), load_teacher(options.teacher).to(device).eval()
     if run.tokenizer is None:
@@ -122,8 +122,9 @@ def measure(path: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def passkeys(model: LanguageModel, tokenizer: Tokenizer, length: int, count: int = 40, batch: int = 8) -> dict:
-    """How many keys of five digits, at evenly spread depths of a text of `length` tokens, a model tells by greedy
-    decoding; a key counts if all its digits are right."""
+    """Returns how many keys of five digits a model finds in texts of `length` tokens by greedy decoding.
+
+    The keys are at evenly spaced depths. A key counts if all its digits are right."""
     draw = random.Random(0)
     device, right = model.embedding.weight.device, 0
     filler, question = tokenizer.encode(FILLER * length).tolist(), tokenizer.encode(QUESTION).tolist()

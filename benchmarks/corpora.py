@@ -20,7 +20,8 @@ QUARTILES = ("q25", "median", "q75")
 
 
 def describe(corpus: Path) -> dict[str, Any]:
-    """Counts of a corpus's folder. Raises FileNotFoundError where there is none, ValueError for a damaged one."""
+    """Returns the counts of a corpus's folder. Raises FileNotFoundError without a corpus, ValueError if it is
+    damaged."""
     entries, summary = read_entries(corpus), read_summary(corpus)
     described: dict[str, Any] = {"corpus": corpus.name} | {name: summary[name] for name in ("source", "row_tokens")}
     for split in SPLITS:

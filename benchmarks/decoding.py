@@ -34,8 +34,9 @@ CHECKED = 3  # tokens of the check: a CUDA graph is made at the second step, and
 
 
 def error(model: LanguageModel, tokens: Tensor) -> float:
-    """Returns the relative difference, in norm, of the logits after the last tokens, which are read one by one as they
-    are timed, from the full forward."""
+    """Returns the relative difference, in norm, between logits of single steps and those of the full forward.
+
+    The steps read the last tokens one by one, as in the measurement."""
     _, state = read(model, tokens[:, :-CHECKED])
     step = stepping(model, state, tokens.shape[1] - CHECKED)
     found = torch.stack([step(token).clone() for token in tokens[:, -CHECKED:].split(1, dim=1)], 1)
@@ -74,8 +75,10 @@ def device_of(model: LanguageModel) -> torch.device:
 
 
 def stepping(model: LanguageModel, state: ModelState, read: int) -> Callable[[Tensor], Tensor]:
-    """Returns what reads a token [1, 1] after `read` others, as `generate` does: where possible by a CUDA graph. It
-    returns the logits [1, vocab_size], which its next call may overwrite."""
+    """Returns a function that reads a token [1, 1] after `read` others, as `generate` does.
+
+    If possible, it uses a CUDA graph. It returns the logits [1, vocab_size], which its next call may overwrite.
+    """
     slots = Slots.with_graphs(model, state, read)
 
     def step(token: Tensor) -> Tensor:

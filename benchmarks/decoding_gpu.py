@@ -26,7 +26,7 @@ from sympow.ops import DecodingState, power_attention, power_attention_step, ref
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is timed.
+    """Describes a step to time.
 
     Attributes:
         case: the shapes, T = 1.
@@ -40,7 +40,8 @@ class Step:
 
 
 def _of_a_llama(batch: int) -> Case:
-    """Attention as in models of 7 to 8 billion parameters: 32 query heads share 8 key/value heads of 128 channels."""
+    """Returns a case as in models of 7 to 8 billion parameters: 32 query heads share 8 key/value heads of 128
+    channels."""
     return Case(1, B=batch, H=32, G=8, K=128, V=128, dtype="bfloat16")
 
 
@@ -79,7 +80,7 @@ def new_state(step: Step, device: str, seed: int = 0) -> DecodingState:
 
 
 def error(step: Step, device: str) -> float:
-    """Of the outputs of more steps than the tail holds, against float64: relative, in norm."""
+    """Returns the relative error, in norm, of the outputs of more steps than the tail holds, against float64."""
     state = new_state(step, device)
     inputs = tokens(step.case, state.capacity + 3, device, seed=1)
     outs = []
@@ -100,7 +101,7 @@ def _exact(step: Step, device: str) -> Tensor:
 
 
 def turn(case: Case, device: str, states: list[DecodingState]) -> Callable[[], None]:
-    """As many steps on every state as its tail holds."""
+    """Does as many steps on every state as its tail has room for."""
     inputs = tokens(case, 1, device, seed=1)
 
     def call() -> None:
@@ -112,7 +113,7 @@ def turn(case: Case, device: str, states: list[DecodingState]) -> Callable[[], N
 
 
 def softmax_calls(case: Case, device: str, context: int) -> dict[str, Callable[[], object]]:
-    """One token over a cache, as a graph, by every backend of torch that does it."""
+    """Returns a step of softmax attention over a cache, as a graph, for every backend of torch that supports it."""
     gen = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(case.B, heads, time, width, generator=gen, device=device, dtype=DTYPES[case.dtype])
@@ -141,14 +142,14 @@ def copy_call(device: str, size: int) -> Callable[[], object]:
 
 
 def states_in_turn(step: Step, device: str) -> list[DecodingState]:
-    """As many states as the L2 does not hold."""
+    """Returns so many states that they do not fit into the L2 cache."""
     first = new_state(step, device)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 0
     return [first, *(new_state(step, device, seed) for seed in range(1, -(-2 * cache // _read(first))))]
 
 
 def _read(state: DecodingState) -> int:
-    """Bytes that a step reads of s and z."""
+    """Returns the bytes of s and z that a step reads."""
     return (state.s[0].nbytes + state.z[0].nbytes) * state.batch
 
 

@@ -1,8 +1,8 @@
 """Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --json FILE`, on a GPU.
 
-A row a candidate of `config.DecodingLimits` and a step, in the order of their times. The kernels are compiled by other
-processes first, all at a time. Every candidate is checked against float64 before it is timed. A candidate that errs is
-named and left out.
+There is a row for each step and each candidate of `config.DecodingLimits`, sorted by time. The kernels are first
+compiled by several processes at the same time. Every candidate is checked against float64 before it is timed. A
+candidate with a wrong result is printed and left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CANDIDATES = {
 
 
 def use(limits: DecodingLimits) -> None:
-    """From now on steps are launched so."""
+    """Makes later steps use this launch."""
     config.DECODING.update(few=limits, many=limits)
 
 
@@ -56,7 +56,7 @@ def candidates(case: Case) -> list[DecodingLimits]:
 
 
 def compiled(step: Step, limits: DecodingLimits) -> None:
-    """Leaves the kernel in Triton's cache."""
+    """Compiles the kernel, which is then in Triton's cache."""
     use(limits)
     case, dtype = step.case, DTYPES[step.case.dtype]
     zeros = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, device="cuda")

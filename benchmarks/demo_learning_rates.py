@@ -30,7 +30,7 @@ SEEDS = (0, 1)
 
 
 def run(mixer: str, learning_rate: float, seed: int, folder: Path) -> dict:
-    """Trains and evaluates one run; its row."""
+    """Trains and evaluates one run; returns its row."""
     out = folder / f"{mixer}-{learning_rate}-{seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     changes = [f"training.learning_rate={learning_rate}", f"training.seed={seed}", "training.device=cpu"]

@@ -61,7 +61,7 @@ BLOCK: HeadOptions = {"short_convolution": 4, "head_norm": True, "output_gate": 
 
 
 def microseconds(calls: Sequence[Callable[[], object]], device: str) -> list[tuple[float, float]]:
-    """Returns of each call the median of the time until it returns, and of that until its work is done."""
+    """Returns, for each call, the median time until it returns, and the median time until its work is done."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def print_profile(call: Callable[[], object]) -> None:
 
 
 def measure(case: Case, device: str, what: str, profile: bool = False) -> dict:
-    """The row of a case, `what` one of MODES or LAYERS; with `profile` it prints where the time of our call goes."""
+    """Returns the row of a case; `what` is one of MODES or LAYERS. With `profile`, prints the profile of our call."""
     with softmax_kernel(device):
         calls = layer_calls if what in LAYERS else op_calls
         ours, peer, wrong = calls(case, device, what)

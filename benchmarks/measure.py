@@ -101,10 +101,10 @@ def gpu_peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
 
 
 def peak_extra_bytes(call: Callable[[], list[torch.Tensor]]) -> int:
-    """What the process holds at the peak of a call, beyond what it held before and the tensors that the call returns.
+    """Returns the peak memory of the process in a call, without memory in use before and without the results.
 
-    Of the CPU, and Linux only. Meant for a fresh process: memory that an earlier call freed but the allocator kept
-    would hide a part.
+    It works for CPU tensors on Linux only. The process should be new, because memory that an earlier call has freed can
+    be used again without a change of the peak.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
@@ -130,7 +130,8 @@ def commit() -> str:
 
 
 def measured(device: str) -> dict[str, str | None]:
-    """Returns what every row of results says of its run: where, and which code. `tables --stale` compares the code."""
+    """Returns the fields of every row of results that describe the device and the code. `tables --stale` compares
+    them."""
     about = {"processor": processor(device), "commit": commit(), "code": code_hash(PARTS[device])}
     return about | {"torch": torch.__version__}
 

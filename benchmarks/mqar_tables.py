@@ -1,4 +1,4 @@
-"""Tables of docs/mqar.md from rows of associative recall, and what they say about Claim 1 of Zoology."""
+"""Makes the tables of docs/mqar.md from rows of associative recall, and judges Claim 1 of Zoology by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NOISE = 0.02  # an accuracy above 1/D by less is guessing: a test has 12,000 que
 
 
 def widths_table(rows: Sequence[Row]) -> str:
-    """Returns a row a model and width, a column a length: test accuracy at the learning rate that validation chose."""
+    """Returns test accuracies: a row for each model and width, a column for each length.
+
+    The learning rate is the one that is best on the validation set.
+    """
     best = {(row["label"], row["width"], row["length"]): row for row in chosen(rows)}
     lengths = sorted({row["length"] for row in rows})
     pairs = {row["length"]: row["pairs"] for row in rows}
@@ -32,7 +35,7 @@ def widths_table(rows: Sequence[Row]) -> str:
 
 
 def seeds_table(rows: Sequence[Row]) -> str:
-    """A row a model and width, a column a length: mean test accuracy, the lowest and highest seed, excess over 1/D."""
+    """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model and width."""
     cells = _cells(rows)
     lengths = sorted({(row["length"], row["pairs"]) for row in rows})
     lines = [f"| model | d | {' | '.join(f'N {n}, D {d}' for n, d in lengths)} |"]
@@ -45,12 +48,12 @@ def seeds_table(rows: Sequence[Row]) -> str:
 
 
 def convolutions_table(rows: Sequence[Row]) -> str:
-    """Returns `seeds_table`, and what it says about Claim 1."""
+    """Returns `seeds_table`, and the judgement of Claim 1."""
     return f"{seeds_table(rows)}\n\n{claim_1(rows)}"
 
 
 def heads_table(rows: Sequence[Row]) -> str:
-    """A row a model and number of heads: mean test accuracy, the lowest and highest seed, excess over 1/D."""
+    """Returns mean test accuracy, lowest and highest seed, and excess over 1/D: a row for each model and heads."""
     lines = ["| model | heads | d | task | test |", "|---|---:|---:|---|---:|"]
     for (label, heads, width, test), same in group(chosen(rows), "label", "heads", "width", "test").items():
         cell = _cell([row["test_accuracy"] for row in same], same[0]["pairs"])
@@ -69,7 +72,7 @@ def claim_1(rows: Sequence[Row]) -> str:
     below = [f"N {length}, d {width}" for (width, length), found in sorted(base.items()) if found < ALL]
     if below:
         return (f"Claim 1: attention is below {ALL:.0%} at {'; '.join(below)}. A baseline that failed to train "
-                "supports no comparison, so nothing is concluded from these cells.")  # fmt: skip
+                "allows no comparison, so these cells allow no conclusion.")  # fmt: skip
     said = [f"Claim 1: attention is at {ALL:.0%} or more in all {len(base)} cells."]
     pairs = {row["length"]: row["pairs"] for row in rows}
     grows = []
@@ -85,9 +88,9 @@ def claim_1(rows: Sequence[Row]) -> str:
             grows += [label] if known == sorted(known) and known[0] < known[-1] else []
         elif above:
             where = "; ".join(f"N {n}, d {w}" for w, n in above)
-            said.append(f"{label} reaches {RECALLED:.0%} nowhere and is above guessing at {where}.")
+            said.append(f"{label} reaches {RECALLED:.0%} in no cell and is above guessing at {where}.")
         else:
-            said.append(f"{label} is nowhere more than {NOISE * 100:.0f} points above guessing.")
+            said.append(f"{label} is in no cell more than {NOISE * 100:.0f} points above guessing.")
     said.append("So the part of the claim about attention is reproduced: its width need not grow with N.")
     if grows:
         named = " and ".join(grows)
@@ -101,7 +104,7 @@ def claim_1(rows: Sequence[Row]) -> str:
 
 
 def equal_state_table(rows: Sequence[Row]) -> str:
-    """A row a model, a column a size of the state: the most pairs recalled, and the accuracy at the most asked."""
+    """Returns the most pairs recalled: a row for each model, a column for each size of the state."""
     best = chosen(rows)
     most = max(row["pairs"] for row in rows)
     sizes: dict[int, dict[str, list[Row]]] = {}
@@ -124,9 +127,10 @@ def equal_state_table(rows: Sequence[Row]) -> str:
             cells.append(f"{pairs or 'fewer than ' + str(min(at))} ({at[most]:.1%}), {size} KiB")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     ahead = "; ".join(f"{kib} KiB: {max(found, key=found.__getitem__)}" for kib, found in sorted(held.items()))
-    said = (f"The most pairs of {', '.join(str(d) for d in sorted({row['pairs'] for row in rows}))} that are recalled "
-            f"with {SOLVED:.0%}, in brackets the accuracy at {most} pairs, and the size of the state. Ahead, by pairs "
-            f"and then by that accuracy: {ahead}.")  # fmt: skip
+    asked = ", ".join(str(d) for d in sorted({row["pairs"] for row in rows}))
+    said = (f"A cell shows the largest number of pairs, among {asked}, that is recalled with an accuracy of "
+            f"{SOLVED:.0%}; in brackets the accuracy at {most} pairs; and the size of the state. The best model by "
+            f"pairs, and then by that accuracy: {ahead}.")  # fmt: skip
     return "\n".join([*lines, "", said, "", _about(rows)])
 
 
@@ -136,7 +140,7 @@ def _kib(row: Row) -> int:
 
 
 def _cells(rows: Sequence[Row]) -> dict[tuple[str, int, int], list[float]]:
-    """Test accuracies of the seeds at the learning rate that validation chose, by label, width and length."""
+    """Returns the test accuracies of the seeds, by label, width and length, at the best learning rate in validation."""
     return {
         (label, width, length): [row["test_accuracy"] for row in same]
         for (label, width, length), same in group(chosen(rows), "label", "width", "length").items()

@@ -52,7 +52,7 @@ def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chun
 
 @dataclass(frozen=True)
 class Expected:
-    """The float64 results that a call is compared with."""
+    """Holds the float64 results that a call is compared with."""
 
     rows: Tensor  # the rows where the output is sampled
     out: Tensor  # the output there, of all heads
@@ -86,15 +86,16 @@ def error(case: Case, results: list[Tensor], wanted: Expected) -> float:
 
 
 def _sampled_heads(case: Case, x: Tensor) -> Tensor:
-    """[n, T, R, ...]: of x [B, T, H or G, ...] some key/value heads with their query heads, as a batch of their own: 4
-    query heads or those of one key/value head. A gradient in float64 of every head would take minutes."""
+    """Returns some key/value heads of x [B, T, H or G, ...] with their query heads, as a batch [n, T, R, ...].
+
+    There are 4 query heads, or those of one key/value head. A float64 gradient of all heads would take minutes."""
     n = case.B * case.G
     picked = torch.linspace(0, n - 1, min(n, max(1, 4 * case.G // case.H))).long().to(x.device)
     return x.unflatten(2, (case.G, -1))[picked // case.G, :, picked % case.G]
 
 
 def _sampled_rows(case: Case, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows of the output by (M1)-(M5), every score formed: the first, the last and some between."""
+    """Returns rows of the output by (M1)-(M5), from all scores: the first row, the last row and some between."""
     rows = torch.linspace(0, case.T - 1, min(case.T, 16)).long().unique().to(wide["q"].device)
     q, k, v = (wide[x] for x in "qkv")
     q = q[:, rows].unflatten(2, (case.G, -1))
@@ -135,7 +136,7 @@ def check(case: Case, mode: str, results: list[Tensor], wanted: Expected) -> flo
 
 
 def peak_memory(case: Case, inputs: dict[str, Tensor], device: str, impl: str) -> float | None:
-    """MB of a forward and backward beyond inputs, output and gradients."""
+    """Returns MB of a forward and backward beyond inputs, output and gradients."""
     if device == "cuda":
         return round(gpu_peak_extra_bytes(partial(power_call, case, inputs, impl, MODES[1])) / 1e6, 1)
     if sys.platform != "linux":
@@ -145,7 +146,7 @@ def peak_memory(case: Case, inputs: dict[str, Tensor], device: str, impl: str) -
 
 
 def cold_start(case: Case) -> float:
-    """Seconds of a first forward and backward with no kernel compiled before, on a GPU: a user waits for them."""
+    """Returns seconds of a first forward and backward on a GPU, with no kernel compiled before."""
     code = f"""
 import time, torch
 from benchmarks.cases import Case, make_inputs
@@ -167,7 +168,8 @@ print(time.perf_counter() - start)
 def measure(
     cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str] = ("sdpa",)
 ) -> Iterator[dict]:
-    """A row a case and peer. On the CPU all cases are checked first and timed in turns; on a GPU case after case."""
+    """Returns a row for each case and peer. On the CPU all cases are checked first and timed in turns; on a GPU one by
+    one."""
     for together in [[case] for case in cases] if device == "cuda" else [cases]:
         yield from _measure_together(together, device, impl, mode, peers)
 
@@ -251,7 +253,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Throughput against context, forward and with the backward, ours and the peers', gated, p = 2."""
+    """Draws throughput against context, forward and with the backward, of ours and of the peers, gated, p = 2."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -38,7 +38,7 @@ def _leaves(inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _retention(case: Case, inputs: dict[str, Tensor], mode: str) -> Callable[[], object]:
-    """Manifest's power retention: the same function of the same inputs, at the chunk size of its own examples."""
+    """Returns a call of Manifest's power retention: the same function, at the chunk size of its own examples."""
     from retention import power_retention
 
     chunk = 1024 if case.T > 1024 else None

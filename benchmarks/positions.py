@@ -37,7 +37,7 @@ FORMS = {"by the op": True, "through q and k": False}
 
 
 class _Reached(Exception):
-    """Ends a training whose model has been measured."""
+    """Stops a training whose model has been measured."""
 
 
 def gradient_of_steps(inputs: dict[str, Any], dout: Tensor, form: str) -> Tensor:

@@ -34,7 +34,8 @@ def distance(results: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def measure(case: Case, chunks: Sequence[int], device: str, shortest: bool, passes: bool) -> list[dict]:
-    """Returns a row a form: each chunk size, the quadratic form, "auto" and, if it takes the shape, cuDNN's softmax."""
+    """Returns a row for each form: chunk sizes, the quadratic form, "auto" and, if it supports the shape, cuDNN's
+    softmax."""
     inputs, mode = make_inputs(case, device), MODES[1]
     wanted = expected(case, inputs, mode) if shortest else None
     quadratic = power_call(case, inputs, IMPL[device], mode, case.T)

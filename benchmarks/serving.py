@@ -1,16 +1,17 @@
 """The server under load: `python -m benchmarks.serving --device cpu --json FILE`.
 
-A server is started as a process of its own, on an untrained model of bytes (what it answers costs as much as what a
-trained one answers), and clients ask it over HTTP. Times are taken at the client. Of the throughput, the first 16
-answers are compared with those to the same prompts alone. The file is written anew after every measure.
+A server is started as a separate process, with an untrained model of bytes, which takes as much time as a trained
+model. Clients send requests over HTTP and measure the times. In the measurement of throughput, the first 16 answers are
+compared with answers to the same prompts without other requests. The file is written again after every measurement.
 
-- throughput: tokens a second by streams at a time, and of `generate` with that batch in this process; what the engine
-  did in the fastest round, as in /metrics. A round of short answers that is not timed comes first.
-- first token: time to it, with an idle server and behind a prompt of 100,000 tokens that is being read.
-- prefix: time to the first token of a prompt that is new, and of the same again; and after a restart, from the disk.
-- memory: what the process holds at most while it answers a prompt of so many tokens, beyond what it held before.
-- hostile: requests that must be refused, beside a stream that must not notice.
-- vanishing: clients that leave at any moment, beside others whose answers must be whole; then an orderly end.
+- throughput: tokens per second for each number of streams, and of `generate` with the same batch in this process; and
+  the work of the engine in the fastest round, as in /metrics. A round of short answers comes first and is not timed.
+- first token: the time to the first token, on an idle server and while a prompt of 100,000 tokens is read.
+- prefix: the time to the first token of a new prompt, of the same prompt again, and after a restart, from the disk.
+- memory: the peak memory of the process while it answers a prompt of a given length, minus the memory before.
+- hostile: requests that must be refused, at the same time as a stream that must not change.
+- vanishing: clients that close their connections at random moments, and others whose answers must be complete. Then the
+server must shut down without an error.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ async def prefix(server: Server, restarted: Callable[[], Server], length: int) -
 
 
 async def memory(server: Server, length: int) -> list[dict]:
-    """Returns a row: the bytes that the process held beyond those of before, at most, while it answered a prompt.
+    """Returns a row with the peak memory of the process while it answered a prompt, minus the memory before.
 
     On a CPU a prompt of the same length is answered first, so that the allocator has grown. On a GPU the row also has
     the bytes that the server's tensors held there at most since its start.

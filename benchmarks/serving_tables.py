@@ -1,4 +1,4 @@
-"""Tables of how the server answers, from the rows of `benchmarks.serving`, whichever of them there are."""
+"""Makes the tables of docs/serving.md from the rows of `benchmarks.serving`. Rows may be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FROM = {"new": "new", "memory": "again, from memory", "disk": "after a restart,
 
 
 def serving_table(rows: list[dict]) -> str:
-    """Returns a row a measurement."""
+    """Returns a row for each measurement."""
     found: dict[str, list[dict]] = {}
     for row in rows:
         found.setdefault(row["measure"], []).append(row)
@@ -20,7 +20,7 @@ def serving_table(rows: list[dict]) -> str:
 
 
 def load_table(rows: list[dict]) -> str:
-    """Returns the clients that vanish alone."""
+    """Returns only the row of clients that close their connections."""
     return serving_table([row for row in rows if row["measure"] == "vanishing"])
 
 

@@ -294,8 +294,9 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
 
 
 def stale(name: str) -> list[str]:
-    """Commits of the rows of a file of results that measured other code than there is now. A row tells the hash of its
-    code; of a row that does not, the hash at its commit is taken. Rows of a commit that git does not know are stale."""
+    """Returns the commits of rows whose code has changed since the measurement. A row contains the hash of its code.
+    For a row without a hash, the hash of the code at its commit is used. Rows of a commit that git does not know are
+    stale."""
     path = RESULTS / name
     rows = read_rows(path, ("commit", "code")) if path.suffix == ".csv" else json.loads(path.read_text())
     part = PARTS["cpu" if path.stem.endswith("_cpu") else "cuda"]

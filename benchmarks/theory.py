@@ -1,4 +1,4 @@
-"""The figures of docs/theory.md: the work of recall in parallel, and what a state of few bits tells of many."""
+"""Computes the numbers of docs/theory.md: the work of recall in parallel, and recall from a state of few bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = (64, 16, 4, 1, 1 / 2, 1 / 4, 1 / 8)  # bits of the state for every stor
 
 
 def work(longest: int) -> list[dict[str, object]]:
-    """Rows of the work and depth of every algorithm at N = 64, 128, ... `longest` triples."""
+    """Returns rows of the work and depth of every algorithm at N = 64, 128, ... `longest` triples."""
     sizes = [64 << i for i in range((longest // 64).bit_length())]
     rows = []
     for size in sizes:
@@ -28,7 +28,7 @@ def work(longest: int) -> list[dict[str, object]]:
 
 
 def index(rows: int) -> list[dict[str, object]]:
-    """Rows of the accuracy of every memory against the bits of its state for every stored bit."""
+    """Returns rows of the accuracy of every memory against the bits of its state per stored bit."""
     found = []
     for memory in MEMORIES:
         for share in SHARES:

@@ -67,7 +67,7 @@ class Shape:
     micro_batch: int
 
     def config(self, mixer: str, mode: str, device: str, size: int) -> RunConfig:
-        """Of a run on `size` ranks, which share every row."""
+        """Returns the config of a run on `size` ranks, which share every row."""
         execution = MODES[mode]
         return RunConfig(
             name="benchmark",
@@ -81,7 +81,7 @@ class Shape:
         )  # fmt: skip
 
     def passes(self, step: int, ranks: Ranks) -> list[Part]:
-        """This rank's part of the step's rows: random tokens."""
+        """Returns this rank's part of the step's rows: random tokens."""
         gen = torch.Generator().manual_seed(step)
         text = torch.randint(self.vocabulary, (self.rows, self.context + 1), generator=gen)
         rows = [Part(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in text.split(self.micro_batch)]
@@ -98,7 +98,8 @@ def attention(mixer: str, device: torch.device) -> AbstractContextManager:
 
 
 def check_precision(shape: Shape, mixer: str, device: torch.device) -> float:
-    """The error of loss and gradient norm in bfloat16 against float32, on the start of the first row: relative."""
+    """Returns the relative error of loss and gradient norm in bfloat16 against float32, at the start of the first
+    row."""
     model = LanguageModel(preset(shape.preset, shape.vocabulary, MIXERS[mixer]), seed=0).to(device)
     rows = shape.passes(0, Ranks())[0]
     tokens, targets = (x[:1, :CHECKED].contiguous().to(device) for x in (rows.tokens, rows.targets))
@@ -122,8 +123,8 @@ def difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
 def timed_steps(launch: Callable[[int], StepNumbers], count: int) -> tuple[list[float], list[tuple[float, float]]]:
     """Takes `count` steps as the training loop does: reads the numbers of a step after the next step is launched.
 
-    One step more is launched after the last, so that the last takes the time of any other. Launching the second step is
-    part of the time of the first.
+    One more step is launched after the last timed step, so that the last step takes as long as any other. The launch of
+    the second step is part of the time of the first.
 
     Args:
         launch: launches the step of an index, from 0 to `count`.
@@ -146,8 +147,8 @@ def timed_steps(launch: Callable[[int], StepNumbers], count: int) -> tuple[list[
 
 
 def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count: int) -> dict:
-    """`count` steps: loss and gradient norm of the first, seconds of each, peak memory from the third on in bytes, and
-    FLOPs a token."""
+    """Takes `count` steps. Returns loss and gradient norm of the first, seconds of each, the peak memory from the third
+    step on in bytes, and FLOPs per token."""
     config = shape.config(mixer, mode, device.type, world_size())
     ranks = join(config, device)
     torch.compiler.reset()
@@ -172,8 +173,8 @@ def take_steps(shape: Shape, mixer: str, mode: str, device: torch.device, count:
 
 
 def measure(shape: Shape, mixer: str, mode: str, device: torch.device, count: int, known: Sequence[dict]) -> dict:
-    """The row of a mixer and a way to run it, of `count` steps timed. Of the plain way a row among the `known`, on
-    whatever ranks, tells what the first step is to come to."""
+    """Returns the row of a mixer and a way to run it, with `count` timed steps. The first step is compared with the row
+    of the plain way in `known`, from any number of ranks."""
     alike = {**asdict(shape), "mixer": mixer, "mode": "eager"}
     plain = next((row for row in known if row.items() >= alike.items() and "ms" in row), {})
     error = plain["precision_error"] if plain else check_precision(shape, mixer, device)
@@ -199,13 +200,13 @@ def measure(shape: Shape, mixer: str, mode: str, device: torch.device, count: in
 
 
 def world_size() -> int:
-    """Ranks of the default group, or one."""
+    """Returns the number of ranks of the default group, or 1."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """Rows with their speed over that of softmax attention run the same way (`ratio`), and over that of one rank
-    (`speedup`), where these were measured."""
+    """Returns rows with two speeds, where these were measured: `ratio`, relative to softmax attention run in the same
+    way, and `speedup`, relative to one rank."""
 
     def speed(row: dict, **changed: object) -> float | None:
         wanted = {name: row[name] for name in (*SHAPE, "mixer", "mode", "ranks")} | changed

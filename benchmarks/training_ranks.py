@@ -1,13 +1,14 @@
-"""Holds training on several ranks to training on one: the same run on one rank, on several that share every row, and
-continued on one from the middle of that. How far roundings alone carry, a run on one rank shows whose rows pass in two
-halves. Rows are Markov chains (`benchmarks.chains`), with --text pieces of Python's standard library in bytes.
+"""Compares training on several ranks with training on one rank. The same run is done on one rank, on several ranks that
+share every row, and on one rank that continues from the middle of the latter. A run on one rank that computes its rows
+in two halves shows the effect of rounding alone. Rows are Markov chains (`benchmarks.chains`), or with --text pieces of
+Python's standard library in bytes.
 
     python -m benchmarks.training_ranks --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.training_ranks --out DIR
     python -m benchmarks.training_ranks --out DIR
 
-Each call trains what it can and what is not yet there, in DIR, so that each may be repeated; the last one writes
-DIR/ranks.json and ends with 1 where losses differ by more than is allowed.
+Each call trains the runs that are missing in DIR and possible on its ranks, so every call may be repeated. The last
+call writes DIR/ranks.json. It ends with exit code 1 if losses differ by more than is allowed.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ DATA = DataConfig(tokenizer="bytes", pack=False)  # with --text
 
 
 def batches(args: argparse.Namespace, rows: int) -> Chains | Batches:
-    """Returns what is trained on, `rows` rows at once; row by row the same whatever their number."""
+    """Returns the training batches of `rows` rows. The rows do not depend on their number in a batch."""
     if args.text:
         return Batches(open_corpus(DATA).train, args.context, rows, pack=DATA.pack)
     return Chains(args.context, rows, args.vocabulary)
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
-    """Of the run on one rank. Half way and in the end it leaves a checkpoint."""
+    """Returns the config of the run on one rank. It saves a checkpoint in the middle and at the end."""
     return RunConfig(
         name="ranks",
         model=preset(args.preset, ByteTokenizer.vocab_size if args.text else args.vocabulary, MixerConfig("power")),
@@ -56,7 +57,8 @@ def run_config(args: argparse.Namespace) -> RunConfig:
 
 
 def train_missing(args: argparse.Namespace) -> None:
-    """On several ranks the run "several"; on one rank "one", "halves" and, once there is "several", "continued"."""
+    """Trains missing runs: "several" on several ranks; on one rank "one", "halves" and, after "several",
+    "continued"."""
     config, whole = run_config(args), batches(args, args.rows)
     out, steps = args.out, args.steps
     if world_size() > 1:
@@ -80,8 +82,8 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def compare(out: Path, steps: int) -> list[dict]:
-    """Of "several" and "halves" against "one", and of "continued" against "several": the largest relative difference of
-    losses, over the steps that the first one took itself."""
+    """Compares "several" and "halves" with "one", and "continued" with "several". Returns the largest relative
+    differences of losses, over the steps that the first run of each pair took itself."""
     rows = []
     pairs = [("several", "one", 1), ("halves", "one", 1), ("continued", "several", steps // 2 + 1)]
     for run, reference, first in pairs:

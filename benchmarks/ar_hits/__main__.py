@@ -1,7 +1,7 @@
 """AR hits of language models that differ in their mixers: `python -m benchmarks.ar_hits COMMAND`.
 
-`exact` compares the counting with brute force and times it. `run` trains the recipes of sympow/recipes/hybrids.py that
-are not finished and measures them in the same process, as many at a time as there are workers. `report` writes
+`exact` compares the counting with brute force and times it. `run` trains the unfinished recipes of
+sympow/recipes/hybrids.py and measures each in the same process. Several workers run at the same time. `report` writes
 docs/results/ar-hits.md and its figures from the tables of both.
 """
 
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
             tables["run"].append(result["run"])
             tables["slices"] += result["slices"]
             tables["curves"] += result["curves"]
-            for name in reversed(TABLES):  # that of runs last, so that none lacks its losses
+            for name in reversed(TABLES):  # the table of runs last, so that no run lacks its losses
                 write_results(options.out / f"{name}.csv", tables[name])
             row = result["run"]
             said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _until_interrupted(done: Iterator[Finished[Job]]) -> Iterator[Finished[Job]]:
-    """Yields what was done; Ctrl-C and SIGTERM give up what is at work."""
+    """Yields finished jobs. Ctrl-C and SIGTERM stop the jobs that are running."""
     with suppress(KeyboardInterrupt):
         yield from done
 

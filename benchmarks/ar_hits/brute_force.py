@@ -1,4 +1,4 @@
-"""AR hits by their definition, a token at a time in plain Python: the oracle of `sympow.evaluation.ar_hits`."""
+"""AR hits by their definition, one token after another in plain Python, to test `sympow.evaluation.ar_hits`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count(documents: Iterable[np.ndarray]) -> Counter[tuple[int, int]]:
 
 
 def distances(row: Sequence[int]) -> list[int]:
-    """Returns how many tokens ago the bigram of every token but the first ended last; 0 where it is new."""
+    """Returns the distance from every token but the first to the last occurrence of its bigram; 0 if it is new."""
     last: dict[tuple[int, int], int] = {}
     found = []
     for i in range(1, len(row)):

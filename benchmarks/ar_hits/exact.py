@@ -18,7 +18,7 @@ from sympow.evaluation.ar_hits import FREQUENT, PARTS
 
 
 class Known(torch.nn.Module):
-    """A model whose loss depends only on a token and the one before it. Losses are multiples of 1/8, whose sums are
+    """Computes losses that depend only on a token and the previous token. They are multiples of 1/8, so that sums are
     exact."""
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Known(torch.nn.Module):
 
 
 def compare(train: Any, held_out: Any, vocab_size: int, tokens: int, context: int, frequent: int) -> dict[str, Any]:
-    """Measures about `tokens` tokens both ways.
+    """Measures about `tokens` tokens in both ways.
 
     Returns:
-        A row: the largest difference in tokens and in summed losses over all slices and cells, that of the slices' sum
-        to the whole in nats a token, and the seconds of both.
+        A row: the largest difference in tokens and in summed losses over all slices and cells, the difference between
+        the sum of the slices and the whole in nats per token, and the seconds of both.
     """
     began = time.perf_counter()
     rows = -(-tokens // context)

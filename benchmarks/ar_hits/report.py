@@ -1,4 +1,4 @@
-"""The page of AR hits: tables between marks, and figures, from the tables of `python -m benchmarks.ar_hits`."""
+"""Writes the tables and figures of the page of AR hits, from the results of `python -m benchmarks.ar_hits`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def losses_table(tables: Tables) -> str:
 
 
 def gaps_table(tables: Tables) -> str:
-    """Returns a row for each recipe: its gap to attention, what AR hits add to it, and their share."""
+    """Returns a row for each recipe: its gap to attention, the contribution of AR hits to the gap, and their share."""
     lines = ["| model | gap, nats | of AR hits, nats | share of AR hits | by the rule of the source |"]
     lines.append("|---|" + "---:|" * 4)
     for recipe in _recipes(tables):
@@ -230,7 +230,7 @@ def _arrays(tables: Tables, recipe: str) -> dict[int, tuple[np.ndarray, np.ndarr
 
 
 def _curve(tables: Tables, recipe: str, part: str, column: str) -> tuple[list[float], list[float]]:
-    """Geometric middles of the cells, and the mean of a column over the seeds."""
+    """Returns geometric middles of the cells, and the mean of a column over the seeds."""
     rows = [
         row for row in tables["curves"] if (row["recipe"], row["part"]) == (recipe, part) and row["tokens"] >= LEAST
     ]

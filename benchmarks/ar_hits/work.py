@@ -32,7 +32,7 @@ GUESS = 30.0  # seconds of a run on an H200, with three beside it
 
 
 class Job(NamedTuple):
-    """A recipe and the seed of its weights and of the order of its data."""
+    """Holds a recipe, and the seed of its weights and of the order of its data."""
 
     recipe: str
     seed: int
@@ -53,18 +53,18 @@ class Job(NamedTuple):
 
 
 def guess(job: Job) -> float:
-    """Returns seconds of a job, about."""
+    """Returns the estimated seconds of a job."""
     return GUESS
 
 
 def kind(job: Job) -> str:
-    """Returns what jobs have in common that take the same time."""
+    """Returns a key that is equal for jobs that take the same time."""
     return job.recipe
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """How jobs are done: of which corpus with how many different tokens, on which device, at full size or as a toy."""
+    """Describes how jobs are done: the corpus and its vocabulary, the device, and whether runs are tiny, for a test."""
 
     corpus: Path
     vocab_size: int
@@ -72,7 +72,7 @@ class Trainer:
     toy: bool = False
 
     def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
-        """Returns what does a job; reads the documents and counts their bigrams once."""
+        """Returns a function that does a job. Reads the documents and counts their bigrams once."""
         choose_gpu(self.device, worker)
         documents = read_data(self._config(Job(RECIPES[0], 0)).data)
         counts = count_bigrams(documents.train, documents.train.vocab_size)

@@ -1,9 +1,9 @@
-"""The evidence for what power attention makes of its context: `python -m benchmarks.context_scaling COMMAND`.
+"""Measures how models use their context: `python -m benchmarks.context_scaling COMMAND`.
 
-`run` trains and measures the runs of some studies that are not finished, `speed` times training steps, `merge` adds
-what they found to the committed tables, `report` writes docs/results/context-scaling.md and its figures from these, and
-`subset` makes a corpus small enough to be carried. A finished run is a row of a table, so that studies can be completed
-in many short stays on GPUs.
+`run` trains and measures the unfinished runs of some studies. `speed` times training steps. `merge` adds the results of
+both to the committed tables. `report` writes docs/results/context-scaling.md and its figures from these tables.
+`subset` makes a small corpus, which is easy to copy. A finished run is a row of a table, so a study can be completed in
+several calls.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _chosen(options: argparse.Namespace, seeds: list[int] | None, rates: list[float] | None) -> list[Run]:
-    """Returns the runs of studies, or of a search: variants, which may have changes, at the tokens of most studies."""
+    """Returns the runs of studies, or of given variants (with changes) at the number of tokens of most studies."""
     variants = _listed("--variants", str, options.variants) if options.variants else []
     contexts = _listed("--contexts", int, options.contexts) if options.contexts else []
     if options.studies:
@@ -171,7 +171,7 @@ def _speed(options: argparse.Namespace) -> int:
 def _done(
     jobs: Mapping[str, J], work: Work[J], options: argparse.Namespace, estimates: Estimates[J]
 ) -> Iterator[Finished[J]]:
-    """Yields the jobs as they end; those at work are given up when the time is over, and at Ctrl-C and SIGTERM."""
+    """Yields jobs when they end. Running jobs are stopped when the time is over, and at Ctrl-C and SIGTERM."""
     # A worker's share of the processor; torch reads it as it is imported there.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     folder = options.out / "jobs" / options.scale
@@ -182,7 +182,7 @@ def _done(
 
 
 def _company(workers: int, device: str) -> float:
-    """How much longer a run takes beside others on its GPU: they fill it better than one, so less than their number."""
+    """Returns the factor by which a run takes longer if several runs share its GPU. It is less than their number."""
     gpus = torch.cuda.device_count() if device == "cuda" else workers
     return max(1.0, 0.7 * workers / gpus)
 

@@ -1,4 +1,4 @@
-"""About how long a run takes, so that none is begun that would not end in time."""
+"""Estimates the time of a run, so that no run is started that would not end in time."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def _mixing(run: Run, name: str, options: dict) -> float:
 
 
 def kind(run: Run) -> tuple[object, ...]:
-    """Returns what runs have in common that take the same time a token."""
+    """Returns a key that is equal for runs that take the same time per token."""
     return run.variant, run.trained_at, run.size

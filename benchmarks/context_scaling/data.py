@@ -14,7 +14,7 @@ HELD_OUT = 16  # documents that losses are measured on: a million tokens
 
 
 class Documents(NamedTuple):
-    """Documents to train on, and those that losses are measured on."""
+    """Holds the training documents and the held-out documents."""
 
     train: TokenCorpus
     held_out: TokenCorpus
@@ -26,7 +26,7 @@ def read_documents(scale: Scale, corpus: Path) -> Documents:
 
 
 def read_data(data: DataConfig) -> Documents:
-    """Reads a corpus whole: out of compressed chunks short rows would come too slowly."""
+    """Reads a whole corpus into memory, because reading short rows from compressed chunks would be too slow."""
     splits = open_corpus(data)
     count = len(splits.held_out)
     chosen = np.linspace(0, count - 1, min(HELD_OUT, count)).astype(np.int64)
@@ -47,7 +47,7 @@ def make_batches(run: Run, scale: Scale, documents: TokenCorpus, rows: int) -> B
 
 
 class Reshaped:
-    """Batches whose rows are cut into `cut` rows each: the same tokens, of which the model sees less at a time."""
+    """Gives batches in which every row is cut into `cut` rows: the same tokens in shorter rows."""
 
     def __init__(self, batches: Batches, cut: int):
         self._batches, self._cut = batches, cut

@@ -1,4 +1,4 @@
-"""What the tables know of a run of a study, over its seeds."""
+"""Looks up the results of a run of a study in the tables, for all its seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sympow.recall.results import read_rows
 
 
 class Found:
-    """Rows of finished runs, by run and seed, of one corpus in each setting.
+    """Holds rows of finished runs, by run and seed, of one corpus in each setting.
 
     The corpus of a setting is the one with the most rows in it, see `of`.
 
@@ -110,11 +110,11 @@ class Found:
         return interval([row[name] for row in self.rows(run).values() if row[name] is not None])
 
     def difference(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
-        """Returns the mean of a column less that of another run, seed by seed on the same corpus."""
+        """Returns the mean difference of a column to another run, between runs with the same seed and corpus."""
         return self._paired(run, base, name, sub)
 
     def ratio(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
-        """Returns the mean of a column over that of another run, seed by seed on the same corpus."""
+        """Returns the mean ratio of a column to that of another run, between runs with the same seed and corpus."""
         return self._paired(run, base, name, truediv)
 
     def _paired(self, run: Run, base: Run, name: str, how: Callable[[Any, Any], Any]) -> Interval | None:
@@ -149,5 +149,5 @@ def baseline_of(run: Run, study: str) -> Run:
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """Returns the parts of the setting in which runs differ; the context where they do in none."""
+    """Returns the parts of the setting in which runs differ; the context if they differ in no part."""
     return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1] or ["context"]

@@ -1,4 +1,4 @@
-"""What a run is: its fields, its name, and the config that `sympow train` would get."""
+"""Describes a run: its fields, its name, and the config that `sympow train` would get."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LONG = 4_584 * DOCUMENT
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of the experiment.
+    """Describes the size of the experiment.
 
     Attributes:
-        shrink: what all contexts are divided by.
+        shrink: the number by which all contexts are divided.
         steps: of every run; None: as many as its tokens make.
         overrides: of the configs of all runs.
     """
@@ -72,10 +72,10 @@ def recipe(variant: str) -> RunConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A variant, and what it is trained on.
+    """Describes a training run: a variant and its data.
 
     Attributes:
-        variant: what is trained, see `recipe`.
+        variant: the name of the variant, see `recipe`.
         context: tokens of the stretches that documents are cut into; every step draws some of them.
         tokens: of the whole run.
         documents: tokens of a step, in documents.

@@ -1,4 +1,4 @@
-"""How variants and settings are called in tables, and how they look in figures."""
+"""Names of variants and settings in tables, and their colours and markers in figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.context_scaling.grid import Run
 
 
 class Look(NamedTuple):
-    """A colour of Okabe and Ito's palette, a marker and a line: no two variants of a figure share all three."""
+    """Holds a colour of Okabe and Ito's palette, a marker and a line. No two variants of a figure share all three."""
 
     colour: str
     marker: str
@@ -102,7 +102,7 @@ LOOKS = {
 
 
 def label(variant: str) -> str:
-    """Returns what a variant is called; one with options of its own keeps them: "power, p = 2 + rotary_dim=16"."""
+    """Returns the name of a variant, with its changed options: "power, p = 2 + rotary_dim=16"."""
     recipe, *changes = variant.split("+")
     return " + ".join([LABELS[recipe], *changes])
 

@@ -1,4 +1,4 @@
-"""What is measured of a model: held-out loss, loss by position, gain from context, best-context loss."""
+"""Measures of a model: held-out loss, loss by position, gain from context, best-context loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_position(losses: ContextLosses) -> dict[str, float]:
 
 
 def gain(row: Mapping[str, Any], context: int) -> float | None:
-    """Returns what a model makes of its context, in nats: the loss at positions 64 to 127 less that of the last half.
+    """Returns the gain from context, in nats: the loss at positions 64 to 127 minus the loss of the last half.
 
     Args:
         row: a row of `by_position`.

@@ -1,4 +1,4 @@
-"""Writes the report from the committed tables: its summary, its sections with figures, what is missing, and bars.csv.
+"""Writes the report from the committed tables: summary, sections with figures, missing runs, and bars.csv.
 
 In the page each part stands between `<!-- part: NAME -->` and `<!-- end -->`.
 """
@@ -90,8 +90,7 @@ def write(folder: Path, page: Path) -> list[Path]:
 
 
 def out_of_date(folder: Path, page: Path) -> list[str]:
-    """Returns what does not follow from the tables: the page, bars.csv, and figures that are missing or should not be
-    there."""
+    """Returns the files that differ from the tables: the page, bars.csv, and figures that are missing or not needed."""
     found, beside = Found(folder), page.with_suffix("")
     late = []
     text = page.read_text(encoding="utf-8")

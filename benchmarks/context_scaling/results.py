@@ -24,7 +24,7 @@ COLUMNS = (*KEY, "scale", "status", "held_out_loss", "gain", "best_loss", "best_
 
 @dataclass
 class Results:
-    """Rows of both tables; `positions` are of `runs` only."""
+    """Holds the rows of both tables; `positions` has rows for runs in `runs` only."""
 
     runs: list[Row] = field(default_factory=list)
     positions: list[Row] = field(default_factory=list)
@@ -55,7 +55,7 @@ def run_of(row: Row) -> Run:
 
 
 def key_of(row: Row) -> tuple[Run, str]:
-    """Returns the run of a row and its corpus: what tables have once."""
+    """Returns the run of a row and its corpus, a key that occurs once in the tables."""
     return run_of(row), row["corpus"]
 
 

@@ -1,4 +1,4 @@
-"""The sections of the report: one a study, with what is claimed, its tables and its figure."""
+"""The sections of the report, one for each study: its claims, its tables and its figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Section:
 
     Attributes:
         heading: of the section.
-        text: what is claimed, and by whom.
+        text: the claim and its source.
         figure: draws the study; returns None where there are no rows.
         tables: instead of the comparison with the study's baseline.
     """
@@ -59,8 +59,9 @@ SECTIONS = {
         "Loss and gain by the context of training",
         "[SCRA] claims that the ratio of power attention to softmax attention falls as the context grows. The second "
         "table compares p = 2 with softmax attention at equal tokens, FLOPs and time: where the cheaper run ends, the "
-        "loss of the other is read off a line through its measured points. The learning rate of that other run has not "
-        "come down there yet. The third table holds tokens a second of training steps at 65,536 tokens of context.",
+        "loss of the other run is interpolated between its measured points. The learning rate of the other run has not "
+        "fallen to its last value at that point. The third table shows tokens per second of training steps at 65,536 "
+        "tokens of context.",
         partial(figures.by_number, field="context"),
         (tables.comparison, tables.budgets, tables.speeds)),
     "beyond": Section(
@@ -73,8 +74,8 @@ SECTIONS = {
         "Controls",
         "Does a difference come from the power, the gate, the block, or the size of the state? This study changes one "
         "thing at a time between power attention and softmax attention, and adds two other recurrent mixers with "
-        "blocks of their own. (ALiBi is a constant gate (M18), which a test shows: "
-        "`tests/layers/test_gated_softmax.py`.)",
+        "blocks of their own. ALiBi is not among the controls, because it is a gate with a constant value (M18). "
+        "`tests/layers/test_gated_softmax.py` checks this.",
         figures.differences),
     "scra_curves": Section(
         "Losses by position along training",
@@ -82,15 +83,15 @@ SECTIONS = {
         "linear attention, from early in training on.",
         figures.checkpoints),
     "scra_window": Section(
-        "Windows with as large a state",
+        "Windows with a state of the same size",
         "[SCRA] claims that power attention is ahead of a window whose state has the same size. The state of p = 2 has "
-        "135,200 elements a head, and a window of 1,024 has 131,072. Linear attention has 4,160, and a window of 32 "
+        "135,200 elements per head, and a window of 1,024 has 131,072. Linear attention has 4,160, and a window of 32 "
         "has 4,096.",
         figures.differences),
     "scra_axes": Section(
         "Axes of scale",
-        "[SCRA] varies updates, documents a batch, parameters and context. For the context, every step holds the same "
-        "documents either whole or cut into rows of 1,024 and 4,096 tokens, so that only the context differs.",
+        "[SCRA] varies updates, documents per batch, parameters and context. For the context, every step holds "
+        "the same documents either whole or cut into rows of 1,024 and 4,096 tokens, so that only the context differs.",
         figures.axes_of_scale),
     "scra_bodies": Section(
         "The body of RWKV-7",
@@ -99,32 +100,32 @@ SECTIONS = {
     "scra_ratio": Section(
         "Ratios of weight FLOPs to state FLOPs",
         "[SCRA Figure 2] claims that at equal FLOPs a ratio near 1 is better than either extreme. The four models here "
-        "take 560 to 590 million FLOPs a token at 65,536 tokens.",
+        "take 560 to 590 million FLOPs per token at 65,536 tokens.",
         figures.by_cost),
     "scra_latency": Section(
         "Equal time of training",
-        "[SCRA Table 4] compares at equal time: here 30 million tokens for softmax attention, and 100 million for "
-        "power attention and for a window.",
+        "[SCRA Table 4] compares at equal time. Here softmax attention gets 30 million tokens, and power attention and "
+        "a window get 100 million.",
         figures.by_cost),
     "conformal": Section(
         "Gate and rotation as published",
         "[CST] claims that without a gate the ratio to softmax attention rises with the context of training. With a "
-        "gate it does not, and rotation by the data improves the loss further. There is no block, and eps, scores, "
-        "biases, frequencies and positions are as published.",
+        "gate it does not, and rotation by the data improves the loss further. The models have no block. Their eps, "
+        "scores, biases, frequencies and positions are as published.",
         partial(figures.by_number, field="context", ratio=True)),
     "ablations": Section(
-        "What each default brings",
-        "Every variant is the default with one thing changed, either to what a source has or to nothing.",
+        "Effect of each default",
+        "Every variant changes one option of the default, either to the value of a source or to none.",
         figures.differences),
     "powers": Section(
         "p = 2, 4 and 6 as published",
         "[SPT] reports losses of 1.03, 0.98 and 0.97 times that of softmax attention at 4,096 tokens, without gates. "
-        "There is no block, and a run has 100 million tokens.",
+        "The models have no block, and a run has 100 million tokens.",
         figures.differences),
     "rates_1024": Section(
         "Learning rates at 1,024 tokens",
-        "The best rate of each variant is in bold; the other studies at 1,024 tokens use rates from this sweep. A best "
-        "rate at the edge of the sweep calls for more rates.",
+        "The best rate of each variant is in bold; the other studies at 1,024 tokens use rates from this sweep. If "
+        "the best rate is the lowest or the highest of a sweep, more rates are needed.",
         figures.learning_rates, (tables.rates,)),
     "rates": Section(
         "Learning rates at 4,096 tokens",
@@ -164,7 +165,7 @@ def results(found: Found, figures_beside: str) -> str:
 
 
 def missing(found: Found) -> str:
-    """Returns the list of studies that have runs left, with their claims that no row tells of, in Markdown."""
+    """Returns, in Markdown, the studies with unfinished runs, and their claims for which there are no rows."""
     parts = []
     for name, section in SECTIONS.items():
         done, runs = _counts(found, name)

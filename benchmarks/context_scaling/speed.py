@@ -1,4 +1,4 @@
-"""Tokens a second and memory of training steps, a process alone on its GPU: runs side by side slow each other down."""
+"""Measures tokens per second and memory of training steps, with one process on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = ("variant", "context", "mode")
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: steps of one document, cut into rows of `context` tokens."""
+    """Describes steps to time: one document each, cut into rows of `context` tokens."""
 
     variant: str
     context: int
@@ -41,24 +41,24 @@ class Case:
 
 
 def guess(case: Case) -> float:
-    """Returns seconds of a case, about."""
+    """Returns the estimated seconds of a case."""
     return 60.0 if case.mode == "compiled" else 15.0
 
 
 def kind(case: Case) -> str:
-    """Returns what cases have in common that take the same time."""
+    """Returns a key that is equal for cases that take the same time."""
     return case.mode
 
 
 @dataclass(frozen=True)
 class Timer:
-    """How cases are timed: at which scale, on which device."""
+    """Describes how cases are timed: the scale and the device."""
 
     scale: str
     device: str
 
     def prepare(self, worker: int) -> Callable[[Case], dict[str, Any]]:
-        """Returns what times a case and gives its row."""
+        """Returns a function that times a case and returns its row."""
         choose_gpu(self.device, worker)
         about = {"processor": processor(self.device), "torch": torch.__version__, "commit": commit()}
         return lambda case: {"variant": case.variant, "context": case.context, "mode": case.mode,

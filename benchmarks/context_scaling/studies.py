@@ -49,7 +49,7 @@ def _runs(variants: Iterable[str], contexts: Iterable[int], **fields: int | str 
 
 
 def _axes() -> list[Run]:
-    """Returns both variants along each axis of [SCRA]; what axes share stands once."""
+    """Returns both variants along each axis of [SCRA]. Runs that several axes share occur once."""
     variants = ("softmax", "power")
     runs = []
     for tokens in (SHORT // 4, SHORT, MIDDLE):  # updates

@@ -1,4 +1,4 @@
-"""A smaller copy of a kernel corpus, as small as it gets."""
+"""Makes a small copy of a kernel corpus, with strong compression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3,
 
 
 def write_subset(corpus: Path, out: Path, rows: int) -> int:
-    """Writes `rows` evenly spaced documents to train on, and those that losses are measured on; returns the bytes.
+    """Writes `rows` evenly spaced training documents and the held-out documents; returns the number of bytes.
 
     Raises FileNotFoundError where there is no corpus, FileExistsError where `out` is there already.
     """
@@ -42,7 +42,7 @@ def _copy(source: Path, target: Path, count: int) -> int:
         chunks=(1, documents.shape[1]),
         compressors=LZMA(format=lzma.FORMAT_RAW, filters=FILTERS),
         zarr_format=2,
-        config={"write_empty_chunks": True},  # that a chunk is missing shall always mean a damaged corpus
+        config={"write_empty_chunks": True},  # so that a missing chunk always means a damaged corpus
     )
     for place, document in enumerate(chosen):
         copy[place] = documents[int(document)]

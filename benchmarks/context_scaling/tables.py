@@ -57,9 +57,9 @@ def rates(found: Found, study: str) -> str:
 
 
 def budgets(found: Found, study: str) -> str:
-    """Compares power with softmax attention at equal tokens, FLOPs and time: at the end of whoever ends first.
+    """Compares power with softmax attention at equal tokens, FLOPs and time, where the first of the two runs ends.
 
-    Losses in between are read off a line through those measured along the run. Learning rates have not come down there.
+    The loss of the longer run is interpolated. Its learning rate has not fallen to its last value at that point.
     """
     lines = []
     for run in (each for each in runs_of(study) if each.variant == "power"):

@@ -15,12 +15,14 @@ from benchmarks.context_scaling.tables import MISSING
 
 REPRODUCED, REFUTED, OPEN = "Reproduced", "Refuted", "Left open"
 NO_ROWS = f"**{OPEN}**, {MISSING}: "
-SEEDS = 3  # that a claim takes
+SEEDS = 3  # the least number of seeds for a verdict on a claim
 
 
 def judged(value: Interval | None, most: float, what: str, least: bool = False) -> str:
-    """Returns a sentence: whether a number is at most (`least`: at least) what is claimed. It is reproduced or refuted
-    where three seeds or more say so and the 95% interval lies on one side."""
+    """Returns a sentence: is a number at most (`least`: at least) as large as claimed?
+
+    A claim is reproduced or refuted if there are three seeds or more and the 95% interval lies on one side of the
+    bound."""
     claim = f"claimed at {'least' if least else 'most'} {most:.4g}"
     if value is None:
         return f"{NO_ROWS}{what}, {claim}."
@@ -37,11 +39,18 @@ def untold(sentence: str) -> str:
     return sentence.removeprefix(NO_ROWS) if sentence.startswith(NO_ROWS) else ""
 
 
+def loss_of(variant: str) -> str:
+    """Names the loss of a variant. The name of the variant is quoted, because it can contain commas."""
+    return f'the loss of "{label(variant)}"'
+
+
 def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: Any) -> list[str]:
     """Judges losses over that of softmax attention in the same block."""
     base = pick(study, "softmax", **setting)
     ratios = {variant: found.ratio(pick(study, variant, **setting), base) for variant in bounds}
-    return [judged(ratios[each], most, f"{label(each)} over softmax attention at {base.context:,} tokens")
+    after = f" in runs of {base.tokens / 1e6:.0f} million tokens" if "tokens" in setting else ""
+    where = f"over that of softmax attention at {base.context:,} tokens{after}"
+    return [judged(ratios[each], most, f"{loss_of(each)} {where}")
             for each, most in bounds.items()]  # fmt: skip
 
 
@@ -72,8 +81,10 @@ def bar_65536(found: Found) -> list[str]:
 
 
 def time_to_reach(found: Found, run: Run, base: Run) -> list[float]:
-    """Returns for every seed the share of the baseline's time after which the run is below its final loss, by times
-    alone on a GPU: infinite where it never is. Empty where losses or times are missing."""
+    """Returns, for every seed, the share of the baseline's time after which the run reaches the baseline's final loss.
+
+    The times are those of single runs on a GPU. The share is infinite if the run never reaches that loss. The list is
+    empty if losses or times are missing."""
     ours, theirs = found.speed(run), found.speed(base)
     if ours is None or theirs is None:
         return []
@@ -95,8 +106,8 @@ def tokens_4096(found: Found) -> list[str]:
         if len(known) == len(ratios):
             trend = " and ".join(", ".join(value.text() for value in known).rsplit(", ", 1))
             reached = sum(value.mean <= most for value in known)
-            sentences.append(f"After 30, 100 and 300 million tokens, the ratio of {label(variant)} is {trend}: "
-                             f"at most {most:.2f} at {reached or 'none'} of the three.")  # fmt: skip
+            sentences.append(f'After 30, 100 and 300 million tokens, the ratio of "{label(variant)}" is {trend}. '
+                             f"It is at most {most:.2f} at {reached or 'none'} of these three points.")  # fmt: skip
     return sentences
 
 
@@ -109,7 +120,8 @@ def controls(found: Found) -> list[str]:
     run = pick("controls", "power", context=4096)
     others = ("softmax_gate", "power_data", "power_ungated", "linear_gated", "window", "rwkv7", "gated_delta_net")
     return [judged(found.difference(run, pick("controls", other, context=4096)), 0.0,
-                   f"at 4,096 tokens power, p = 2, less {label(other)}") for other in others]  # fmt: skip
+                   f'at 4,096 tokens, {loss_of("power")} minus that of "{label(other)}"')
+            for other in others]  # fmt: skip
 
 
 def conformal(found: Found) -> list[str]:
@@ -119,7 +131,7 @@ def conformal(found: Found) -> list[str]:
     rotated = [
         judged(found.difference(pick("conformal", f"conformal_p{p}", context=context),
                                 pick("conformal", f"published_p{p}_gated", context=context)), 0.0,
-               f"at {context:,} tokens, p = {p}, rotation by the data less fixed rotation")
+               f"at {context:,} tokens, the loss of p = {p} with data-dependent rotation minus that with a fixed one")
         for p in (2, 4) for context in (4096, 16_384)
     ]  # fmt: skip
     return [ungated, *gated, *rotated]
@@ -128,33 +140,37 @@ def conformal(found: Found) -> list[str]:
 def powers(found: Found) -> list[str]:
     """Judges [SPT]: loss over that of softmax attention without gates at 4,096 tokens."""
     base = pick("powers", "softmax_plain")
-    return [judged(found.ratio(pick("powers", f"published_p{p}"), base), most, f"p = {p} over softmax attention")
+    return [judged(found.ratio(pick("powers", f"published_p{p}"), base), most,
+                   f"the loss of p = {p} over that of softmax attention")
             for p, most in ((2, 1.03), (4, 0.98), (6, 0.97))]  # fmt: skip
 
 
 def ablations(found: Found) -> list[str]:
-    """Sorts what was changed by whether the loss rises, falls or stays, at 95%."""
+    """Sorts changes of the default by their effect on the loss, with 95% intervals."""
     base = pick("ablations", "power")
-    groups: dict[str, list[str]] = {"worse": [], "better": [], "not told apart from": []}
+    groups: dict[str, list[str]] = {"worse": [], "better": [], "the same": []}
     for variant in ABLATIONS:
         value = found.difference(pick("ablations", variant), base)
         if value is not None and value.half is not None:
-            word = "worse" if value.low > 0 else "better" if value.high < 0 else "not told apart from"
-            groups[word].append(label(variant))
-    said = [f"{', '.join(names)}: {word}{'' if 'from' in word else ' than'} the default."
-            for word, names in groups.items() if names]  # fmt: skip
+            word = "worse" if value.low > 0 else "better" if value.high < 0 else "the same"
+            groups[word].append(f'"{label(variant)}"')
+    said = []
+    for word, names in groups.items():
+        if names:
+            compared = "not significantly different from" if word == "the same" else f"{word} than"
+            said.append(f"{', '.join(names)}: {compared} the default.")
     return said or [f"{NO_ROWS}which changes raise or lower the loss, with several seeds."]
 
 
 def scra_window(found: Found) -> list[str]:
     return [judged(found.difference(*(pick("scra_window", each, context=context) for each in pair)), 0.0,
-                   f"at {context:,} tokens {label(pair[0])} less {label(pair[1])}, whose state is as large")
+                   f'at {context:,} tokens, {loss_of(pair[0])} minus that of "{label(pair[1])}"')
             for context in (16_384, DOCUMENT) for pair in (("power", "window"), ("linear", "window32"))]  # fmt: skip
 
 
 def scra_curves(found: Found) -> list[str]:
     return [judged(found.difference(pick("scra_curves", "power"), pick("scra_curves", other)), 0.0,
-                   f"at the end of training power, p = 2, less {label(other)}")
+                   f'at the end of training, {loss_of("power")} minus that of "{label(other)}"')
             for other in ("softmax", "linear_gated")]  # fmt: skip
 
 
@@ -163,20 +179,22 @@ def scra_axes(found: Found) -> list[str]:
     sentences = []
     for variant in ("power", "softmax"):
         whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
-        sentences.append(judged(found.difference(whole, cut), 0.0, f"{label(variant)}, whole documents less cut ones"))
+        what = f"{loss_of(variant)} on whole documents minus that on cut ones"
+        sentences.append(judged(found.difference(whole, cut), 0.0, what))
     return sentences
 
 
 def scra_bodies(found: Found) -> list[str]:
     run = pick("scra_bodies", "body_power")
-    return [judged(found.difference(run, pick("scra_bodies", other)), 0.0, f"power less {label(other)}")
+    return [judged(found.difference(run, pick("scra_bodies", other)), 0.0,
+                   f'{loss_of("body_power")} minus that of "{label(other)}"')
             for other in ("body_softmax", "body_linear", "body_rwkv7")]  # fmt: skip
 
 
 def scra_ratio(found: Found) -> list[str]:
     """Judges [SCRA Figure 2]: neither extreme of the ratio is best."""
     return [judged(found.difference(pick("scra_ratio", balanced), pick("scra_ratio", extreme)), 0.0,
-                   f"{label(balanced)} less {label(extreme)}")
+                   f'{loss_of(balanced)} minus that of "{label(extreme)}"')
             for balanced in ("ratio_2_1", "ratio_4_1") for extreme in ("ratio_1_12", "ratio_99_1")]  # fmt: skip
 
 
@@ -185,8 +203,9 @@ def scra_latency(found: Found) -> list[str]:
     for variant in ("power", "window"):
         run = pick("scra_latency", variant)
         times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
-        longer = "" if None in times else f", in {times[0] / times[1]:.2f} times its time"  # type: ignore[operator]
-        sentences.append(judged(found.difference(run, base), 0.0, f"{label(variant)} less softmax attention{longer}"))
+        longer = "" if None in times else f", with {times[0] / times[1]:.2f} times its training time"  # type: ignore[operator]
+        what = f"{loss_of(variant)} minus that of softmax attention{longer}"
+        sentences.append(judged(found.difference(run, base), 0.0, what))
     return sentences
 
 
@@ -215,7 +234,8 @@ def page(found: Found) -> list[str]:
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
     counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."
     named = "; ".join(each.removeprefix(f"**{REFUTED}**: ").removesuffix(".") for each in refuted)
-    return [*sentences, f"{counts} The others are left open." + (f" Refuted: {named}." if refuted else "")]
+    listed = f" These claims are refuted: {named}." if refuted else ""
+    return [*sentences, f"{counts} The others are left open.{listed}"]
 
 
 def _change(found: Found, study: str, variant: str, base: str, grows: bool = False) -> str:
@@ -223,7 +243,7 @@ def _change(found: Found, study: str, variant: str, base: str, grows: bool = Fal
     ends = [
         found.ratio(*(pick(study, each, context=context) for each in (variant, base))) for context in (1024, DOCUMENT)
     ]
-    what = f"the change of the ratio of {label(variant)} to {label(base)} from 1,024 to 65,536 tokens"
+    what = f'the change of the ratio of "{label(variant)}" to "{label(base)}" from 1,024 to 65,536 tokens'
     first, last = ends
     if first is None or last is None:
         return judged(None, 0.0, what, least=grows)

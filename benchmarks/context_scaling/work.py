@@ -29,7 +29,7 @@ DONE, NOT_FINITE, FAILED = "done", "not finite", "failed"
 
 @dataclass(frozen=True)
 class Trainer:
-    """How runs are trained: at which scale, of which corpus, on which device, through torch.compile or not."""
+    """Describes how runs are trained: the scale, the corpus, the device, and whether torch.compile is used."""
 
     scale: str
     corpus: Path
@@ -37,7 +37,7 @@ class Trainer:
     compiled: bool = False
 
     def prepare(self, worker: int) -> Callable[[Run], dict[str, Any]]:
-        """Returns what trains a run and gives its record."""
+        """Returns a function that trains a run and returns its record."""
         choose_gpu(self.device, worker)
         documents = read_documents(SCALES[self.scale], self.corpus)
         about = {"compiled": self.compiled, "processor": processor(self.device), "torch": torch.__version__,
@@ -82,7 +82,7 @@ class Trainer:
 
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if self.compiled:  # what another run's model was compiled to counts against the limit of recompilations
+        if self.compiled:  # compiled code of earlier runs would count towards the limit of recompilations
             torch.compiler.reset()
         with tempfile.TemporaryDirectory() as folder:
             train(config, batches, folder, observe=observe, quiet=True)
@@ -100,7 +100,7 @@ class Trainer:
 
 
 def not_compiled(model: LanguageModel) -> LanguageModel:
-    """Returns a copy that runs as it is: rows of other lengths would be compiled anew."""
+    """Returns a copy that is not compiled, because rows of other lengths would be compiled again."""
     copied = LanguageModel(model.config, seed=0).to(next(model.parameters()).device)
     copied.load_state_dict(model.state_dict())
     return copied.eval()
@@ -112,13 +112,13 @@ def _position_row(run: Run, step: int, held_out: Corpus, losses: ContextLosses) 
 
 
 def choose_gpu(device: str, worker: int) -> None:
-    """Deals GPUs out to workers."""
+    """Assigns a GPU to each worker."""
     if device == "cuda":
         torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 def fast_attention(device: str) -> AbstractContextManager:
-    """Takes cuDNN's softmax attention where it can: on Hopper it is the fastest, and not what torch takes by itself."""
+    """Lets torch use cuDNN's softmax attention where possible. It is the fastest on Hopper, but not torch's default."""
     if device != "cuda":
         return nullcontext()
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

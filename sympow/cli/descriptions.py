@@ -1,4 +1,4 @@
-"""What the help of each command says about it."""
+"""The descriptions of all commands, which `sympow COMMAND --help` prints."""
 
 TRAIN = """Trains the model of a recipe, or continues from the newest checkpoint in the run's folder. A recipe is a
 Python function that returns a RunConfig; key=value sets a field of the RunConfig. Ctrl-C saves a checkpoint and ends

@@ -1,4 +1,4 @@
-"""`sympow ar-hits` and `sympow recall-probe`: what trained models recall, on real text and on random pairs."""
+"""`sympow ar-hits` and `sympow recall-probe`: measure the recall of trained models on real text and on random pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents in, batches of tokens out. Imports nothing else of sympow but `progress`."""
+"""Reads documents and makes batches of tokens. Of sympow, this package imports only `progress`."""
 
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig

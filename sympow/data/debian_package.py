@@ -42,7 +42,7 @@ def fetch_package(name: str, folder: Path) -> Path:
 
 
 def control_fields(path: Path) -> dict[str, str]:
-    """Reads what a package says of itself, such as Package and Version: its fields of one line.
+    """Reads the control fields of a package, such as Package and Version. Only fields of one line are read.
 
     Raises ValueError for a file that is damaged or no package.
     """

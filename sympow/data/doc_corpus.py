@@ -42,10 +42,11 @@ from sympow.progress import Progress
 
 MANIFEST = "packages.jsonl"
 
-_SMALLEST = 4  # bytes a token of a row, as in prose about: a document fills a row, or nearly so
+_SMALLEST = 4  # bytes of text per token of a row, about as in prose, so that nearly every document fills a row
 _LINE = 40  # characters of a line that tells pages apart
 _REPEATED = 0.5  # of a page's text in such lines
-_VERSION = "manuals-1"  # of the rules here and in manuals.py: to be changed when a source would become another corpus
+# The version of the rules here and in manuals.py. Change it if the rules make another corpus from the same source.
+_VERSION = "manuals-1"
 
 
 def build_doc_corpus(

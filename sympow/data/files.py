@@ -18,10 +18,10 @@ def default_cache_dir() -> Path:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a binary file that appears at `path` when the block ends, whole, and not at all if the block raises.
+    """Opens a binary file that appears at `path` when the block ends, and never appears if the block raises.
 
-    It is written beside `path` under a name of its own, so that processes writing the same file at once do
-    not disturb each other. The folder is made if it is missing. Raises OSError as the file system does.
+    The file is first written beside `path` under another name, so that several processes can write the same file at
+    the same time. The folder is made if it is missing. Raises OSError as the file system does.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def digest(parts: Iterable[bytes | str]) -> str:
-    """Returns a short hash of a sequence of byte strings; where one part ends and the next begins matters."""
+    """Returns a short hash of a sequence of byte strings. It depends on the borders between the strings."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

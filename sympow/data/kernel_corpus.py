@@ -9,9 +9,9 @@ the generated register tables of two drivers (folders `asic_reg`): 400 MB, nearl
 The documents are tokenized by a byte-level BPE trained on a sample of the training files, and cut to rows of 65,536
 tokens. What is left at a document's end, and a document shorter than a row, is in no array.
 
-Documents whose paths agree in the first three folders are held out, or trained on, together: nearby directories hold
-much of the same text. They are taken in the order of a hash of these folders, each that still fits, until 5% of the
-text is held out.
+Documents whose paths agree in the first three folders form a group, because nearby directories share much text. A group
+is held out as a whole, or used for training as a whole. Groups are taken in the order of a hash of these folders. A
+group is held out if at most 5% of the text is then held out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGE = "linux-source-6.1"
 _SMALLEST = 4  # bytes a token of a row: the kernel has 2.5 bytes a token, so that a document fills a row or more
 _SUBTREE = 3  # folders of a path that are held out together
 _TABLES = "asic_reg"
-_VERSION = 1  # of the rules in this file: to be raised whenever the same source would become another corpus
+_VERSION = 1  # the version of the rules in this file; raise it if the rules make another corpus from the same source
 
 
 def build_kernel_corpus(

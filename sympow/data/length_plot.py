@@ -1,4 +1,4 @@
-"""How long the documents of a corpus are, in an image."""
+"""Draws the lengths of the documents of a corpus."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ _NOT_PAGES = re.compile(
     r"|_?static|tests?|javascript)(/|$)",
     re.IGNORECASE,
 )
-# A folder or an ending of a name that says another language than English.
+# Folders and name endings of pages in other languages than English.
 _FOREIGN = re.compile(
     r"[/.](?!en)(([a-z]{2,3}[-_@][A-Z]{2}(-[a-z]+)?|zh[-_][a-z]+)|ar|bg|bn|ca|cs|da|de|el|eo|es|et|eu|fa|fi|fr|ga|gl|he|hi|hr|hu"
     r"|it|ja|ka|ko|lt|lv|ms|nb|nl|nn|pl|pt|pt[-_]br|ro|ru|sk|sl|sr|sv|ta|te|th|tr|uk|vi|zh)(?=[/.])"
 )
-# Words that nearly every sentence of English prose has some of, and other languages do not have.
+# Words of which nearly every English sentence contains some. Other languages do not have them.
 _ENGLISH = frozenset(
     ("the", "of", "and", "to", "is", "that", "for", "with", "this", "be",
      "are", "by", "not", "which", "from", "it", "you", "can", "will", "when")
@@ -43,7 +43,7 @@ _FRAMED = 0.1  # a block with which more than this share of pages begins, or end
 
 @dataclass(frozen=True)
 class Manuals:
-    """A package: what it is, under which licences, and the path and text of each of its pages in reading order."""
+    """Holds the name and version of a package, its licences, and path and text of each page in reading order."""
 
     package: str
     version: str

@@ -72,7 +72,7 @@ def open_corpus(
 def _open_zarr(config: DataConfig, tokenizer: Tokenizer | None) -> Splits:
     vocab_size = tokenizer.vocab_size if tokenizer is not None else config.vocab_size
     if config.path is None or vocab_size is None:
-        raise ValueError("data kind 'zarr' needs a path and a vocabulary")  # DataConfig has seen to both
+        raise ValueError("data kind 'zarr' needs a path and a vocabulary")  # DataConfig has checked both
     corpus = ZarrCorpus(config.path, vocab_size, config.storage_options)
     if config.held_out_path is not None:
         held_out = ZarrCorpus(config.held_out_path, vocab_size, config.storage_options)

@@ -23,7 +23,7 @@ from sympow.data.tokens import BPETokenizer, Tokenizer
 # vocabulary of thousands.
 BPE_TRAINING_CHARACTERS = 1 << 26
 
-# Part of every cache key: to be raised whenever the same text would be cached as other tokens.
+# A part of every cache key. Raise it if the same text would be cached as other tokens.
 _CACHE_VERSION = "1"
 
 # Packages of the standard library that are no program text: tables of characters and help texts, a sixth of all bytes.
@@ -34,7 +34,7 @@ _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is read when needed."""
+    """Describes a text that is read when it is needed."""
 
     name: str
     read: Callable[[], str]
@@ -145,7 +145,9 @@ def train_bpe(
 def tokenize_documents(
     documents: Sequence[Document], hashes: Sequence[str], tokenizer: Tokenizer, cache_dir: Path | None = None
 ) -> TokenCorpus:
-    """Returns the documents in tokens, memory-mapped from the cache; they are written there first if need be.
+    """Returns the tokens of documents, memory-mapped from the cache.
+
+    If they are not in the cache, they are written first.
 
     The cache holds `<fingerprint>.tokens.npy`, one flat array of the smallest unsigned dtype, and
     `<fingerprint>.offsets.npy`; the fingerprint is that of the texts (`hashes`, as from `measure_documents`)

@@ -24,9 +24,9 @@ _BYTES_TAG = {"type": "sympow.bytes", "version": 1}
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens and back: what the rest of the package asks of a tokenizer.
+    """Turns text into tokens and back. This is the interface of all tokenizers.
 
-    `token_bytes[i]` is what token `i` stands for; `fingerprint` changes when any token's meaning changes.
+    `token_bytes[i]` are the bytes of token `i`. `fingerprint` changes if the bytes of any token change.
     """
 
     @property

@@ -14,11 +14,12 @@ LEAST = 30  # tokens of a point that is drawn; the mean of fewer says little
 
 
 def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]) -> None:
-    """Draws what `hit_losses` measured of runs on the same rows into an image, by the suffix of `path`.
+    """Draws results of `hit_losses` of several runs on the same rows. The suffix of `path` gives the image format.
 
-    Three panels: loss against how often the bigram occurs in training, of repeats (solid) and of what is new in its row
-    (dashed); loss of AR hits against how far back the bigram ended; and how many AR hits there are at each distance,
-    with the fitted power law. Points of fewer than LEAST tokens are left out.
+    The image has three panels. The first shows the loss against the count of the bigram in training, for repeats
+    (solid) and for tokens that are new in their row (dashed). The second shows the loss of AR hits against the distance
+    to the last occurrence of the bigram. The third shows the number of AR hits at each distance, with the fitted power
+    law. Points of fewer than LEAST tokens are left out.
 
     Raises ValueError without runs, ImportError without matplotlib.
     """
@@ -55,7 +56,7 @@ def plot_ar_hits(measured: Mapping[str, HitLosses], path: str | os.PathLike[str]
 
 
 def draw_rates(axis: Any, losses: HitLosses) -> None:
-    """Draws how many AR hits there are at each distance, and the power law that fits, into a panel."""
+    """Draws the number of AR hits at each distance, and the fitted power law, into a panel."""
     found = [
         (cell.middle, rate)
         for cell, rate in zip(losses.by_distance(), losses.distance_rates(), strict=True)

@@ -1,4 +1,4 @@
-"""How often every pair of neighbouring tokens occurs in a corpus, counted as a stream."""
+"""Counts every pair of neighbouring tokens in a corpus, which is read as a stream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Held-out loss by context position: the in-context-learning curve, and the best-context loss.
 
-A model that uses its context predicts better the more of it there is, so its mean loss falls with the position.
-Positions are put in bins that double in width, as the curve is close to a line over the logarithm of the context.
+The mean loss of a model that uses its context falls with the position. Positions are put into bins whose widths double,
+because the loss is nearly a linear function of the logarithm of the position.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds weights: the sequence mixers, one file each, under one contract (`base.Mixer`)."""
+"""The sequence mixers, one file for each. All of them follow one contract (`base.Mixer`)."""
 
 from sympow.layers.attention import AttentionMixer
 from sympow.layers.auxiliary import auxiliary_losses

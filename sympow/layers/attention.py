@@ -1,4 +1,4 @@
-"""What mixers with queries, keys and values in heads share: `AttentionMixer`.
+"""The base class of mixers with queries, keys and values in heads: `AttentionMixer`.
 
 Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
 d model width.
@@ -23,7 +23,7 @@ from sympow.ops.gated_norm import gated_norm
 
 
 class HeadOptions(TypedDict, total=False):
-    """The options every mixer with heads takes; `AttentionMixer` documents them."""
+    """Lists the options of every mixer with heads. `AttentionMixer` documents them."""
 
     n_kv_heads: int | None
     head_dim: int | None
@@ -45,8 +45,8 @@ class HeadOptions(TypedDict, total=False):
 class AttentionMixer(Mixer):
     """Mixes by queries, keys and values in heads, with a rotation.
 
-    A subclass computes `mix`. Around it there can be three parts, by default none: a short convolution of x in front,
-    a norm of every head's output, and an output gate. With all three,
+    A subclass computes `mix`. Three optional parts, which are off by default, can surround it: a short convolution of x
+    before `mix`, a norm of every head's output, and an output gate. With all three,
 
         c = convolution(x),  y = mix(c) in heads,  out = W_o (RMSNorm(y) * silu(W_g c)).
 
@@ -56,18 +56,18 @@ class AttentionMixer(Mixer):
         n_kv_heads: G, which divides H; H if None. Query heads h G // H share a key/value head.
         head_dim: K; d / H if None.
         value_dim: V; K if None.
-        rotation: "fixed" rotates queries and keys by their position (rotary), "none" does not; `rotations` lists what
-            the mixer knows.
+        rotation: "fixed" rotates queries and keys by their position (rotary), "none" does not; `rotations` lists the
+            rotations of the mixer.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
         rotary_fraction: share of the channels of every query and key that are rotated, the first ones, rounded down to
             an even number, at least 2.
         rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
-        qk_norm_eps: what that norm adds to the mean square.
+        qk_norm_eps: the number that the norm of queries and keys adds to the mean square.
         bias: biases in the input and output projections.
         out_bias: a bias in the output projection; None: as `bias` says.
-        short_convolution: taps of a causal depthwise convolution of x, in front of everything else; 0: none.
+        short_convolution: taps of a causal depthwise convolution of x, before all other parts; 0: no convolution.
         head_norm: RMSNorm over the channels of every head's output.
         output_gate: multiply every head's output by silu(W_g c).
         output_gate_bias: silu(W_g c + b) instead, b = 0 at first.
@@ -76,7 +76,7 @@ class AttentionMixer(Mixer):
     """
 
     rotations: ClassVar[tuple[str, ...]] = ("fixed", "none")
-    # Whether what follows `mix` is the mixer's own; then `head_norm` and `output_gate` are refused.
+    # Whether the mixer itself defines the parts after `mix`; then `head_norm` and `output_gate` are refused.
     own_output: ClassVar[bool] = False
 
     def __init__(
@@ -132,8 +132,8 @@ class AttentionMixer(Mixer):
             raise ValueError(f"rotary_fraction must be above 0 and at most 1; got {rotary_fraction}")
         self.rope_base = rope_base
         self.rotary_dim = None if rotary_fraction == 1 else max(2, int(rotary_fraction * head_dim) // 2 * 2)
-        # Refuses what it cannot do now, not at the first use. On the CPU even where modules are made on the meta
-        # device, whose arithmetic imports torch._dynamo.
+        # Refuses wrong options here and not at the first use. The check runs on the CPU even if modules are made on the
+        # meta device, because arithmetic on that device imports torch._dynamo.
         turned = (2, None) if rotation == "none" else (head_dim, self.rotary_dim)
         rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], device="cpu")
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
@@ -158,7 +158,7 @@ class AttentionMixer(Mixer):
 
     @abstractmethod
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Returns the heads' outputs [B, T, H, V] for x [B, T, d], what the convolution made of the input."""
+        """Returns the heads' outputs [B, T, H, V] for x [B, T, d], the output of the convolution."""
 
     @abstractmethod
     def mix_step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -270,8 +270,9 @@ class AttentionMixer(Mixer):
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
 
-        `position` is that of the first token, also as int64 [B] of each row's, or a float64 tensor [B, T, G] of all
-        positions. Packed documents need no restart: only differences of positions matter within a document.
+        `position` is the position of the first token: a number, or int64 [B] with one number for each row. It can also
+        be a float64 tensor [B, T, G] with the positions of all tokens. Positions need not start again in each packed
+        document, because only differences of positions matter within a document.
         """
         if self.rotation == "none":
             return q, k
@@ -287,7 +288,7 @@ class AttentionMixer(Mixer):
             position = position[:, None].double()
             if x.shape[1] > 1:
                 position = position + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-        # A graph of torch.compile holds what it needs, and warns of caches.
+        # A graph of torch.compile keeps its own constants, and torch.compile warns of caches.
         frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
         key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
         return position, frequencies(*key, device=x.device)

@@ -1,4 +1,4 @@
-"""What every sequence mixer promises, what those with queries, keys and values share, and packed documents.
+"""The contract of all sequence mixers: `Mixer`.
 
 Axes: B batch, T time, H query heads, G key/value heads (H is a multiple of G), K key dim, V value dim,
 d model width.
@@ -22,19 +22,19 @@ from sympow.layers.state import After, MixerState, try_by_copies
 class Mixer(nn.Module, ABC):
     """Maps a sequence to a sequence, [B, T, d] -> [B, T, d], causally, and can also run token by token.
 
-    What it learns are parameters. A constant that is saved with them is a buffer. Both are filled by
-    `reset_parameters`, because models are made on the meta device.
+    Learned tensors are parameters, and constants that are saved with them are buffers. `reset_parameters` fills both,
+    because models are made on the meta device.
 
     Args:
         d_model: d, the width of the input and of the output.
         n_heads: H; a mixer without heads takes it all the same, and nothing in it depends on it.
 
     Attributes:
-        causal: row t of the output depends on rows 0..t of the input only. A mixer of which this is not true has
-            no step form: its `init_state`, `step` and `state_size` raise NotImplementedError.
+        causal: row t of the output depends on rows 0..t of the input only. A mixer that is not causal cannot be
+            stepped: its `init_state`, `step` and `state_size` raise NotImplementedError.
         reads_tokens: `forward` and `step` need the keyword `tokens`, int64 [B, T], the ids of the tokens of x.
         shifts_tokens: the mixer mixes every token with the one before and gates its output, as those of RWKV do.
-        holds_mixer: the options `mixer` and `options` name another mixer, which this one has inside.
+        holds_mixer: the options `mixer` and `options` name another mixer, which is a part of this mixer.
 
     Raises ValueError for options it does not know or that do not fit.
     """
@@ -78,8 +78,8 @@ class Mixer(nn.Module, ABC):
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Continues sequences by T' >= 1 tokens: x [B, T', d] -> (y [B, T', d], the state after them).
 
-        Equal to `forward` on the whole sequence, however it is cut. Where gradients are off the given state
-        may be overwritten.
+        The results equal those of `forward` on the whole sequence, for every way to cut the sequence. If gradients are
+        off, the given state may be overwritten.
         """
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
@@ -100,7 +100,7 @@ class Mixer(nn.Module, ABC):
         The ranks of `group` have the parts in their order, all of one length. Every rank calls `forward`, and its
         backward. `step` still takes whole rows, and packed documents (`cu_seqlens`) are refused.
 
-        Raises ValueError where the mixer does not know how; those that do override this.
+        Raises ValueError if the mixer cannot split rows. Mixers that can split rows override this method.
         """
         raise ValueError(
             f"{type(self).__name__} cannot split a row over ranks (context parallelism); power and linear attention can"
@@ -109,9 +109,8 @@ class Mixer(nn.Module, ABC):
     def training_flops(self, time: int) -> int | None:
         """Counts the FLOPs of mixing one row of `time` tokens, forward and backward; None: not counted.
 
-        The projections are left out.
-
-        Those of the cheapest form, as `sympow.ops.cost` counts them, whatever is executed.
+        The projections are left out. The FLOPs are those of the cheapest form, as `sympow.ops.cost` counts them,
+        also if another form is executed.
         """
         return None
 
@@ -146,7 +145,7 @@ class Mixer(nn.Module, ABC):
 
         By default there are none.
 
-        Mixers override it rather than `reset_parameters`, unless nothing of that one holds for them.
+        Mixers override this method. They override `reset_parameters` only if none of its rules holds for them.
         """
         return
 

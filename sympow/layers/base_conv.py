@@ -1,4 +1,4 @@
-"""BaseConv: one convolution and one gate, the least of what gated convolutions are made of."""
+"""BaseConv: one convolution and one gate, the simplest gated convolution."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sympow.layers.filters import make_filter
 
 
 class BaseConv(Mixer):
-    """Computes (x W + b_1) * (h (*) x + b_2), * by channel, (*) causal (Arora et al., "Zoology", 2023, (1)).
+    """Computes (x W + b_1) * (h (*) x + b_2) (Arora et al., "Zoology", 2023, (1)).
 
-    There is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+    Here * is the product by channel and (*) the causal convolution. There is no recurrence: a step keeps the inputs and
+    costs O(max_length) for each token.
 
     Args:
         d_model, n_heads: as in `Mixer`.

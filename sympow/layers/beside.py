@@ -1,4 +1,7 @@
-"""Computes beside other work of a step in a CUDA graph. The kernels of a few tokens leave most of a GPU idle."""
+"""Branches in the CUDA graph of a step.
+
+The kernels of a few tokens leave most of a GPU idle, so branches can run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ Result = TypeVar("Result")
 def beside(compute: Callable[[], Result], device: torch.device) -> Iterator[Callable[[], Result]]:
     """Computes beside the body of a `with`, and gives a function that returns the result after it.
 
-    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph, which starts before
-    the body and ends with it. Otherwise the given function computes when it is called.
+    While a CUDA graph is captured without gradients, the computation becomes a branch of the graph. The branch starts
+    before the body and ends with it. In all other cases the given function computes when it is called.
 
     Args:
         compute: launches kernels on the current stream. It reads no tensor that the body changes.

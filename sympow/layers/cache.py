@@ -1,4 +1,4 @@
-"""States that hold the past itself, all of it or the last tokens: keys and values, or the inputs of a convolution."""
+"""States that hold past tokens, all of them or the last ones: keys and values, or the inputs of a convolution."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LEAST = 16  # tokens a cache makes room for at first
 
 
 def capacity(length: int, limit: int | None = None) -> int:
-    """Returns the tokens a cache of `length` tokens has room for: about an eighth more at most, so it is seldom copied.
+    """Returns the number of tokens that a cache of `length` tokens has room for: `length` plus at most about an eighth.
 
-    It depends on the length alone, not on the steps that led to it.
+    With this spare room a cache is seldom copied. The room depends on the length only, not on the steps before.
     """
     if length == 0:
         return 0
@@ -27,7 +27,7 @@ def capacity(length: int, limit: int | None = None) -> int:
 
 @dataclass
 class KVCache(MixerState):
-    """Rotated keys and values of `length` tokens; with a `limit`, of the last `limit` ones, as a ring.
+    """Holds rotated keys and values of `length` tokens; with a `limit`, those of the last `limit` tokens, as a ring.
 
     k is [B, G, room, K] and v [B, G, room, V], room = capacity(length, limit), or more where tokens were taken
     back. Token t has index t, or t % limit.
@@ -95,7 +95,7 @@ class WindowCache(KVCache):
 
 @dataclass
 class InputCache(MixerState):
-    """The last `limit` inputs of `length` tokens: x is [B, room, C], token t at t % limit."""
+    """Holds the last `limit` inputs of `length` tokens: x is [B, room, C], token t at index t % limit."""
 
     x: Tensor
     length: int

@@ -80,7 +80,7 @@ class DepthwiseConvolution(nn.Module):
         return y, _last(x, past, x.shape[1])
 
     def try_step(self, x: Tensor, past: Tensor) -> tuple[Tensor, After]:
-        """Maps as `step` does; of the inputs after it, the last k - 1 up to any token, as `Mixer.try_step` does."""
+        """Maps as `step` does; after(n) of the second result is the state after n tokens, see `Mixer.try_step`."""
         return self.step(x, past.clone())[0], lambda n: _last(x, past, n)
 
     def _offset(self) -> Tensor:

@@ -17,7 +17,7 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.convolution import causal_convolution
 
-_TARGET = 1e-2  # a channel's taps fall to it within the shares of the filter that `decays` gives
+_TARGET = 1e-2 # the value to which the taps of a channel fall within the share of the filter that `decays` gives
 
 
 class LongFilter(nn.Module, ABC):
@@ -64,7 +64,7 @@ class LongFilter(nn.Module, ABC):
 
 
 class ExplicitFilter(LongFilter):
-    """A weight for every tap and channel, [max_length, C], drawn as torch's convolutions are: within 1 / sqrt(taps).
+    """Holds a weight for every tap and channel, [max_length, C], drawn as in torch: within 1 / sqrt(taps).
 
     Published code draws it from N(0, 1), which multiplies the scale of a long sequence by sqrt(T).
 
@@ -135,7 +135,7 @@ class ImplicitFilter(PositionFilter):
         order: width of the network.
         bands: frequencies of the positional features.
         frequency: w, that of the sines at the start.
-        decays: of the fastest and of the slowest channel, the share of the filter within which its taps fall to 0.01.
+        decays: two shares of the filter, within which the taps of the fastest and of the slowest channel fall to 0.01.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _CONV = 4  # taps of the short convolutions, all of which the package keeps
 
 @dataclass
 class FlaState(MixerState):
-    """What the package's layer keeps, in the form of its caches: empty before the first token."""
+    """Holds the state of the package's layer, in the form of its caches. It is empty before the first token."""
 
     recurrent: Any = None
     conv: Any = None

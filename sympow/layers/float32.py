@@ -1,4 +1,4 @@
-"""Linear maps in float32, for what adds up over the context: gates and the steps of positions."""
+"""Linear maps in float32, for numbers that are summed over the context: gates and the steps of positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sympow.layers.initial import draw_normal
 class Float32Linear(nn.Module):
     """Maps x [..., d] to x W^T + b [..., n], computed in float32 at least.
 
-    It is no `nn.Linear`, so that a host which draws the weights of all those anew, and sets their biases to 0 (Hugging
-    Face's `_init_weights`, Zoology's), leaves its initial values alone.
+    It is not a subclass of `nn.Linear`. Some frameworks, such as Hugging Face (`_init_weights`) and Zoology, draw the
+    weights of every `nn.Linear` again and set its bias to 0. They do not change the initial values of this class.
 
     Args:
         d_model: d.
@@ -54,7 +54,7 @@ def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
 
 
 def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Returns `linear_float32` of each, x [B, T, d]: in one product, as all of x is read for a few numbers a token."""
+    """Returns `linear_float32` of x [B, T, d] for each layer, computed in one product so that x is read only once."""
     if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
         return tuple(linear_float32(linear, x) for linear in linears)
     dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What queries hold where keys hold sums: a power of two, exact in every dtype, and large, so that sums fit in float16.
+# The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
+# large, so that sums fit in float16.
 _ONE = 32.0
 _PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
 _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
@@ -67,10 +68,11 @@ class _Gated(torch.autograd.Function):
 
     Its backward adds up the gradient of log_g.
 
-    With D_ij the gradient of a score, that of log_g_t is A(t) = sum_{i >= t > j} D_ij. Rows of D add up to 0, so A(t)
-    is minus the sum of the columns from t on. But a kernel rounds the sums of columns to its dtype, and the rows of its
-    D add up to 0 only nearly. Where gates forget within a few tokens, sums over thousands of tokens would therefore
-    consist of rounding errors. Additional channels, which add 0 to every score, give more sums of D:
+    With D_ij the gradient of a score, the gradient of log_g_t is A(t) = sum_{i >= t > j} D_ij. In exact arithmetic
+    every row of D adds up to 0, so A(t) is minus the sum of the columns from t on. But a kernel rounds the sums of
+    columns to its dtype, and the rows of its D do not add up to exactly 0. Where gates forget within a few tokens, sums
+    over thousands of tokens would therefore consist of rounding errors. Additional channels, which add 0 to every
+    score, give more sums of D:
 
     - where a query is 0 and a key is a constant, the gradient of the query is the sum of a row of D. A(t) - A(t + 1)
       is the sum of row t less that of column t, whatever the rounding errors of D are;

@@ -21,7 +21,7 @@ _SHORT = 3  # taps of the convolution of the projections
 
 @dataclass
 class HyenaState(MixerState):
-    """The last two projections [B, 2, 3 d], and what the long convolution sees, see `Hyena._gated`."""
+    """Holds the last two projections [B, 2, 3 d], and the inputs of the long convolution, see `Hyena._gated`."""
 
     short: Tensor
     long: InputCache

@@ -97,7 +97,7 @@ class ProgrammaticConv(_InputDependentConv):
 
 
 class AutocorrelationConv(_InputDependentConv):
-    """BaseConv whose filter is 1 at the lags of the largest autocorrelation (Arora et al., "Zoology", 2023, section 5).
+    """Applies a BaseConv whose filter is 1 at the lags of the largest autocorrelation ("Zoology", 2023, section 5).
 
     h_l = 1 for the `top_k` lags l >= 1 where the sum over t of x_t . x_{t-l} is largest, by FFT in O(T log T). Which
     lags they are has no gradient.

@@ -51,9 +51,9 @@ class PowerAttention(AttentionMixer):
 
     Its state does not grow.
 
-    By default it has the block of `AttentionMixer`: a short convolution of 4 taps in front, a norm of every head's
-    output, and a gate on it. A quarter of the channels of queries and keys is rotated. Without these parts it hardly
-    learns to use its context: docs/decisions/0007-block.md.
+    By default the three optional parts of `AttentionMixer` are on: a short convolution of 4 taps before the attention,
+    a norm of every head's output, and an output gate. A quarter of the channels of queries and keys is rotated. Without
+    these parts the layer hardly learns to use its context: docs/decisions/0007-block.md.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
@@ -62,18 +62,18 @@ class PowerAttention(AttentionMixer):
         gate_bias: the initial biases b of the first and the last key/value head. Those between lie on a line; a
             single head starts at the middle. A head with bias b remembers about exp(b) tokens, so (1, 8) spreads
             the heads over memories of a few to a few thousand tokens.
-        rotation: "fixed": positions advance by 1 at every token. "data": by 1 + tanh(r W x) (M14), where W starts at 0,
-            so that it starts as "fixed". "none": no rotation.
-        position_rate: r. A position is a sum over all tokens before it, and Adam moves every weight by about the
-            learning rate. With r below 1, positions move that much more slowly.
+        rotation: "fixed": positions advance by 1 at every token. "data": positions advance by 1 + tanh(r W x) (M14). W
+            starts at 0, so the initial rotation is that of "fixed". "none": no rotation.
+        position_rate: r. A position is a sum over all earlier tokens, and Adam moves every weight by about the learning
+            rate, so positions can change fast in training. With r below 1 they change more slowly by this factor.
         initial_score: the score (M1) that every pair of a query and a key starts with (before `qk_norm`); for even p
-            and with `bias` only. Attention then starts as an average of the past, as softmax attention does. A constant
-            beside the biases of queries and keys holds it (`qkv_start`), so a host that sets the biases of linear
-            layers to 0 does not remove it. Why: docs/decisions/0006-start-of-training.md.
+            and with `bias` only. Attention then starts as an average of the past, as softmax attention does. The buffer
+            `qkv_start`, a constant that is added to queries and keys, produces this score. So a framework that sets the
+            biases of linear layers to 0 does not remove the score. Why: docs/decisions/0006-start-of-training.md.
         normalize: divides by the sum of the weights and `eps` (M5), for even p only; None: True for even p. Without it,
             keep `head_norm`, because sums of weights grow with the context.
-        eps: what is added to the sum of the weights: the weight of a token of score 1. It bounds the gradient where all
-            tokens in sight have small weights. The sources have 1e-6.
+        eps: the number that is added to the sum of the weights; 1 is the weight of a token with score 1. It bounds the
+            gradient if all visible tokens have small weights. The sources have 1e-6.
         chunk_size: as in `sympow.ops.power_attention`.
         impl: as in `sympow.ops.power_attention`.
         **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, head_norm and output_gate
@@ -105,7 +105,7 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
-        gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
         if not (math.isfinite(position_rate) and position_rate > 0):
@@ -125,8 +125,9 @@ class PowerAttention(AttentionMixer):
         """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
         with torch.no_grad():
             if self.qkv_start is not None and not self.qkv_start.is_meta:
-                # In the channels with the lowest frequencies, so that the score is the same at long distances. In
-                # several channels: the rounding errors of a single large one would be the same for all tokens.
+                # The channels with the lowest frequencies are used, so that the score is nearly the same at long
+                # distances. Several channels are used, because the rounding error of one large value would be the same
+                # for all tokens.
                 qk = self.qkv_start.zero_()[: (self.n_heads + self.n_kv_heads) * self.head_dim].view(-1, self.head_dim)
                 channels = max(1, self.head_dim // 8)
                 qk[:, -channels:] = (self.initial_score * self.head_dim**0.5 / channels) ** 0.5
@@ -141,7 +142,7 @@ class PowerAttention(AttentionMixer):
         if self.qkv_start is None:
             return self.qkv(x)
         if _is_product(self.qkv):
-            return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start)  # not one pass more over all tokens
+            return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start) # without another pass over all tokens
         y = self.qkv(x)
         return y + self.qkv_start.to(y.dtype)
 
@@ -254,7 +255,7 @@ def initial_memory(
 
 
 def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
-    """Returns the number of elements a sequence of what `initial_memory` returns for the weights' device and dtype."""
+    """Returns the elements per sequence in the result of `initial_memory`, for the weights' device and dtype."""
     weight = mixer.out.weight
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
     if keeps_tail(impl, weight.device, weight.dtype):
@@ -263,7 +264,7 @@ def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
 
 
 def keeps_tail(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether the state of decoding keeps its last tokens apart, which is faster where there are kernels."""
+    """Returns whether decoding keeps the last tokens in a tail, which is faster on devices with kernels."""
     return impl == "triton" or (impl == "auto" and prefers_tail(device, dtype))
 
 

@@ -14,12 +14,12 @@ FLA_MIXERS: dict[str, type[Mixer]] = {}
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """Finds a mixer by its name here, or one of a user's own by import path, "package.module:Class".
+    """Finds a mixer of this package by its name, or a user's mixer by its import path, "package.module:Class".
 
     The module is imported at that moment, so that a config means the same in every process that can import it.
 
-    Raises ValueError for a name that does not exist, and for what is at the path and is no subclass of `Mixer`;
-    ImportError where the module cannot be imported.
+    Raises ValueError for an unknown name, and if the object at the path is not a subclass of `Mixer`; ImportError if
+    the module cannot be imported.
     """
     every = MIXERS | FLA_MIXERS
     if name in every:
@@ -42,7 +42,7 @@ def is_import_path(name: object) -> bool:
 def imported(path: str, what: str) -> Any:
     """Returns what an import path names, None where its module has nothing of that name.
 
-    Raises ImportError where the module cannot be imported, which calls it the module of the `what`.
+    Raises ImportError if the module cannot be imported. `what` is the word for the object in the error message.
     """
     module, _, attribute = path.partition(":")
     try:
@@ -70,7 +70,7 @@ def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]
 
 
 def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds those of `given` that the mixer has and `options` do not name, also to a mixer within a convolution."""
+    """Adds options of `given` that the mixer has and that are not in `options`, also to a mixer after a convolution."""
     mixer = mixer_class(name)
     known = mixer.option_names()
     filled = {option: value for option, value in given.items() if option in known} | dict(options)
@@ -83,7 +83,7 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
 
 
 def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options that mean today what `options` meant in version 0.1, also of a mixer within a convolution.
+    """Returns current options with the meaning of `options` in version 0.1, also for a mixer after a convolution.
 
     In version 0.1 power attention had no short convolution and no output gate. It had a norm of every head's output
     only if it did not divide by the sum of the weights. It rotated all channels, by data-dependent positions.

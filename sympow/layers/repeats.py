@@ -1,4 +1,4 @@
-"""Where tokens occurred before."""
+"""Finds earlier occurrences of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention: linear attention with a fixed decay a head, in parallel, chunked and recurrent form."""
+"""Retention: linear attention with a fixed decay for each head, in parallel, chunked and recurrent form."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class RWKV4State(MixerState):
 class RWKV4(Mixer):
     """The time mixing of RWKV-4 (Peng et al., "RWKV", 2023, (11) to (17)), stable for any length and any k.
 
-    A whole sequence is a scan that merges neighbours, pairs of neighbours and so on; each sum keeps its largest
-    exponent, so that no exponential overflows.
+    A whole sequence is computed by a parallel scan, which merges neighbours, then pairs of neighbours, and so on. Each
+    sum keeps its largest exponent, so that no exponential overflows.
 
     Args:
         d_model, n_heads: as in `Mixer`.
@@ -151,7 +151,7 @@ def decayed_mean(
 
 
 class _Sums(NamedTuple):
-    """Two sums divided by e^exponent, which has no gradient."""
+    """Holds two sums divided by e^exponent; the exponent has no gradient."""
 
     numerator: Tensor
     denominator: Tensor

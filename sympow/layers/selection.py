@@ -30,7 +30,7 @@ _UNLIMITED = 1 << 62
 
 @dataclass
 class TopKState(MixerState):
-    """The k largest scores so far [B, k], how many tokens were selected [B], and the tokens so far."""
+    """Holds the k largest scores so far [B, k], the number of selected tokens [B], and the number of tokens so far."""
 
     largest: Tensor
     selected: Tensor
@@ -39,7 +39,7 @@ class TopKState(MixerState):
 
 @dataclass
 class SelectionState(MixerState):
-    """Keys and values of all tokens, and what the selection remembers: scores, or the tokens themselves."""
+    """Holds keys and values of all tokens, and the state of the selection: scores, or the tokens themselves."""
 
     cache: KVCache
     choice: TopKState | InputCache
@@ -170,7 +170,7 @@ class SelectiveAttention(AttentionMixer):
         """
         (batch, new), total = selected.shape, k.shape[2]
         most = most_rows(selected)
-        # The selected rows first, in order; what fills up shorter lists is multiplied by 0.
+        # The selected rows come first, in order. Other rows fill up shorter lists; their results are multiplied by 0.
         rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
         asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:])).to(k.dtype)
         position = torch.arange(total, device=q.device)

@@ -1,4 +1,4 @@
-"""States as named tensors and plain values, and back: what a file can hold without code in it.
+"""Converts states to named tensors and plain values, and back. A file of these contains no code.
 
 A tree of plain values tells how a state is built, and names its tensors. Types are told by their names, and
 found among the dataclasses of states alone.
@@ -46,20 +46,22 @@ class SerializedState:
 
 
 def serialize(state: MixerState, dtype: str = "float32", name: str = "state") -> SerializedState:
-    """Takes a state apart; it stays as it is, and the tensors may be its own.
+    """Converts a state to named tensors and a tree of plain values.
+
+    The state is not changed. The returned tensors may share its memory.
 
     Caches are cut to the tokens that they hold.
 
     Args:
-        state: what is taken apart.
+        state: the state.
         dtype: "float32" rounds nothing: every tensor keeps the dtype in which it is held, and a tail of
             decoding stays a tail. "bfloat16" and "int8" fold tails and round tensors of three or more
             dimensions with rows of at least 8; int8 with a float32 scale for each row of the last dimension.
             Positions and sums that others are divided by are never rounded.
         name: the beginning of every tensor's name.
 
-    Raises ValueError for another dtype and for int8 of what is not finite, TypeError for a state that holds
-    other things than tensors, states and numbers.
+    Raises ValueError for another dtype, and for int8 if numbers are not finite; TypeError for a state that holds
+    objects other than tensors, states and numbers.
     """
     if dtype not in STATE_DTYPES:
         raise ValueError(f"the dtype of a context is one of {', '.join(STATE_DTYPES)}; got {dtype!r}")
@@ -68,9 +70,9 @@ def serialize(state: MixerState, dtype: str = "float32", name: str = "state") ->
 
 
 def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:
-    """Builds the state anew on a device, in the dtypes in which it was held.
+    """Builds the state from the result of `serialize`, on a device and in the dtypes of the original state.
 
-    Raises ValueError, KeyError or TypeError for what `serialize` did not give.
+    Raises ValueError, KeyError or TypeError for other input than a result of `serialize`.
     """
     return _unpacked(serialized.tree, serialized.tensors, _types(), device)
 
@@ -144,7 +146,7 @@ def _packed_tensor(x: Tensor, name: str, dtype: str, tensors: dict[str, Tensor])
         strides = x.stride()
         order = sorted(range(x.ndim), key=lambda dim: -strides[dim])  # stable: of equal strides the first
         if not x.is_contiguous() and x.permute(order).is_contiguous():
-            node["order"] = order  # the same layout afterwards: on another one products round otherwise
+            node["order"] = order  # the same memory layout as before: with another layout products round differently
             x = x.permute(order)
         tensors[name] = x.contiguous()
     elif dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""Causal softmax attention, the baseline: a token sees all before it, and the state grows with them."""
+"""Causal softmax attention, the baseline: a token sees all earlier tokens, and the state grows with their number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASK_ELEMENTS = 1 << 23
 
 @dataclass
 class GatedCache(MixerState):
-    """Keys, with the sum L of log_g up to each of them in their last channels, and values; L so far, float64 [B, G]."""
+    """Holds keys, values and the sum L of log_g, float64 [B, G]. The last channels of a key hold L up to this key."""
 
     cache: KVCache
     log_sum: Tensor

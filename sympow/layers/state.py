@@ -1,4 +1,4 @@
-"""What every mixer carries from step to step."""
+"""The states of mixers, which decoding passes from step to step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from sympow.ops import DecodingState, PowerState
 
 S = TypeVar("S")
-# after(n) is the state after the first n of the tokens that a `try_step` has read: the others are taken back, and leave
-# no trace. It can be called once, as it may use up the tensors it is made of.
+# after(n) is the state after the first n of the tokens that a `try_step` has read. The other tokens are taken back, as
+# if they had never been read. It can be called only once, because it may overwrite the tensors from which it is made.
 After = Callable[[int], Any]
 
 
@@ -42,7 +42,7 @@ class MixerState:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def with_all_room(self) -> Self:
-        """Returns the state with tensors as large as they will ever be, where `counters` can be tensors."""
+        """Returns the state with tensors of their largest size, where `counters` can be tensors."""
         return self
 
     def clone(self) -> Self:
@@ -73,7 +73,7 @@ class MixerState:
 
 @dataclass
 class Rows(MixerState):
-    """States of single sequences, one a row: of a mixer whose rows must be equally long, while theirs are not."""
+    """Holds one state for each row, for a mixer that cannot step rows of different lengths as one batch."""
 
     rows: list[MixerState]
 
@@ -90,10 +90,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def narrowed(state: S) -> S:
-    """Returns a state with the sums of power attention in bfloat16, and as it is in all else: about half as large.
+    """Returns a state with the sums of power attention in bfloat16. It is about half as large.
 
-    Steps continue the state in this form. On every device the sums then have a tail (`DecodingState`), so that they
-    are rounded once in a few tokens, and not at every token.
+    All other tensors are unchanged, and steps continue the state in this form. On every device the sums then have a
+    tail (`DecodingState`), so that they are rounded once for several tokens, and not at every token.
 
     Args:
         state: of a mixer, a block or a model, in float32; its tensors are used where they do not change.

@@ -1,4 +1,7 @@
-"""Sliding-window softmax attention: a token sees the last w, itself included; the state holds w at most."""
+"""Sliding-window softmax attention: a token sees the last w tokens, itself included.
+
+The state holds at most w tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
 
-# Queries computed at once: a block of them and the keys it sees are one attention call.
+# Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 
@@ -115,7 +118,7 @@ class WindowAttention(WindowMixer):
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Computes softmax attention of the last T of S tokens, each to the last `window` tokens up to itself.
 
-    In blocks of queries, so time is linear in T and no more than a block's scores are formed at once.
+    Queries are computed in blocks, so time is linear in T, and the scores of only one block are in memory at a time.
 
     Args:
         q: [B, H, T, K].

@@ -1,4 +1,4 @@
-"""What a model has read, as a value that can be continued (`Context`) and as one safetensors file.
+"""The context of a model, the tokens that it has read: as an object (`Context`) and as one safetensors file.
 
 A file holds the state of every layer, the logits after the last token, how many tokens were read, a hash of
 them, and fingerprints of the model's config and weights. A SHA-256 covers all its bytes. It is written under
@@ -37,7 +37,7 @@ _MOST_HEADER = 100_000_000  # bytes, the limit of the format
 
 
 class ContextError(RuntimeError):
-    """Says that a context file cannot be written, read or used; the message says which and why."""
+    """Says that a context file cannot be written, read or used. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ContextHeader:
         rows: sequences held, B.
         dtype: "float32", "bfloat16" or "int8".
         config, weights: fingerprints of the model.
-        tree: how the states are built of the file's tensors.
+        tree: plain values that describe how states are built from the tensors of the file.
     """
 
     tokens: int
@@ -110,7 +110,10 @@ class ContextHeader:
 
 
 def extended_digest(digest: str, tokens: Tensor) -> str:
-    """Hashes int64 tokens [B, T] that follow those with the hash `digest`; any cut of the tokens gives the same."""
+    """Hashes int64 tokens [B, T] that follow tokens with the hash `digest`.
+
+    Every way to cut the tokens gives the same hash.
+    """
     if not tokens.numel():
         return digest
     columns = (
@@ -135,11 +138,11 @@ def save_context(
 
     Args:
         path: of the file to write.
-        model: the one that has read the context.
-        context: what the model has read.
+        model: the model that has read the context.
+        context: the context.
         dtype: "float32" keeps every tensor exactly, so that the model continues as if it had never stopped.
             "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
-        known: the `fingerprint` of the model, if it was taken before.
+        known: the `fingerprint` of the model, if the caller has computed it already.
 
     Raises ValueError for another dtype, ContextError where the disk refuses, ImportError without safetensors.
     """
@@ -177,10 +180,10 @@ def load_context(
 ) -> Context:
     """Reads a context file of this model; every call gives a state of its own, on the device of the weights.
 
-    `known` is the `fingerprint` of the model, if it was taken before.
+    `known` is the `fingerprint` of the model, if the caller has computed it already.
 
-    Raises FileNotFoundError where there is none, ContextError for a file that is no context, was cut or
-    changed, or belongs to another model, ImportError without safetensors.
+    Raises FileNotFoundError if there is no file; ContextError if the file is not a context file, was cut or changed, or
+    belongs to another model; ImportError without safetensors.
     """
     header = read_header(path)
     config, weights = known or fingerprint(model)
@@ -253,7 +256,7 @@ def _owned(x: Tensor) -> Tensor:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path for a file that becomes `path` when the block ends, or leaves no trace."""
+    """Gives the path of a temporary file that becomes `path` when the block ends, or is removed if it raises."""
     _remove_leftovers(path)
     # A folder, because safetensors writes a temporary file of its own beside the one it is asked for.
     folder = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -272,7 +275,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what processes that were killed while they wrote `path` have left."""
+    """Removes temporary files of processes that were killed while they wrote `path`."""
     if os.name != "posix":
         return
     for other in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
@@ -286,7 +289,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _seal(path: Path) -> None:
-    """Enters the checksum, and waits until all is on the disk."""
+    """Writes the checksum into the file, and waits until the file is on the disk."""
     with open(path, "r+b") as file:
         header, seal = _header(file, path)
         checksum = _checksum(file, header, seal)

@@ -55,7 +55,7 @@ class CrossEntropy(nn.Module):
             target = logits.gather(1, index)[:, 0].to(dtype)
         p = logits.to(dtype)
         largest = p.amax(-1, keepdim=True)
-        p = p.sub_(largest).exp_()  # of the logits themselves where their dtype is that of the losses
+        p = p.sub_(largest).exp_()  # a view of the logits, if they have the dtype of the losses
         total = p.sum(-1, keepdim=True)
         losses = torch.where(real, (total.log() + largest)[:, 0] - target, 0.0)
         p.mul_(real[:, None] / total)

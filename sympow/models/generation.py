@@ -33,7 +33,9 @@ class Drawn(NamedTuple):
 
     @property
     def state(self) -> ModelState:
-        """Returns what the token was drawn from, the token itself not yet read. The next token overwrites it.
+        """Returns the state from which the token was drawn.
+
+        It has not read the token itself. The next token overwrites it.
 
         With drafts the state may have read accepted tokens too.
         """
@@ -60,7 +62,7 @@ class Generation:
 
 
 class StreamOptions(TypedDict, total=False):
-    """The keywords of `stream`, which documents them."""
+    """Lists the keywords of `stream`, which documents them."""
 
     temperature: float
     top_k: int | None
@@ -73,7 +75,7 @@ class StreamOptions(TypedDict, total=False):
 
 
 def generate(model: LanguageModel, prompt: Tensor, max_new_tokens: int, **options: Unpack[StreamOptions]) -> Generation:
-    """Continues every row of a prompt: arguments and errors are those of `stream`."""
+    """Continues every row of a prompt and returns all new tokens. Arguments and errors are those of `stream`."""
     started = perf_counter()
     drawn = stream(model, prompt, max_new_tokens, **options)
     last = next(drawn)
@@ -107,7 +109,7 @@ def stream(
     context: Context | None = None,
     drafts: Drafts | None = None,
 ) -> Iterator[Drawn]:
-    """Continues every row of a prompt: the tokens as they are drawn.
+    """Continues every row of a prompt and yields each token when it is drawn.
 
     Args:
         model: the model that continues.
@@ -118,13 +120,14 @@ def stream(
         top_p: then from the fewest of them that hold this probability, in (0, 1].
         seed: of the draws: the same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
-        vocab_size: draw from the first so many tokens: those of the tokenizer, where the model has more. None: from
-            all tokens of the model.
-        context: what the model has read before the prompt; a copy is continued, and it stays as it is.
+        vocab_size: draw only from the first `vocab_size` tokens. This is needed if the model has more tokens than the
+            tokenizer. None: draw from all tokens of the model.
+        context: the context that the model has read before the prompt. A copy is continued, and `context` is not
+            changed.
         drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
             prompt has one row, and an object of drafts serves one stream at a time.
 
-    Raises ValueError for arguments out of range, at once, and with the first token for tokens outside the vocabulary.
+    Raises ValueError: for arguments out of range at the call, for tokens outside the vocabulary with the first token.
     """
     continues = context is not None and context.tokens > 0
     if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
@@ -171,13 +174,13 @@ def sample(
 def ranked(
     logits: Tensor, temperature: float | Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns what tokens are drawn by: probabilities [B, vocab], which need not add up to 1, and their tokens.
+    """Returns probabilities [B, vocab], the likeliest first, and their tokens.
 
-    The likeliest token comes first.
+    The probabilities need not add up to 1.
 
     Args:
         logits: [B, vocab].
-        temperature: above 0, for all rows, or [B, 1]; so the others.
+        temperature: above 0; one number for all rows, or [B, 1]. The same holds for the other options.
         top_k: ranks from which on the probability is 0; None for no limit.
         top_p: share of the sum from which on the probability is 0; None for no limit.
     """

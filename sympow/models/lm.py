@@ -30,7 +30,7 @@ LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 @dataclass
 class ModelState(MixerState):
-    """Holds a state for each block: that of its mixer, with what the body adds to it."""
+    """Holds a state for each block: the state of its mixer, and the state of the body if it has one."""
 
     layers: list[MixerState]
 
@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
         return torch.cat(losses).view_as(targets).clone()  # FSDP hooks what is returned, which must not be a view
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Returns the sum of `token_losses`, a scalar: what training needs.
+        """Returns the sum of `token_losses`, a scalar, for training.
 
         Its gradient is formed along with it, so that the logits are computed once.
         """
@@ -152,12 +152,12 @@ class LanguageModel(nn.Module):
     def mixing_error_sum(
         self, tokens: Tensor, targets: Tensor, teacher: LanguageModel, *, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Sums up the error of what mixers add to their blocks' inputs, over all tokens whose target is not -100.
+        """Sums up the errors of the mixers' outputs over all tokens whose target is not -100.
 
-        Every block gets the input that it has in the teacher. The error of a token is its squared difference to what
-        the teacher's mixer adds, over the mean square of that in all tokens, as a mean over the layers. Layers whose
-        mixers have the configuration of the teacher's are left out. There the error is 0 as long as nothing was
-        trained.
+        Every block gets its input from the teacher. The error of a token is the squared difference between the outputs
+        of the two mixers, divided by the mean square of the teacher's output over all tokens. It is a mean over the
+        layers. Layers whose mixers have the same configuration in the teacher are left out, because their error is 0
+        before training.
 
         Args:
             tokens: as for `token_losses`.
@@ -235,8 +235,8 @@ class LanguageModel(nn.Module):
         Returns the logits after each, [B, T', vocab_size], and `after`: after(n) is the state after the first n of
         them, 0 to T', as if the others had never been read.
 
-        The given state is used up, and `after` can be called once. Power attention folds what is kept into its state;
-        caches are cut; mixers that know no better step copies of their states, token by token.
+        The given state must not be used again, and `after` can be called once. Power attention adds the accepted tokens
+        to its state, caches are cut, and other mixers step copies of their states token by token.
         """
         x, afters = self._embed(tokens), []
         for block, before in zip(self.blocks, state.layers, strict=True):
@@ -302,8 +302,8 @@ class LanguageModel(nn.Module):
     def check_tokens(self, tokens: Tensor, targets: Tensor) -> None:
         """Refuses tokens and targets [B, T] that are not of one shape, int64 and in the vocabulary.
 
-        `token_losses` and `loss_sum` do so themselves, but for values on a GPU where gradients are on: a training step
-        would wait for the device.
+        `token_losses` and `loss_sum` call this method. With gradients on, they do not check values on a GPU, because a
+        training step would have to wait for the device.
         """
         self._check_vocabulary(tokens, "tokens")
         self._check_targets(targets, tokens)

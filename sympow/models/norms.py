@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class LayerNorm(nn.LayerNorm):
-    """A LayerNorm that can be compiled alone: torch.compile skips a forward whose code is in torch.nn."""
+    """Computes a LayerNorm that can be compiled alone. torch.compile skips a forward whose code is in torch.nn."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the norm of `input`, as torch.nn.LayerNorm does."""

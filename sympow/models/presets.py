@@ -26,15 +26,15 @@ def preset(
     mixers: Sequence[MixerConfig] | MixerConfig = _POWER,
     body: Body = "gpt2",
 ) -> ModelConfig:
-    """Gives a shape of `PRESETS` with a vocabulary, mixers and a body.
+    """Returns the config of a shape of `PRESETS` with a vocabulary, mixers and a body.
 
-    The bodies have as many weights but for a percent or two.
+    The numbers of weights in different bodies differ by one or two percent.
 
     With 50,257 tokens and softmax attention the gpt2 body counts 123,654,912 parameters in "small", 353,776,640
-    in "medium", 772,721,920 in "large" and 1,555,976,000 in "xl". They are published as 124M, 335M, 774M and
-    1.5B: the first as counted, the last two with the 1,024 learned positions that rotation replaces here, while
-    no count of the medium shape gives 335M (354M, or 302M without the embedding). The gate adds 0.09% to
-    "small", gate and data-dependent rotation together 0.18%.
+    in "medium", 772,721,920 in "large" and 1,555,976,000 in "xl". The published numbers are 124M, 335M, 774M and 1.5B.
+    The first number is the count above. The last two include 1,024 learned positions, which are replaced by rotation
+    here. No way of counting the medium shape gives 335M: it has 354M, or 302M without the embedding. The gate adds
+    0.09% to "small", gate and data-dependent rotation together 0.18%.
     """
     if name not in PRESETS:
         raise ValueError(f"a preset is one of {', '.join(PRESETS)}; got {name!r}")

@@ -1,4 +1,4 @@
-"""The language model as recall is measured with: learned positions if asked for, and logits only where they count."""
+"""The language model for tasks of recall: with optional learned positions, and with logits only at given positions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RecallModel(LanguageModel):
             draw_normal(self.positions.data, 0.02, generator)
 
     def query_logits(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Returns logits [B, Q, vocab_size] of what follows the positions [B, Q] of tokens [B, T]; both int64.
+        """Returns logits [B, Q, vocab_size] of the tokens after the positions [B, Q] in tokens [B, T]; both int64.
 
-        The head is the largest product of a small model: with Q of T tokens labelled it costs Q / T of `forward`'s.
+        The head is the largest matrix product of a small model. With Q of T positions it takes Q / T of the time.
         """
         hidden = self._hidden(tokens, None)
         return self._head(hidden.gather(1, places.unsqueeze(2).expand(-1, -1, hidden.shape[2])))

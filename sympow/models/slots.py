@@ -28,7 +28,7 @@ Leaf = Tensor | Rows | DecodingState
 
 
 class Steps(Protocol):
-    """Names what slots need of a model: what these methods of `LanguageModel` do."""
+    """Lists the methods of a model that slots need. They are methods of `LanguageModel`."""
 
     embedding: nn.Embedding
 

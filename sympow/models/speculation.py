@@ -151,7 +151,7 @@ class Pace:
         full = accepted == proposed
         self._length = min(_MOST, 2 * self._length) if full else max(_LEAST, min(self._length, accepted + 1))
         gained = accepted + 1 - seconds / (self._plain or seconds)
-        self._gain = (self._gain + max(-2.0, gained)) / 2  # a step that compiles a kernel is not held against the next
+        self._gain = (self._gain + max(-2.0, gained)) / 2  # bounded, because a slow step may have compiled a kernel
         if self._gain >= 0:
             self._pause = 1
         else:
@@ -172,7 +172,7 @@ def speculative_steps(
     Args:
         model: the model whose tokens are drawn.
         token: int64 [1], the last token drawn.
-        state: what has read all before `token`.
+        state: the state after all tokens before `token`.
         count: how many tokens to draw.
         draw: logits [1, vocab] to a token [1].
         drafts: begun.

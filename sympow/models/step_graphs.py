@@ -1,4 +1,4 @@
-"""Steps of a model as CUDA graphs: a launch for a whole step, where its kernels take less time than their launches."""
+"""Steps of a model as CUDA graphs. A step is then one launch, where single launches take longer than the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """A graph for every number of rows that is stepped, made at its second step; the first one is run as it is.
+    """Holds a graph for every number of rows. The first step with a number of rows runs without a graph.
 
     Args:
         capacity: rows at most.

@@ -1,4 +1,4 @@
-"""What is computed and how fast: power attention, its feature maps, rotary positions and costs."""
+"""Power attention, its feature maps, rotary positions, and the costs of all of them."""
 
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.power import power_attention, power_attention_step, prefers_tail

@@ -30,7 +30,7 @@ NO_TRITON = why_no_triton()
 
 
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why no kernel takes tensors of this device and dtype, as the end of a sentence; None if they do."""
+    """Returns the reason why no kernel supports this device and dtype, as the end of a sentence; None if one does."""
     if NO_TRITON:
         return NO_TRITON
     from sympow.ops import triton

@@ -1,4 +1,4 @@
-"""What power attention refuses: inputs, options and states that do not fit, each in one line."""
+"""Checks of the arguments of power attention. Every check raises an error with a message of one line."""
 
 from __future__ import annotations
 

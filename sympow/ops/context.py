@@ -1,8 +1,8 @@
-"""Rows split over the ranks of a process group: what a rank must know of the parts before it, and after it.
+"""Exchange between the ranks of a process group that share rows: states go to later ranks, gradients to earlier ones.
 
-A linear mixer's past is its state, and states compose (M12): with S_r what rank r's own tokens leave and a_r the
-product of their gates, the state before rank r is S_{r-1} + a_{r-1} (S_{r-2} + a_{r-2} (...)). Its gradient runs the
-other way.
+The state of a linear mixer summarizes all earlier tokens, and states can be combined (M12). Let S_r be the state of the
+tokens of rank r alone, and a_r the product of their gates. Then the state before rank r is S_{r-1} + a_{r-1} (S_{r-2} +
+a_{r-2} (...)). The gradient of this state goes in the other direction.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _scan(
 ) -> Tensor:
     """Scans along a chain: a rank receives the sum of those before it, and sends it on with its own added.
 
-    On a GPU only the receiver waits, and only once: the sender is then ahead by the time of a message, and what it
-    sends next is there when it is needed.
+    On a GPU only the receiver waits, and only for the first message. After that the sender is ahead by the time of one
+    message, so its next messages arrive before they are needed.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
@@ -69,7 +69,7 @@ def _scan(
     if not first:
         _begin(dist.irecv, incoming, before, group).wait()
     if 0 <= after < size:
-        # A tensor of its own: the message's memory may be written again before a send that nobody waits for is done.
+        # A separate tensor, because the memory of the message may be overwritten before the send is complete.
         leaving = message.clone() if first else _leaving(message, log_decay, incoming, widths)
         sent = _begin(dist.isend, leaving, after, group)
         if not message.is_cuda:  # gloo drops what nobody waits for; NCCL keeps it until it is sent
@@ -99,7 +99,7 @@ def _scan_as_operator(
 ) -> Tensor:
     """Scans as one operator in a graph of torch.compile.
 
-    A compiler that saw the message would drop it on the rank that reads nothing from it, and leave the others waiting.
+    A compiler would remove the message on the rank that does not read it, and the other ranks would wait for ever.
     """
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return _scan(message, log_decay, widths, resolve(group), reverse)

@@ -1,4 +1,4 @@
-"""Causal convolution with a filter as long as the sequence, by matrices where that is short, else by transforms."""
+"""Causal convolution with long filters: by matrices for short sequences, otherwise by Fourier transforms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from torch.nn.functional import pad
 
 _FEW = 8  # taps that are summed one by one
 
-# Where a product with each filter's matrix takes less time than the transforms, and its matrices no more memory than
-# what those keep. An element of x takes 6 T FLOP, forward and backward: on an H200 (40 TFLOP/s in float32) 0.15 T ps if
-# nothing else counted; transforms about 180 ps, estimated from steps of whole models at T = 128. They would be equal
-# at T = 1,200; half of it is taken. On a CPU they are equal at about 256, measured. Besides, matrices cost memory and
-# bandwidth however few signals they are applied to: at most 4 times the elements of x, which is what the spectra of x
-# and of the result hold.
+# Up to these numbers of tokens, products with the matrices of the filters are faster than transforms. They are about
+# half of the number at which both take the same time. The matrices may also have at most 4 times the elements of x,
+# because the spectra of x and of the result have as many.
 _LONGEST = {"cpu": 128, "cuda": 512}
 _MATRIX_SHARE = 4
 
@@ -24,8 +21,9 @@ _MATRIX_SHARE = 4
 def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
     """Returns y_t = sum over s <= t of h_s x_{t-s}, in float32 at least.
 
-    With few taps their sum; short sequences as a product with the Toeplitz matrix of every filter, in O(T T); else by
-    fast Fourier transforms, in O(T log T) for any number of taps. They agree to rounding.
+    There are three forms, which agree up to rounding. With few taps, shifted signals are added up. Short sequences are
+    multiplied with the Toeplitz matrix of every filter, in O(T T). All others are convolved by fast Fourier transforms,
+    in O(T log T) for any number of taps.
 
     Args:
         x: [B, T, ...].
@@ -79,7 +77,7 @@ def _suits_matrices(x: Tensor, h: Tensor) -> bool:
 def convolve_by_matrices(x: Tensor, h: Tensor) -> Tensor:
     """Convolves x [B, T, ...] with h [1 or B, S <= T, ...] by a product with the Toeplitz matrix of each filter."""
     shape, time = _outer_shape(x, h), x.shape[1]
-    # Along some axes filters differ; along the others, which come behind them, signals share a filter.
+    # Along the first axes filters differ. Along the remaining axes, signals share a filter.
     axes = sorted((0, *range(2, x.ndim)), key=lambda axis: h.shape[axis] == 1)
     order = [*axes, 1]
     filters = h.permute(order).reshape(-1, h.shape[1])

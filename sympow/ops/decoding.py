@@ -1,17 +1,18 @@
-"""Decoding with a tail: a state that is read for every token and written only now and then.
+"""Decoding with a tail: the state is read for every token, but written only once for several tokens.
 
-A state is large, and a token changes all of it. New tokens are therefore kept as they are, in a tail of fixed room, and
-attended to score by score; when a step finds no room, the tail's tokens are folded into the state at once, (M12):
+A state is large, and adding a token changes all of it. New tokens are therefore first stored in a tail with room for a
+fixed number of tokens, and attended to by scores. When a step finds no room, all tokens of the tail are added to the
+state together (M12). This is called folding. The output is
 
     y = [exp(L) phi(q)^T S + sum_tail b_j (scale q . k_j)**p v_j] / [the same with Z and 1],
 
-L the log decay since the state was written, b_j that since token j. The number of tokens in the tail is
-kept on the device, so a step never waits for it and can be captured in a CUDA graph. The state is in
+where L is the log decay since the state was written, and b_j is the decay since token j. The number of tokens in the
+tail is kept on the device, so a step never waits for it and can be captured in a CUDA graph. The state is in
 `decoding_state.py`. This file has the step in plain torch; that of the kernels is in `triton/decode.py`.
 
-Tokens in the tail can be taken back (`DecodingState.rollback`); tokens in the state cannot. So a step of several
-tokens, at most as many as the tail has room for, folds only before its first token. All its tokens are then in the
-tail.
+Tokens in the tail can be taken back (`DecodingState.rollback`); tokens in the state cannot. So a step of several tokens
+folds only before its first token, if it has at most as many tokens as the tail has room for. All its tokens are then in
+the tail.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sympow.ops.types import PowerState
 
 
 class StepOptions(TypedDict):
-    """What a step takes besides inputs and state, as `power_attention_step` has checked it."""
+    """Holds the options of a step, which `power_attention_step` has checked."""
 
     p: int
     scale: float
@@ -50,9 +51,7 @@ def step_with_tail(
 ) -> Tensor:
     """Reads new tokens on `state`, in place, and returns out [B, T, H, V] in the dtype of v.
 
-    No gradients.
-
-    As many at a time as the tail has room for when it is empty.
+    The tokens are read in parts, each with as many tokens as an empty tail has room for. There are no gradients.
     """
     if state.slots is not None:
         part = state.taken()
@@ -69,7 +68,7 @@ def step_with_tail(
         now = slice(start, start + state.capacity)
         new = k[:, :, now].shape[2]
         full = state.count + new > state.capacity
-        # A count on a GPU is not known here, and reading it would wait for the GPU.
+        # A count on a GPU is not known to the host, and the host would have to wait to read it.
         if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
             after = state.folded()
             s.copy_(torch.where(full[..., None, None], after.s, s))
@@ -132,7 +131,7 @@ def _attended(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """Returns what T tokens, q [B, G, R, T, K] times the scale, read of a state and a tail: [B, G, R, T, V].
+    """Returns the outputs [B, G, R, T, V] of T tokens from a state and a tail; q [B, G, R, T, K] is scaled.
 
     `held` [..., T, C] tells which of the tail each of them sees: those up to itself.
     """

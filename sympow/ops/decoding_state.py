@@ -1,6 +1,6 @@
-"""The state of decoding: that of power attention, a tail of tokens not yet folded into it, and slots for batches.
+"""The state of decoding: a state of power attention, a tail of tokens not yet folded into it, and slots for batches.
 
-`decoding.py` tells what the tail is for, and has the steps.
+`decoding.py` explains the tail and computes the steps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sympow.ops.types import PowerState
 def default_capacity(dim: int) -> int:
     """Returns the tokens of a tail beside D rows of state.
 
-    Twice as many would write the state half as often; but the tail is read for every token too, and held: with these it
-    is about 1/16 of the state, K = V, in elements.
+    With a longer tail the state is written less often. But the tail is also read for every token and takes memory. With
+    this number of tokens and K = V, the tail has about 1/16 of the elements of the state.
     """
     return max(4, min(64, dim // 32))
 
@@ -34,8 +34,8 @@ class DecodingState:
 
     Its size does not grow.
 
-    `power_attention_step` continues it. It is made from a PowerState by `from_state`, which is also what it is saved
-    as: `state.folded().save(path)`.
+    `power_attention_step` continues it. `from_state` makes it from a PowerState. To save it, convert it to a
+    PowerState: `state.folded().save(path)`.
 
     The tensors can be a pool of N slots, of which a batch takes any: `pool.at(slots)` is the state of the batch, and
     steps change those slots and no others. Without `slots` the batch is all N. The tensors of a slot are contiguous;
@@ -43,7 +43,7 @@ class DecodingState:
 
     Attributes:
         s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16, with z in
-            float32: half of the memory to read for a token, and rounded whenever a tail is folded.
+            float32. A step then reads half as many bytes, and s is rounded whenever a tail is folded.
         tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens since, in any dtype of the inputs.
         tail_g: [N, G, C], their log gates, in the dtype of z; 0 for tokens without a gate.
         count: int32 [N, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
@@ -52,7 +52,7 @@ class DecodingState:
         p: the power; D = spow_dim(K, p).
         key_dim: K.
         slots: int32 [B], the slot of each sequence of the batch, each from 0 to N - 1 and none twice; None: all of
-            them. The numbers are not checked, as a GPU would have to be waited for.
+            them. The numbers are not checked, because the host would have to wait for the GPU.
     """
 
     s: Tensor
@@ -97,9 +97,9 @@ class DecodingState:
         It shares the tensors of `state`, which steps in place overwrite.
 
         Args:
-            state: what came before.
-            dtype: of the keys and values in the tail: that of the inputs to come, or a wider one; that of `state` if
-                None.
+            state: the state of the tokens so far.
+            dtype: the dtype of keys and values in the tail: that of later inputs, or a wider one; None: that of
+                `state`.
             capacity: C, tokens the tail has room for, at least 1; `default_capacity(D)` if None.
             state_dtype: of s: that of `state` (None), or bfloat16 for a float32 state.
         """
@@ -164,7 +164,7 @@ class DecodingState:
         return replace(self, slots=slots)
 
     def taken(self) -> DecodingState:
-        """Returns the batch alone, copied out of its slots: for those that do not know slots."""
+        """Returns a copy of the batch without slots, for functions that do not support slots."""
         if self.slots is None:
             return self
         return self._replaced({name: x.index_select(0, self.slots) for name, x in self.tensors().items()}, None)
@@ -217,7 +217,7 @@ class DecodingState:
 
         The tokens of the last step are always in the tail, if they were at most C.
 
-        Raises ValueError if the tail has fewer. On a GPU the tail is emptied instead, as a check would wait for it.
+        Raises ValueError if the tail has fewer tokens. On a GPU nothing is checked, and the tail is then empty.
         """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise ValueError(f"the tokens to take back must be an integer >= 0; got {tokens!r}")
@@ -241,7 +241,7 @@ class DecodingState:
 
         Gradients of s and z pass.
 
-        It is computed in `dtype`, float32 or float64, and has it; that of z if None.
+        It is computed and returned in `dtype`, float32 or float64; None: the dtype of z.
         """
         if self.slots is not None:
             return self.taken().folded(dtype)
@@ -291,6 +291,6 @@ def folded_state(
 
 
 def decays(log_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what log gates [..., C] leave of the past, [...], and of each token at their end, [..., C]."""
+    """Returns the decays of C tokens with log gates [..., C]: of the past, [...], and of each token, [..., C]."""
     after = torch.cat([log_g[..., 1:], torch.zeros_like(log_g[..., :1])], -1)
     return log_g.sum(-1).exp(), after.flip(-1).cumsum(-1).flip(-1).exp()

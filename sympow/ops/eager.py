@@ -3,11 +3,11 @@
 A chunk attends to its own tokens by scores, and to all tokens before it by the state. phi is computed for one chunk
 and one tile of the state's rows at a time. No state is kept for the backward. The backward walks over the chunks twice:
 from first to last with the state (for dq), and from last to first with the gradient of the state (for dk, dv). It
-recomputes both. One chunk that covers the sequence is the quadratic form; phi is then needed only for an incoming
-state, or for one to return.
+recomputes both. One chunk that covers the sequence is the quadratic form. phi is then needed only if there is an
+incoming state, or if a state is returned.
 
-Inside, the state is kept as sums of plain monomials x_i1 ... x_ip, time runs along the last axis of features, and the
-normalizer is one more value column. The multinomial weights of (M7) multiply the state, once a chunk.
+Inside this file, the state holds sums of monomials x_i1 ... x_ip without weights, time is the last axis of features,
+and the normalizer is one additional value column. The multinomial weights of (M7) multiply the state, once a chunk.
 
 The gradient of the gate needs no pass of its own. A log decay L_i enters only where phi(q_i) does, as exp(L_i), and
 where phi(k_i) does, as exp(-L_i), and phi is homogeneous of degree p: hence dL_i = (q_i . dq_i - k_i . dk_i) / p.
@@ -28,9 +28,9 @@ from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.monomials import Features
 from sympow.ops.types import PowerState
 
-# What else takes time, in floating-point operations of matrix products that take as long, measured on two CPU cores:
-# a score's passes from decay to power, an element of phi, a call into torch; and how many calls a chunk and one block
-# of its scores make, apart from those that form phi.
+# Costs besides the matrix products, in floating-point operations of matrix products that take the same time on two CPU
+# cores: the passes over a score, an element of phi, and a call into torch. The last two numbers are the calls for a
+# chunk and for a block of its scores, without the calls that compute phi.
 _SCORE_FLOPS, _FEATURE_FLOPS, _CALL_FLOPS = 16, 16, 2e6
 _CHUNK_CALLS, _BLOCK_CALLS = 100, 12
 
@@ -50,7 +50,7 @@ def chunked(
     return_state: bool,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, PowerState | None]:
-    """Computes in float32 (float64 for float64 inputs), whatever autocast says. Shapes are those of `reference`."""
+    """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`."""
     options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
     s, z = (None, None) if state is None else (state.s, state.z)
     with torch.autocast(q.device.type, enabled=False):
@@ -71,7 +71,7 @@ def step(
     eps: float,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """Decodes one token after another on a state, (M9) and (M10), in as few operations as it takes.
+    """Decodes one token after another on a state, (M9) and (M10), in few operations.
 
     No gradients.
     """
@@ -160,7 +160,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_out, dz_out):
-        saved = ctx.saved_tensors  # to be read only once: checkpointing forgets what it has given
+        saved = ctx.saved_tensors  # read only once, because checkpointing does not keep the tensors after a read
         with torch.autocast(saved[0].device.type, enabled=False):
             return _backward(ctx, saved, dout, ds_out, dz_out)
 

@@ -29,18 +29,18 @@ class Options(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk of the inputs, filled up with zeros to whole blocks of scores; N = B G heads, time last."""
+    """Holds one chunk of the inputs, padded with zeros to whole blocks of scores; N = B G heads, time last."""
 
     q: Tensor  # [N, K, R, C], times scale
     k: Tensor  # [N, K, C]
     v: Tensor  # [N, V + 1, C], the last channel 1
-    past: Tensor  # [N, 1, 1, C]: what is left, at each query, of the state from before
-    kept: Tensor  # [N, 1, C]: what is left of each token at the chunk's end
-    decay: Tensor | None  # [N, C]: log decay from the chunk's start up to and with each token
+    past: Tensor  # [N, 1, 1, C]: the decay from the start of the chunk to each query
+    kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
+    decay: Tensor | None # [N, C]: log decay from the chunk's start to each token, including the token's own gate
 
     @property
     def left(self) -> Tensor:
-        """Returns what is left, at the chunk's end, of the state from before: [N, 1, 1]."""
+        """Returns the decay from the start of the chunk to its end, which multiplies the incoming state: [N, 1, 1]."""
         return self.past[..., -1]
 
 
@@ -126,7 +126,7 @@ class ChunkedSequence:
         Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
 
     def rewind(self, dstate: Tensor, chunk: Chunk, dtotal: Tensor) -> None:
-        """Takes the gradient of the state after a chunk to that of the state before it, in place."""
+        """Computes, in place, the gradient of the state before a chunk from that of the state after it."""
         dstate *= chunk.left
         Features(chunk.q.flatten(2), self.options.p).accumulate(dstate, (dtotal * chunk.past).flatten(2))
 
@@ -139,7 +139,7 @@ class ChunkedSequence:
     def check_range(self, total: Tensor, s: Tensor | None, z: Tensor | None) -> None:
         """Raises a ValueError if sums, of finite inputs and of the state s, z, have left the range of their dtype.
 
-        It looks at values on a CPU only: to look at those of a GPU would be to wait for it.
+        Values are checked on a CPU only, because the host would have to wait for a GPU.
 
         Args:
             total: the sums.

@@ -15,14 +15,14 @@ from torch import Tensor
 from sympow.ops.constants import constant_result
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
 
-# First indices of monomials are taken in at most this many groups: few calls, at the price of some rows twice.
+# First indices of monomials form at most this many groups. Few groups need few calls, but some rows occur twice.
 _GROUPS = 8
 # Elements of phi formed at once, over all heads: small enough to stay in a cache.
 _TILE_ELEMENTS = 1 << 19
 
 
 class Group(NamedTuple):
-    """Rows [start, stop): x_first .. x_(last-1), each times the monomials of one degree less from `rest` on."""
+    """Holds rows [start, stop): x_first .. x_(last-1), each times the monomials of one degree less from `rest` on."""
 
     first: int
     last: int
@@ -61,7 +61,7 @@ class Basis:
             base = key_dim ** torch.arange(p - 1, -1, -1)
             numbers = (torch.cat(tuples).sort(dim=1).values * base).sum(1)
             index = torch.searchsorted((spow_indices(key_dim, p) * base).sum(1), numbers)
-        self.index = index  # of each row, the row of the public state (M7) that holds its monomial
+        self.index = index  # for each row, the row of the public state (M7) that holds its monomial
         self.representative = torch.empty(spow_dim(key_dim, p), dtype=torch.int64)  # and the other way round
         self.representative[index] = torch.arange(len(index))
         public = multinomials(key_dim, p)
@@ -130,7 +130,10 @@ class Features:
         return dlevels[0]
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of the state and their features [N, rows, C]; a tile's features are overwritten by the next one's."""
+        """Yields rows of the state and their features [N, rows, C].
+
+        The features of a tile are overwritten by the next tile.
+        """
         if self.p == 1:
             yield slice(0, self.key_dim), self.x
             return
@@ -152,9 +155,9 @@ class Features:
             yield slice(origin, origin + count), phi
 
     def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
-        """For a level below p: each first index a, the rows it takes, and from where on x_a multiplies the level below.
+        """Yields, for a level below p, each first index a, its rows, and the start of a suffix of the level below.
 
-        What it multiplies are the monomials in the channels from a on: a suffix of the lexicographic list.
+    x_a multiplies the monomials in the channels from a on, which are a suffix of the lexicographic list.
         """
         row, end = 0, spow_dim(self.key_dim, degree - 1)
         for a in range(self.key_dim):

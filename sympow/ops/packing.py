@@ -25,7 +25,10 @@ def of_no_tokens(
     p: int,
     return_state: bool,
 ) -> PowerOutput[PowerState | None]:
-    """Makes the results where B or T is 0: as with tokens, functions of all inputs, with gradients of 0."""
+    """Makes the results where B or T is 0.
+
+    They depend on all inputs, with gradients of 0, as results with tokens do.
+    """
     after = state
     if after is None:
         dtype = torch.promote_types(k.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Power attention: the public functions. What they compute is in `reference.py`, the mathematics in docs/math.md."""
+"""Power attention: the public functions. `reference.py` is the specification, docs/math.md has the mathematics."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def power_attention(
     b_ij = exp(log_g_{j+1} + ... + log_g_i).
 
     Range: sums are float32 (float64 for float64 inputs), so |scale q.k| is safe up to (3.4e38 / T)**(1 / p): at T =
-    65,536 that is 7e16 for p = 2, 3e8 for p = 4 and 4e5 for p = 6. eps is absolute: rows whose weights add up to less
-    than eps, as with |scale q.k| below eps**(1 / p), are small instead of averages. See docs/math.md.
+    65,536 that is 7e16 for p = 2, 3e8 for p = 4 and 4e5 for p = 6. eps is an absolute number. If the weights of a row
+    add up to less than eps, as with |scale q.k| below eps**(1 / p), its output is smaller than the weighted average.
+    See docs/math.md.
 
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
@@ -62,17 +63,18 @@ def power_attention(
         scale: multiplies q.k; K**-0.5 if None.
         normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
         eps: added to the normalizer, so that a row of zero scores gives zero.
-        chunk_size: tokens of the chunked form; T or more is the quadratic form. None: the cheaper, by a cost model.
-        initial_state: what came before, of batch B (of batch N with cu_seqlens). Gradients reach it.
+        chunk_size: tokens of the chunked form; T or more is the quadratic form. None: chosen by a cost model.
+        initial_state: the incoming state, of batch B (of batch N with cu_seqlens). Gradients flow into it.
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
             of which sees another. Documents may be empty. Values on a GPU are not checked.
-        context_group: the ranks that hold the parts of every row, in their order: the inputs are this rank's part, and
-            the output is that part of the whole row's. Every rank calls this, and its backward, with one B, on GPUs of
-            one kind. Not with cu_seqlens, initial_state or return_state, with T = 0, nor with impl="reference".
-        rotation: how q and k were rotated. This call then computes the gradient of the positions, not the backward of
-            the rotation. On long rows this has smaller rounding errors, because the kernels start its sum again at
-            every chunk. Not with cu_seqlens or context_group.
+        context_group: the ranks among which every row is divided, in the order of the parts. The inputs are this rank's
+            part of the rows, and the output is the same part of the whole output. Every rank calls this function, and
+            its backward, with the same B, on GPUs of one kind. Not with cu_seqlens, initial_state or return_state, with
+            T = 0, nor with impl="reference".
+        rotation: the rotation of q and k. This call then computes the gradient of the positions, instead of the
+            backward of the rotation. On long rows its rounding errors are smaller, because the kernels start the sum
+            again at every chunk. Not with cu_seqlens or context_group.
         impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
             float64 whatever the inputs are; slow), or "auto": "triton" where it can, else "eager".
 
@@ -152,11 +154,11 @@ def power_attention_step(
         scale: as for `power_attention`.
         normalize: as for `power_attention`.
         eps: as for `power_attention`.
-        state: what came before: a PowerState, e.g. `PowerState.zeros(...)` or one returned by `power_attention`, which
-            every token changes as a whole; or a DecodingState made from one, which keeps new tokens in a tail. On a GPU
-            a step then launches one kernel and can be captured in a CUDA graph (`inplace=True`). `pool.at(slots)` gives
-            the states of a batch in a pool without copying them; slots are int32 [B].
-        inplace: write the new state into the tensors of `state` (which then no longer holds the past alone).
+        state: the incoming state. It is a PowerState, such as `PowerState.zeros(...)` or a result of `power_attention`,
+            of which every token changes all numbers; or a DecodingState made from one, which keeps new tokens in a
+            tail. On a GPU a step then launches one kernel and can be captured in a CUDA graph (`inplace=True`).
+            `pool.at(slots)` gives the states of a batch in a pool without copying them; slots are int32 [B].
+        inplace: write the new state into the tensors of `state`, whose old content is lost.
         impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
             takes where it can.
 
@@ -256,7 +258,10 @@ _IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "re
 
 
 def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
-    """Returns the implementation. `chunked` tells whether the call needs states, which some lack for some p and K."""
+    """Returns the implementation.
+
+    `chunked`: the call needs states, which some implementations lack for some p and K.
+    """
     if impl == "auto":
         return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
     if impl not in _IMPLEMENTATIONS:
@@ -278,5 +283,5 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
 
 
 def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the inputs in float64: the specification must add no rounding to that of the inputs."""
+    """Returns the inputs in float64, so that the specification adds no rounding errors."""
     return q.double(), k.double(), v.double(), None if log_g is None else log_g.double()

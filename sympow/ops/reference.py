@@ -39,7 +39,7 @@ def quadratic(
     numerator = torch.einsum("bgrts,bsgv->btgrv", weight, v)  # (M3)
     normalizer = weight.sum(-1).permute(0, 3, 1, 2)  # (M4), [B, T, G, R]
 
-    keep = torch.exp(decay[:, -1:] - decay)  # exp(L_T - L_j): what is left of token j at the end
+    keep = torch.exp(decay[:, -1:] - decay)  # exp(L_T - L_j): the decay from token j to the end
     phi_k = spow(k, p) * keep[..., None]
     s = torch.einsum("btgd,btgv->bgdv", phi_k, v)  # (M12)
     z = phi_k.sum(1)
@@ -51,7 +51,7 @@ def quadratic(
         s = s + left[..., None, None] * state.s
         z = z + left[..., None] * state.z
     out = numerator / (normalizer[..., None] + eps) if normalize else numerator  # (M5)
-    # The state keeps its precision also where autocast has lowered that of the products.
+    # The state has full precision, also if autocast has lowered the precision of the products.
     return out.flatten(2, 3), PowerState(s.to(k.dtype), z.to(k.dtype), p, k.shape[-1])
 
 

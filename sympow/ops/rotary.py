@@ -19,7 +19,7 @@ from sympow.ops.availability import has_kernels
 
 
 class Rotation(NamedTuple):
-    """Says how queries and keys were rotated, for `power_attention`, which then forms the gradient of the positions.
+    """Describes how queries and keys were rotated. `power_attention` then computes the gradient of the positions.
 
     Attributes:
         positions: float64 [B, T], or [B, T, n] with n dividing G, as in `rotate`. Queries and keys are rotated by
@@ -52,8 +52,8 @@ def rotary_frequencies(
             longest document (Kumar et al., 2025).
         max_length: N of the conformal rule; not taken by the standard one.
         base: N of the standard rule, 10,000 if None; not taken by the conformal one.
-        rotary_dim: the number of channels that are rotated, even and at most K. The first pairs have the theta of so
-            many channels, the others 0. None: all.
+        rotary_dim: the number of channels that are rotated, even and at most K. The first rotary_dim / 2 pairs have the
+            frequencies of a key of rotary_dim channels, the others 0. None: all channels are rotated.
         device: of the result.
     """
     if key_dim < 2 or key_dim % 2:
@@ -85,7 +85,7 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
     Returns:
         float64 [B, T, G]. Its last row, [:, -1], is the `start` of what follows.
     """
-    # Time last: a GPU adds up along any other axis with one thread a row, tens of milliseconds for 65,536 tokens.
+    # Time is the last axis, because a GPU sums along another axis with only one thread for each row.
     positions = _running_sums(beta.to(torch.float64).transpose(1, 2)).transpose(1, 2)
     return positions if start is None else positions + start[:, None]
 
@@ -93,8 +93,9 @@ def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:
 def _running_sums(x: Tensor) -> Tensor:
     """Returns x.cumsum(-1) by sums of at most SUM_BLOCK elements: within blocks, and over the last sums of the blocks.
 
-    A GPU would use one thread block for each row, and rows are few. torch.compile splits sums of more than 128 elements
-    that are not contiguous ("split scan"); with torch 2.11 it fails if something is added to such a sum.
+    For a plain cumsum a GPU would use one thread block for each row, and there are few rows. torch.compile splits sums
+    of more than 128 elements that are not contiguous ("split scan"); with torch 2.11 it fails if something is added to
+    such a sum.
     """
     length = x.shape[-1]
     if length <= SUM_BLOCK:
@@ -122,7 +123,10 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate_alike(tensors: Sequence[Tensor], positions: Tensor, frequencies: Tensor) -> tuple[Tensor, ...]:
-    """Rotates several tensors of one dtype as `rotate` does, such as queries and keys, with sines taken once."""
+    """Rotates several tensors of one dtype, such as queries and keys, as `rotate` does.
+
+    Sines are computed only once.
+    """
     grouped = _grouped(positions)
     for x in tensors:
         if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
@@ -148,11 +152,9 @@ def rotate_heads(
     norms: tuple[Tensor, Tensor] | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits what a fused projection puts out into heads, and rotates queries and keys.
+    """Splits the output of a fused projection into heads, and rotates queries and keys.
 
-    On a GPU it is one kernel.
-
-    With `norms`, queries and keys are first normed by an RMSNorm over their channels.
+    On a GPU this is one kernel. With `norms`, queries and keys are first normed by an RMSNorm over their channels.
 
     Args:
         qkv: [B, T, H K + G K + G V], the queries of all heads, then the keys, then the values.
@@ -161,11 +163,11 @@ def rotate_heads(
         heads: H.
         kv_heads: G, which divides H.
         norms: the weights [K] of the norm of queries and of that of keys; None: no norm.
-        norm_eps: what the norms add to the mean square.
+        norm_eps: the number that the norms add to the mean square.
 
     Returns:
-        q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V]. Where gradients are on none is a view of qkv, so
-        that without `norms` it need not stay for the backward.
+        q [B, T, H, K] and k [B, T, G, K], rotated, and v [B, T, G, V]. If gradients are on, none of them is a view of
+        qkv. So without `norms`, qkv need not stay in memory for the backward.
     """
     key_dim = 2 * frequencies.shape[-1]
     if min(heads, kv_heads) < 1 or heads % kv_heads:
@@ -191,7 +193,7 @@ def rotate_heads(
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, computed in float32 at least and returned in the dtype of x."""
+    """Returns the RMSNorm over the last axis, computed in float32 at least and returned in the dtype of x."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(dtype), (x.shape[-1],), weight.to(dtype), eps).to(x.dtype)
 
@@ -224,9 +226,9 @@ def _pairs(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Not as complex numbers: they are slower on a CPU, and torch.compile fuses real arithmetic alone.
+    # No complex numbers: they are slower on a CPU, and torch.compile fuses only real arithmetic.
     a, b = _pairs(x, cos.shape[2])
-    # Nor .to last: where it changes nothing, torch.compile of torch 2.11 loses the gradient of what `_Rotate` returns.
+    # `.to` is not the last call: if it changes nothing, torch.compile of torch 2.11 loses the gradient of the result.
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype).reshape(x.shape)
 
 
@@ -240,7 +242,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx, *inputs):  # not (ctx, positions, ...): where gradients are off torch.compile may then drop ctx
         positions, frequencies, *tensors = inputs
         turned = _rotated(positions, frequencies, tensors)
-        # The results rather than the inputs: attention keeps the results in any case.
+        # The results are saved and not the inputs, because attention saves the results in any case.
         ctx.save_for_backward(positions, frequencies, *(turned if ctx.needs_input_grad[0] else ()))
         return turned
 

@@ -1,8 +1,8 @@
 """Multi-query associative recall: `sympow mqar mqar:FUNCTION`.
 
-Every model here can look at the token before: attention and its relatives stand behind a short convolution, the others
-have a convolution or a token shift of their own, power attention by default. Without it two layers must find the shift
-by themselves, which takes far longer (`published` does without, as the source did).
+Every model here can look at the previous token. Attention and similar mixers follow a short convolution. The other
+mixers contain a convolution or a token shift; power attention contains a short convolution by default. Without it, two
+layers must learn the shift, which takes many more steps. `published` has no convolution, as in the source.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ PUBLISHED_TASKS = tuple(RecallTask(length=n, pairs=d) for n, d in ((64, 4), (128
 
 
 def attention() -> RecallConfig:
-    """One run: softmax attention behind a short convolution, on the published task of 64 tokens; minutes on a CPU."""
+    """One run: softmax attention after a short convolution, on the published task of 64 tokens; minutes on a CPU."""
     return _anchor(_behind("attention", "softmax", rotation="none"))
 
 
 def power() -> RecallConfig:
-    """One run: power attention as it is by default, p = 2, on the same task."""
+    """One run: power attention with its default options, p = 2, on the same task."""
     return _anchor(_alone("power p=2", ("power", {}), head_dim=32))
 
 
 def anchors() -> Sweep:
-    """Attention and power attention, three seeds each: what a CPU must reach in minutes."""
+    """Attention and power attention, three seeds each; they must reach an accuracy of 99% on a CPU in minutes."""
     runs = [run for base in (attention(), power()) for run in grid(base, seeds=(0, 1, 2))]
     return Sweep("mqar-anchors", tuple(runs))
 
@@ -38,7 +38,7 @@ def input_dependent() -> RecallConfig:
 
 
 def filters() -> Sweep:
-    """The filters that depend on the input, and random selection to compare with: what a CPU reaches in an hour."""
+    """The filters that depend on the input, and random selection for comparison; an hour on a CPU."""
     named = [("programmatic filter", 64), ("programmatic filter", 128), ("programmatic filter", 256),
              ("autocorrelation filter", 64), ("random selection", 64)]  # fmt: skip
     return Sweep("mqar-filters", tuple(_hybrid_run(_hybrids(length)[name], length) for name, length in named))
@@ -51,7 +51,7 @@ def hybrids() -> Sweep:
 
 
 def published() -> Sweep:
-    """The published protocol and shapes (Zoology, Figure 2) with attention and learned positions: hours on a GPU."""
+    """The published protocol and shapes (Zoology, Figure 2) with attention and learned positions; hours on a GPU."""
     plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
     runs = grid(RecallConfig(plain), tasks=PUBLISHED_TASKS, widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
     return Sweep("mqar-published", runs)
@@ -82,7 +82,7 @@ def convolutions() -> Sweep:
 
 
 def equal_state() -> Sweep:
-    """The most pairs in 256 tokens that models of about 64, 128 and 256 KiB of state recall: minutes of an H200.
+    """Models with about 64, 128 and 256 KiB of state, and the number of pairs that they recall; minutes on an H200.
 
     Trained on a mixture of 16 and 64 pairs, tested on six numbers of pairs. Width 128, two layers, two learning rates,
     one seed.
@@ -91,7 +91,7 @@ def equal_state() -> Sweep:
 
 
 def equal_state_fla() -> Sweep:
-    """The runs of `equal_state`, and Gated DeltaNet with states of the same sizes: needs the extra `fla` and a GPU."""
+    """The runs of `equal_state`, and Gated DeltaNet with states of the same sizes; needs the extra `fla` and a GPU."""
     models = [_alone("Gated DeltaNet", ("gated_delta_net", {"head_dim": 64, "expand_v": expand_v}), heads=2)
               for expand_v in (0.75, 1.75, 3.625)]  # 59, 127 and 254 KiB  # fmt: skip
     return Sweep("mqar-equal-state", (*equal_state().runs, *_equal_state_runs(models)))

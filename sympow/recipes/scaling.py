@@ -92,7 +92,7 @@ def softmax_gate() -> RunConfig:
 
 
 def window() -> RunConfig:
-    """A window of 1,024 tokens: a state of 131,072 elements a head, where that of p = 2 has 135,200."""
+    """A window of 1,024 tokens. Its state has 131,072 elements per head, and that of p = 2 has 135,200."""
     return _window("window", 1024)
 
 
@@ -102,7 +102,7 @@ def linear() -> RunConfig:
 
 
 def window32() -> RunConfig:
-    """A window of 32 tokens: a state of 4,096 elements a head, where that of linear attention has 4,160."""
+    """A window of 32 tokens. Its state has 4,096 elements per head, and that of linear attention has 4,160."""
     return _window("window32", 32)
 
 

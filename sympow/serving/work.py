@@ -1,4 +1,4 @@
-"""Counts what the engine's thread does, and where its time goes."""
+"""Counts the steps of the engine's thread, and measures the time of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the jobs of a sweep take."""
+"""Estimates the time of the jobs of a sweep."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _FAILED = 75  # exit code of a worker in which a job failed; Python exits with 1
 
 
 class Team(Protocol):
-    """The workers of a sweep."""
+    """Holds the workers of a sweep."""
 
     def works(self) -> bool:
         """Tells whether a worker is at work."""

@@ -1,4 +1,4 @@
-"""Training: what a run is, one readable loop, and checkpoints that continue bit for bit."""
+"""Training: the configuration of a run, the training loop, and checkpoints from which a run continues exactly."""
 
 from sympow.training.checkpoint import (
     Checkpoint,

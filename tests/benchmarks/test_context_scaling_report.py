@@ -124,12 +124,14 @@ def test_time_to_reach_the_baselines_loss(found):
 def test_verdicts_follow_from_intervals(found):
     said = verdicts.bars_1024(found)
     assert said[0].startswith(
-        "**Reproduced**: power, p = 2 over softmax attention at 1,024 tokens is 1.081 ± 0.002 (3 seeds; claimed at most"
+        '**Reproduced**: the loss of "power, p = 2" over that of softmax attention at 1,024 tokens is 1.081 ± 0.002 '
+        "(3 seeds; claimed at most"
     )
-    assert said[3].startswith("**Reproduced**: power, p = 4 over") and said[4].startswith("**Reproduced**: five power")
+    assert said[3].startswith('**Reproduced**: the loss of "power, p = 4" over')
+    assert said[4].startswith('**Reproduced**: the loss of "five power')
     assert said[6].startswith("**Reproduced**") and said[7].startswith("**Reproduced**: the gain")
     assert verdicts.powers(found)[1].startswith(
-        "**Refuted**: p = 4 over softmax attention is 1.000 ± 0.000 (3 seeds; claimed"
+        "**Refuted**: the loss of p = 4 over that of softmax attention is 1.000 ± 0.000 (3 seeds; claimed"
     )
     one = verdicts.judged(interval([0.9]), 1.0, "this")
     assert one == "**Left open**: this is 0.900 (1 seed; claimed at most 1)."
@@ -175,7 +177,7 @@ def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
     assert "###" not in sections.results(empty, "page")
     left = sections.missing(empty)
     assert [name for name in STUDIES if f"(`{name}`, 0 of " not in left] == []
-    assert "\n    - p = 4 over softmax attention, claimed at most 0.98.\n" in left
+    assert "\n    - the loss of p = 4 over that of softmax attention, claimed at most 0.98.\n" in left
 
 
 def test_what_the_page_does_not_know_is_named(found):

@@ -1,4 +1,4 @@
-"""What every block of a body promises (`Block`), and what blocks of a mixer and an MLP share (`PreNormBlock`)."""
+"""The contract of all blocks of a body (`Block`), and the base class of most blocks (`PreNormBlock`)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class PreNormBlock(Block):
     Args:
         config: the model.
         layer: 0, 1, ...
-        hidden: width of what the first linear map of the MLP gives; 0 for a block without MLP.
+        hidden: width of the output of the first linear map of the MLP; 0 for a block without MLP.
         bias: biases in the MLP.
     """
 
@@ -136,22 +136,23 @@ class PreNormBlock(Block):
             init_linear(self.mlp_out, residual_std, generator)
 
     def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """Computes what the mixer adds to the input x [B, T, d] of the block; arguments as for `forward`."""
+        """Computes the output of the mixer for the block's input x [B, T, d]; arguments as for `forward`."""
         return self._mixed(x, cu_seqlens, tokens)
 
     def with_mlp(self, x: Tensor) -> Tensor:
-        """Computes the second half of the block: x [B, T, d], the mixer's output added, with what the MLP adds."""
+        """Computes the second half of the block: x [B, T, d], the mixer's output included, plus the MLP's output."""
         return x + self.mlp(x) if self.has_mlp else x
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Computes what the MLP adds to x [B, T, d], the mixer's output added, in a block that has one."""
+        """Computes the MLP's output for x [B, T, d], which contains the mixer's output, in a block with an MLP."""
         return self._recomputed(self._narrowed, self.mlp_in(self.mlp_norm(x)))
 
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         return self.with_mlp(x + self._mixed(x, cu_seqlens, tokens))
 
     def _mixed(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
-        # Apart from `mixed`, which FSDP makes a forward of its own, with weights gathered before and let go after it.
+        # Separate from `mixed`: FSDP treats `mixed` as a forward, before which weights are gathered and after which
+        # they are freed.
         return self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, **self.mixer.extras(tokens))
 
     @abstractmethod

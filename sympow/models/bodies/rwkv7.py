@@ -31,7 +31,7 @@ _GATE_RANK = 5.0  # rank of the gate over sqrt(d)
 
 @dataclass
 class RWKV7BlockState(MixerState):
-    """The mixer's state, and the last inputs of mixer and channel mixing [B, d]; None where nothing is shifted."""
+    """Holds the mixer's state, and the last inputs [B, d] of mixer and channel mixing, None without a shift."""
 
     counters: ClassVar[tuple[str, ...] | None] = ()
 
@@ -152,7 +152,7 @@ class RWKV7Block(Block):
     def _continued(
         self, step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: RWKV7BlockState
     ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-        """Returns the block's output, what the mixer's `step` returns beside that, and the inputs of mixer and MLP."""
+        """Returns the block's output, the second result of the mixer's `step`, and the inputs of mixer and MLP."""
         y = self.mixer_norm(x)
         if state.mixer_last is None:
             out, mixer = step(y, state.mixer)
@@ -186,7 +186,7 @@ class RWKV7Block(Block):
         return tokens_before(y, previous_tokens(y, 1, self.context_group)[:, 0], cu_seqlens)
 
     def _gated(self, y: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the mixer reads of y [B, T, d], and the gate of what it gives."""
+        """Returns the mixer's input for y [B, T, d], and the gate of the mixer's output."""
         step = before - y
         return y + self.mixer_shift * step, self.gate(y + self.gate_shift * step)
 
@@ -202,7 +202,7 @@ def tokens_before(x: Tensor, last: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     before = shifted(x, last)
     if cu_seqlens is None:
         return before
-    # As a mask, not document by document: the bounds are not read, for which a GPU would have to be waited for.
+    # Uses a mask instead of a loop over documents, because the host would have to wait for a GPU to read the bounds.
     time = x.shape[1]
     bounds = cu_seqlens.to(device=x.device, dtype=torch.int64).clamp(0, time)  # the mixer refuses those beyond
     begins = torch.zeros(time + 1, dtype=torch.bool, device=x.device).index_fill(0, bounds, True)

@@ -12,7 +12,7 @@ NONE = -1  # the answer to a query that equals no earlier key
 
 
 class Instances(NamedTuple):
-    """Rows of M triples: keys, values and queries, int64 [n, M] each, tokens 0 .. vocab_size - 1.
+    """Holds rows of M triples: keys, values and queries, int64 [n, M] each, tokens 0 .. vocab_size - 1.
 
     The answer to query i is the value v_j of the earlier triple j < i whose key k_j equals q_i, and NONE without one.
     The keys of a row are all different.
