@@ -197,6 +197,21 @@ def test_generate_goes_on_from_a_given_cache(tokens):
 
 
 @torch.no_grad()
+def test_the_cache_has_the_name_of_either_version(tokens):
+    """transformers 5.24 calls it `cache`, older versions `past_key_values`; no name is silently ignored."""
+    model = from_native(small_model("power"))
+    expected = model(tokens).logits[:, 9:]
+    for name in ("cache", "past_key_values"):
+        cache = SympowCache(model.config)
+        for given in (tokens[:, :9], tokens[:, 9:]):
+            out = model(given, use_cache=True, **{name: cache})
+        assert_close(out.logits, expected, **CLOSE)
+        assert out.past_key_values is cache
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model(tokens, cache=cache, past_key_values=cache)
+
+
+@torch.no_grad()
 def test_save_and_load_bit_for_bit(native, tokens, tmp_path):
     model = from_native(native)
     model.save_pretrained(tmp_path)

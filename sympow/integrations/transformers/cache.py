@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sympow.layers import MixerState
 from sympow.layers.linear import LinearAttentionState
@@ -19,6 +20,9 @@ from sympow.models.context_file import NO_TOKENS
 from sympow.models.slots import Slots, Steps
 
 Value = TypeVar("Value")
+
+# What transformers calls the cache in arguments and outputs: "cache" from version 5.24 on.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class SympowCacheLayer(CacheLayerMixin):

@@ -27,7 +27,7 @@ class SympowConfig(PreTrainedConfig):
 
     model_type = "sympow"
     # Without annotation: a dataclass would take it as a field.
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
     model: Any = None
     use_cache: bool = True

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from sympow.integrations.transformers.cache import SympowCache, moved
+from sympow.integrations.transformers.cache import CACHE, SympowCache, moved
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
@@ -116,6 +116,7 @@ class SympowModel(SympowPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: SympowCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Computes hidden states [B, T, d] of tokens [B, T].
@@ -129,12 +130,14 @@ class SympowModel(SympowPreTrainedModel):
             use_cache: whether to return a cache; None: as the configuration says, but not in training.
             output_hidden_states: whether to return the input of every block, and the output of the last norm.
             cu_seq_lens_q: the bounds of packed documents, as `cu_seqlens` of `LanguageModel.forward`.
+            cache: the name of `past_key_values` from transformers 5.24 on.
             **kwargs: not read; transformers passes further arguments.
 
         Raises ValueError for arguments that do not fit together, TypeError for a cache of another model.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds")
+        past_key_values = _one_cache(past_key_values, cache)
         use_cache = self._uses_cache(use_cache, past_key_values)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
@@ -154,8 +157,8 @@ class SympowModel(SympowPreTrainedModel):
         last = self.final_norm(hidden[-1])
         return BaseModelOutputWithPast(
             last_hidden_state=last,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=(*hidden[:-1], last) if output_hidden_states else None,
+            **{CACHE: past_key_values if use_cache else None},
         )
 
     def step(self, tokens: Tensor, states: list[MixerState]) -> tuple[Tensor, list[MixerState | None]]:
@@ -314,6 +317,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: SympowCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Computes logits [B, T, vocab_size] of the token after each token.
@@ -329,13 +333,15 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             use_cache: as for `SympowModel.forward`.
             output_hidden_states: as for `SympowModel.forward`.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
+            cache: as for `SympowModel.forward`.
             **kwargs: `cu_seq_lens_q` as for `SympowModel.forward`; others are not read.
         """
+        past_key_values = _one_cache(past_key_values, cache)
         logits = None
         if input_ids is not None and labels is None and use_cache is not False and not output_hidden_states:
             logits = logits_by_graph(self, input_ids, attention_mask, past_key_values, logits_to_keep)
         if logits is not None:
-            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=past_key_values)
+            return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: past_key_values})
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -355,8 +361,8 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{CACHE: outputs.get(CACHE)},
         )
 
     def _prepare_cache_for_generation(
@@ -366,11 +372,11 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         named = generation_config.cache_implementation
         if named not in (None, "dynamic"):
             raise ValueError(f"models of sympow have a cache of their own; got cache_implementation={named!r}")
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         if given is not None:
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = SympowCache(self.config)
+            model_kwargs[CACHE] = SympowCache(self.config)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -380,7 +386,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         With a cache, the next forward pass reads one generated token of every sequence, and the attention mask leaves
         out none of them. The mask is not passed on, because the host would wait for the GPU to read it.
         """
-        if outputs.past_key_values is not None:
+        if outputs.get(CACHE) is not None:
             unread = ("attention_mask", "position_ids")
             model_kwargs = {name: value for name, value in model_kwargs.items() if name not in unread}
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
@@ -392,6 +398,12 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             return
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))
+
+
+def _one_cache(past_key_values: SympowCache | None, cache: SympowCache | None) -> SympowCache | None:
+    if past_key_values is not None and cache is not None:
+        raise ValueError("give one of past_key_values and cache, which are two names of one argument")
+    return past_key_values if cache is None else cache
 
 
 def _is_loaded(tensor: Tensor) -> bool:
