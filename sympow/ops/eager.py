@@ -218,7 +218,7 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
         if span != first or has_initial:
             dstate = sequence.state(None, None) if dstate is None else dstate
             sequence.rewind(dstate, chunk, d)
-    dq *= ctx.options.scale
+    dq.mul_(sequence.options.scale)
 
     dlog_g = None
     if log_g is not None and ctx.needs_input_grad[3]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -37,12 +36,7 @@ class Chunk(NamedTuple):
     v: Tensor  # [N, V + 1, C], the last channel 1
     past: Tensor  # [N, 1, 1, C]: the decay from the start of the chunk to each query
     kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
-    decay: Tensor | None # [N, C]: log decay from the chunk's start to each token, including the token's own gate
-
-    @property
-    def left(self) -> Tensor:
-        """Returns the decay from the start of the chunk to its end, which multiplies the incoming state: [N, 1, 1]."""
-        return self.past[..., -1]
+    decay: Tensor | None  # [N, C]: log decay from the chunk's start to each token, including the token's own gate
 
 
 class ChunkedSequence:
@@ -58,18 +52,21 @@ class ChunkedSequence:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.batch, self.time, self.groups, self.key_dim = k.shape
         self.rows = q.shape[2] // self.groups  # R
+        self._weights: Tensor | None = None  # not a cached_property, which torch.compile does not trace
         size = options.chunk_size
         self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
 
-    @cached_property
+    @property
     def basis(self) -> Basis:
         """Returns the rows of the state. The quadratic form has no state, and for a large p these rows are too many."""
         return basis(self.key_dim, self.options.p)
 
-    @cached_property
+    @property
     def weights(self) -> Tensor:
         """Returns the weights of the rows of the state, [D]."""
-        return self.basis.weights.to(self.q.device, self.dtype)
+        if self._weights is None:
+            self._weights = self.basis.weights.to(self.q.device, self.dtype)
+        return self._weights
 
     def chunk(self, span: slice) -> Chunk:
         """Returns the tensors of the chunk at `span`."""
@@ -131,12 +128,12 @@ class ChunkedSequence:
 
     def advance(self, state: Tensor, chunk: Chunk) -> None:
         """Steps the state over a chunk by (M12), in place."""
-        state *= chunk.left
+        state *= chunk.past[..., -1]
         Features(chunk.k, self.options.p).accumulate(state, chunk.v * chunk.kept)
 
     def rewind(self, dstate: Tensor, chunk: Chunk, dtotal: Tensor) -> None:
         """Computes, in place, the gradient of the state before a chunk from that of the state after it."""
-        dstate *= chunk.left
+        dstate *= chunk.past[..., -1]
         Features(chunk.q.flatten(2), self.options.p).accumulate(dstate, (dtotal * chunk.past).flatten(2))
 
     def log_decay(self) -> Tensor:

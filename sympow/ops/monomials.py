@@ -98,7 +98,7 @@ class Features:
         for degree in range(2, p):
             level = x.new_empty(self.heads, spow_dim(self.key_dim, degree), self.time)
             for a, rows, rest in self._blocks(degree):
-                torch.mul(x[:, a : a + 1], self.levels[-1][:, rest:], out=level[:, rows])
+                _multiply(x[:, a : a + 1], self.levels[-1][:, rest:], level[:, rows])
             self.levels.append(level)
 
     def read(self, state: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Features:
             origin = tile[0].start
             for first, last, rest, start, stop in tile:
                 out = phi[:, start - origin : stop - origin].unflatten(1, (last - first, -1))
-                torch.mul(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out=out)
+                _multiply(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out)
             yield slice(origin, origin + count), phi
 
     def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
@@ -164,3 +164,11 @@ class Features:
             rest = spow_offset(self.key_dim, degree - 1, a)
             yield a, slice(row, row + end - rest), rest
             row += end - rest
+
+
+def _multiply(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """Writes x y to `out`, a view."""
+    if torch.compiler.is_compiling():  # which does not trace products into a view
+        out.copy_(x * y)
+    else:
+        torch.mul(x, y, out=out)

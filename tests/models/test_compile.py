@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from sympow.models import LanguageModel, MixerConfig, ModelConfig, preset
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from tests.ops.contract import DEVICE
 
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
@@ -55,7 +55,8 @@ def test_each_part_is_one_graph(monkeypatch, body, rotation, chunk_size, recompu
 
 def test_a_model_without_kernels_is_one_graph():
     """At the second length the compiler learns that lengths differ. It says nothing of tables that are kept."""
-    model = LanguageModel(preset("nano", vocab_size=29))
+    mixers = (MixerConfig("power"), MixerConfig("power", {"chunk_size": 16}))
+    model = LanguageModel(ModelConfig(29, d_model=16, n_layers=2, n_heads=2, mixers=mixers))
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with warnings.catch_warnings(), torch.no_grad():
