@@ -17,7 +17,7 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_normal, draw_uniform
 from sympow.ops.convolution import causal_convolution
 
-_TARGET = 1e-2 # the value to which the taps of a channel fall within the share of the filter that `decays` gives
+_TARGET = 1e-2  # the value to which the taps of a channel fall within the share of the filter that `decays` gives
 
 
 class LongFilter(nn.Module, ABC):

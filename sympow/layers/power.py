@@ -142,7 +142,7 @@ class PowerAttention(AttentionMixer):
         if self.qkv_start is None:
             return self.qkv(x)
         if _is_product(self.qkv):
-            return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start) # without another pass over all tokens
+            return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start)  # without another pass over all tokens
         y = self.qkv(x)
         return y + self.qkv_start.to(y.dtype)
 
