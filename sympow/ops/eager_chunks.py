@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops.monomials import Features, basis
+from sympow.ops.monomials import Basis, Features, basis
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 SCORE_ROWS = 128
@@ -57,10 +58,18 @@ class ChunkedSequence:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.batch, self.time, self.groups, self.key_dim = k.shape
         self.rows = q.shape[2] // self.groups  # R
-        self.basis = basis(self.key_dim, options.p)
-        self.weights = self.basis.weights.to(q.device, self.dtype)
         size = options.chunk_size
         self.spans = [slice(i, min(i + size, self.time)) for i in range(0, self.time, size)]
+
+    @cached_property
+    def basis(self) -> Basis:
+        """Returns the rows of the state. The quadratic form has no state, and for a large p these rows are too many."""
+        return basis(self.key_dim, self.options.p)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Returns the weights of the rows of the state, [D]."""
+        return self.basis.weights.to(self.q.device, self.dtype)
 
     def chunk(self, span: slice) -> Chunk:
         """Returns the tensors of the chunk at `span`."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step
+from sympow.ops import DecodingState, PowerState, eager_chunks, power_attention, power_attention_step
 from tests.ops.contract import CASES, DEVICE, Case, assert_equal_float64, assert_within_budget, make_inputs, run
 
 IMPLEMENTATIONS = ["eager", "auto"]
@@ -90,6 +90,18 @@ def test_autocast_does_not_lower_the_precision(impl):
         torch.testing.assert_close(
             power_attention_step(**tokens, state=PowerState.zeros(1, 1, 4, 3, device=DEVICE), impl=impl).out, stepped
         )
+
+
+def test_the_quadratic_form_has_no_state_however_large_p_is(monkeypatch):
+    """A state of p = 40 and K = 64 would have 4e28 rows."""
+    monkeypatch.setattr(eager_chunks, "basis", None)
+    q, k, v = torch.randn(3, 1, 5, 1, 64, dtype=torch.float64).requires_grad_()
+    weights = ((q[0, :, 0] @ k[0, :, 0].T) / 8).pow(40).tril()
+    expected = (weights @ v[0, :, 0] / (weights.sum(1, keepdim=True) + 1e-6))[None, :, None]
+    out = power_attention(q, k, v, p=40).out
+    torch.testing.assert_close(out, expected)
+    for ours, wanted in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 def test_only_what_asks_gets_a_gradient():
