@@ -55,7 +55,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
 
 
 def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:
-    """Refuses, with a ValueError, options that `power_attention` does not take, whatever its tensors."""
+    """Refuses, with a TypeError or a ValueError, options that `power_attention` does not take."""
     if isinstance(p, bool) or not isinstance(p, int) or p < 1:
         raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
     if normalize and p % 2:
@@ -63,6 +63,9 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
             f"normalize=True needs an even p: with p = {p} weights can be negative and their sum near zero; pass "
             "normalize=False and normalize the output instead"
         )
+    for name, number in (("scale", scale), ("eps", eps)):
+        if isinstance(number, Tensor):  # whose gradient would be lost
+            raise TypeError(f"{name} must be a number; got a torch.Tensor (multiply q by a scale that is learned)")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite; got {scale}")
     if not (math.isfinite(eps) and eps > 0):

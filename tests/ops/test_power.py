@@ -64,6 +64,11 @@ BAD = {
     "p zero": (lambda: call(p=0), ValueError, "p must be an integer >= 1; got 0"),
     "p float": (lambda: call(p=2.0), ValueError, "got 2.0"),
     "eps": (lambda: call(eps=0.0), ValueError, "eps must be positive and finite; got 0.0"),
+    "learned scale": (
+        lambda: call(scale=torch.tensor(0.5, requires_grad=True)),
+        TypeError,
+        "scale must be a number; got a torch.Tensor",
+    ),
     "scale": (lambda: call(scale=float("nan")), ValueError, "scale must be finite; got nan"),
     "chunk size": (lambda: call(chunk_size=0), ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
     "impl": (lambda: call(impl="triton2"), ValueError, "impl is one of auto, eager, triton, reference; got 'triton2'"),
