@@ -94,10 +94,12 @@ def stdlib_documents() -> list[Document]:
 def cut_document(document: Document, fraction: float) -> tuple[Document, Document]:
     """Cuts a document in two: all but the last `fraction` of its characters, and those.
 
-    The cut is at the end of a line if the document has one.
+    The cut is at the end of a line if the document has one. Raises ValueError for a document of one character.
     """
     text = document.read()
-    end = int(len(text) * (1 - fraction))
+    if len(text) < 2:
+        raise ValueError(f"the only document, {document.name}, has {len(text)} character: too short to hold a part out")
+    end = max(1, int(len(text) * (1 - fraction)))
     end = text.rfind("\n", 0, end) + 1 or end
     first, last = text[:end], text[end:]
     return Document(f"{document.name} (begin)", lambda: first), Document(

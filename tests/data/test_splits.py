@@ -85,6 +85,16 @@ def test_empty_corpora(tmp_path):
         open_corpus(DataConfig(kind="text", path=str(tmp_path / "no"), tokenizer="bytes"), tmp_path / "cache")
 
 
+def test_a_corpus_of_a_few_characters(tmp_path):
+    config = DataConfig(kind="text", path=str(tmp_path / "short.txt"), tokenizer="bytes", held_out=0.9)
+    (tmp_path / "short.txt").write_text("x")
+    with pytest.raises(ValueError, match="has 1 character: too short to hold a part out"):
+        open_corpus(config, tmp_path / "cache")
+    (tmp_path / "short.txt").write_text("xy")
+    splits = open_corpus(config, tmp_path / "cache")
+    assert [bytes(corpus[0].tolist()) for corpus in (splits.train, splits.held_out)] == [b"x", b"y"]
+
+
 def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(folder, tmp_path):
     config = DataConfig(kind="text", path=folder, tokenizer="bytes", vocab_size=300)
     with pytest.raises(ValueError, match="data vocab_size is 300, but bytes tokens have 256"):
