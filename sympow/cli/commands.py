@@ -146,11 +146,14 @@ def generate(options: argparse.Namespace) -> None:
 def read(options: argparse.Namespace) -> int | None:
     """Runs `sympow read`."""
     _check_writable(options.out)
+    out = Path(options.out)
+    if out.exists() and (not out.is_file() or (options.text != "-" and out.samefile(options.text))):
+        raise FileExistsError(f"{out} is the text itself or no regular file: --out names a new file, or a context file")
     run = load(options.run, resolve_device(options.device))
     done = read_text(
         run,
         options.text,
-        Path(options.out),
+        out,
         before=options.context,
         dtype=options.dtype,
         chunk=options.chunk,
@@ -159,9 +162,9 @@ def read(options: argparse.Namespace) -> int | None:
     if done.stopped_by:
         print(f"stopped by {done.stopped_by} after {done.tokens:,} tokens; the same command continues")
         return 128 + signal.Signals[done.stopped_by]
-    size = Path(options.out).stat().st_size
+    size = out.stat().st_size
     what = f"{done.tokens:,} tokens, {size:,} bytes ({format_bytes(size)}), {options.dtype}"
-    print(f"{options.out}: {what}{', read before' if done.already else ''}")
+    print(f"{out}: {what}{', read before' if done.already else ''}")
     return None
 
 
