@@ -14,6 +14,7 @@ import torch
 import zarr
 
 from sympow.cli import commands, main
+from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
@@ -289,6 +290,9 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     for command in ("passkey", "recall-probe"):
         line = fails(command, folder / "power", "--seed", "-1")
         assert line.startswith("argument --seed: must be at least 0, got -1")
+    train_bpe([Document("a", lambda: "a b c " * 99)], ["a"], 260, tmp_path).save(tmp_path / "words.json")
+    line = fails("evaluate", folder / "power", "--data", f"tokenizer={tmp_path}/words.json")
+    assert line.endswith(" but power reads text by its own, another one")
     assert "device 'meta' cannot be used here" in fails(
         "generate", folder / "power", "--prompt", "x", "--device", "meta"
     )

@@ -19,7 +19,7 @@ from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
-from sympow.cli.runs import check_tokenizers, labels_of
+from sympow.cli.runs import check_data_tokenizer, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
 from sympow.cli.writing import draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
@@ -362,6 +362,7 @@ def _evaluate(
     curves = []
     for label, run in runs.items():
         config = override(run.config.data, data)
+        check_data_tokenizer(config.tokenizer, run.tokenizer, label)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):
                 opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
