@@ -14,6 +14,7 @@ import torch
 import zarr
 
 from sympow.cli import commands, main
+from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
@@ -286,6 +287,15 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     line = refused("model.body=llama", "model.mlp_ratio=3")
     assert line.startswith("the llama body has no field 'mlp_ratio'; it has vocab_size, ")
     assert "data held_out must be above 0" in refused("data.held_out=2")
+    for command in ("passkey", "recall-probe"):
+        line = fails(command, folder / "power", "--seed", "-1")
+        assert line.startswith("argument --seed: must be at least 0, got -1")
+    train_bpe([Document("a", lambda: "a b c " * 99)], ["a"], 260, tmp_path).save(tmp_path / "words.json")
+    line = fails("evaluate", folder / "power", "--data", f"tokenizer={tmp_path}/words.json")
+    assert line.endswith(" but power reads text by its own, another one")
+    assert "device 'meta' cannot be used here" in fails(
+        "generate", folder / "power", "--prompt", "x", "--device", "meta"
+    )
     assert "device 'warp' cannot be used here" in fails(
         "generate", folder / "power", "--prompt", "x", "--device", "warp"
     )
@@ -316,6 +326,8 @@ def test_places_that_cannot_be_written(folder, fails, tmp_path):
         for place in (tmp_path, tmp_path / "no" / "x.png"):
             line = fails("evaluate", folder / "power", option, place)
             assert line == f"{place} cannot be written: it is a folder, or its folder does not exist"
+    line = fails("evaluate", folder / "power", "--plot", tmp_path / "x.xyz")
+    assert line.startswith(f"{tmp_path}/x.xyz: an image is one of ") and line.endswith("got 'xyz'")
 
 
 def test_a_vocabulary_larger_than_the_models(folder, fails, tmp_path):

@@ -115,6 +115,7 @@ def test_recall_probe(folder, capsys):
         (["ar-hits", "{}/power", "--frequent", "-1", "--quiet"], "frequent must be at least 0, got -1"),
         (["recall-probe", "{}/power", "--pairs", "256"], "vocab_size is too small"),
         (["recall-probe", "{}/nothing"], "nothing"),
+        (["ar-hits", "{}/power", "--plot", "{}/x.xyz"], "x.xyz: an image is one of "),
     ],
 )
 def test_errors_are_one_line(folder, capsys, words, message):

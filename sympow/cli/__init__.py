@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
                        help="Ask for N values for every P (default: 2048).")  # fmt: skip
-    probe.add_argument("--seed", metavar="N", type=int, default=0,
+    probe.add_argument("--seed", metavar="N", type=_natural, default=0,
                        help="Draw the sequences from this seed (default: 0).")  # fmt: skip
     probe.add_argument("--device", default="auto", help=about.DEVICE)
 
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
                          help="Make texts of N tokens (default: 1024 2048 4096).")  # fmt: skip
     passkey.add_argument("--texts", metavar="N", type=_positive, default=20,
                          help="Use N texts at each length and depth (default: 20).")  # fmt: skip
-    passkey.add_argument("--seed", metavar="N", type=int, default=0,
+    passkey.add_argument("--seed", metavar="N", type=_natural, default=0,
                          help="Draw the numbers from this seed (default: 0).")  # fmt: skip
     passkey.add_argument("--device", default="auto", help=about.DEVICE)
     passkey.add_argument("--csv", metavar="FILE", type=_path, help="Write the results into this file.")
@@ -345,6 +345,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+    return number
+
+
 def _number(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
@@ -353,7 +360,7 @@ def _number(text: str) -> float:
 
 
 _number.__name__ = "number"
-_positive.__name__ = "integer"  # argparse says "invalid integer value"
+_positive.__name__ = _natural.__name__ = "integer"  # argparse says "invalid integer value"
 
 
 def _path(text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
-from sympow.cli.runs import check_tokenizers, labels_of
+from sympow.cli.runs import check_data_tokenizer, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
 from sympow.cli.writing import draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
@@ -57,8 +58,8 @@ def train(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Runs `sympow evaluate`."""
-    for file in filter(None, (options.csv, options.plot)):
-        _check_writable(file)
+    _check_writable(options.csv)
+    _check_image(options.plot)
     runs = _load_runs(options.runs, resolve_device(options.device))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, options.rows, options.data)
@@ -71,8 +72,9 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def ar_hits(options: argparse.Namespace) -> None:
     """Runs `sympow ar-hits`."""
-    for file in filter(None, (options.csv, options.plot, options.html)):
+    for file in (options.csv, options.html):
         _check_writable(file)
+    _check_image(options.plot)
     models = load_scored(options.runs, resolve_device(options.device))
     measured = measure(
         models,
@@ -105,8 +107,8 @@ def recall_probe(options: argparse.Namespace) -> None:
 
 def passkey(options: argparse.Namespace) -> None:
     """Runs `sympow passkey`."""
-    for file in filter(None, (options.csv, options.plot)):
-        _check_writable(file)
+    _check_writable(options.csv)
+    _check_image(options.plot)
     rows = measure_passkeys(
         load_scored(options.runs, resolve_device(options.device)),
         options.context,
@@ -247,8 +249,7 @@ def mqar_figures(options: argparse.Namespace) -> None:
 
 def kernel_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow kernel-corpus`."""
-    if options.plot:
-        _check_writable(options.plot)
+    _check_image(options.plot)
     made = build_kernel_corpus(
         options.out, options.source, vocab_size=options.vocab_size or VOCAB_SIZE, progress=not options.quiet
     )
@@ -257,8 +258,7 @@ def kernel_corpus(options: argparse.Namespace) -> None:
 
 def doc_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow doc-corpus`."""
-    if options.plot:
-        _check_writable(options.plot)
+    _check_image(options.plot)
     made = build_doc_corpus(
         options.out,
         options.source,
@@ -302,8 +302,23 @@ def demo(options: argparse.Namespace) -> int | None:
     return None
 
 
-def _check_writable(file: str) -> None:
+def _check_image(file: str | None) -> None:
+    """Raises ValueError if matplotlib draws no images of the type of `file`, and as `_check_writable`."""
+    if file is None:
+        return
+    _check_writable(file)
+    with suppress(ImportError):  # which the drawing reports, with the extra to install
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in kinds:
+            raise ValueError(f"{file}: an image is one of {', '.join(sorted(kinds))}; got {kind!r}")
+
+
+def _check_writable(file: str | None) -> None:
     """Raises FileNotFoundError if results cannot be written to `file`. It is called before a long evaluation."""
+    if file is None:
+        return
     if not Path(file).parent.is_dir() or Path(file).is_dir():
         raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
 
@@ -347,6 +362,7 @@ def _evaluate(
     curves = []
     for label, run in runs.items():
         config = override(run.config.data, data)
+        check_data_tokenizer(config.tokenizer, run.tokenizer, label)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):
                 opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sympow.data import Tokenizer
+from sympow.data import ByteTokenizer, Tokenizer, load_tokenizer
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
@@ -26,3 +26,18 @@ def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
     for label, other in others:
         if (other and other.fingerprint) != (tokenizer and tokenizer.fingerprint):
             raise ValueError(f"{first} and {label} have different tokenizers: their tokens mean different things")
+
+
+def check_data_tokenizer(named: str, own: Tokenizer | None, label: str) -> None:
+    """Raises ValueError if a data config names another tokenizer than that of the model, where it would be ignored.
+
+    Args:
+        named: the value of `DataConfig.tokenizer`. A file that is gone since the training is not compared.
+        own: the model's tokenizer; None if it is not known.
+        label: of the model.
+    """
+    if own is None or named in ("bpe", "none") or (named != "bytes" and not Path(named).exists()):
+        return
+    other = ByteTokenizer() if named == "bytes" else load_tokenizer(named)
+    if list(other.token_bytes) != list(own.token_bytes):
+        raise ValueError(f"the data name the tokenizer {named}, but {label} reads text by its own, another one")

@@ -158,6 +158,8 @@ class Mixer(nn.Module, ABC):
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:
         """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}")
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
             raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
         if x.device != weight.device:

@@ -70,11 +70,13 @@ class Context:
     def read(self, model: LanguageModel, tokens: Tensor, *, chunk: int = 1024) -> Context:
         """Reads int64 tokens [B, T] more, `chunk` at a time.
 
-        The state of this context is overwritten: use the one returned, or read on a `clone()`. Raises
-            ValueError for a chunk below 1, and for tokens as `LanguageModel.step` does.
+        The state of this context is overwritten: use the one returned, or read on a `clone()`. Raises ValueError for a
+        chunk below 1, for tokens of other rows, and as `LanguageModel.step` does.
         """
         if not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
+        if tokens.ndim != 2 or tokens.shape[0] != self.rows:
+            raise ValueError(f"tokens must be [B = {self.rows}, T], as the rows read before; got {list(tokens.shape)}")
         state, logits = self.state, self.logits
         for piece in tokens.split(chunk, dim=1) if tokens.shape[-1] else ():
             logits, state = model.step(piece.to(model.embedding.weight.device), state)

@@ -130,6 +130,8 @@ def stream(
     Raises ValueError: for arguments out of range at the call, for tokens outside the vocabulary with the first token.
     """
     continues = context is not None and context.tokens > 0
+    if not isinstance(prompt, Tensor):
+        raise TypeError(f"prompt must be a torch.Tensor, int64 [B, T]; got {type(prompt).__name__}")
     if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
     if context is not None and context.rows != prompt.shape[0]:
@@ -164,7 +166,7 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `stream`."""
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # as 0: float32 could not divide by it
         return logits.argmax(-1)
     probability, order = ranked(logits, temperature, top_k, top_p)
     drawn = torch.multinomial(probability, 1, generator=generator)
@@ -184,8 +186,8 @@ def ranked(
         top_k: ranks from which on the probability is 0; None for no limit.
         top_p: share of the sum from which on the probability is 0; None for no limit.
     """
-    logits, order = (logits.float() / temperature).sort(dim=-1, descending=True)
-    probability = logits.softmax(-1)
+    logits, order = logits.float().sort(dim=-1, descending=True)
+    probability = ((logits - logits[..., :1]) / temperature).softmax(-1)  # at most 0, so that nothing overflows
     if top_k is not None:
         probability.masked_fill_(torch.arange(logits.shape[-1], device=logits.device) >= top_k, 0)
     if top_p is not None:

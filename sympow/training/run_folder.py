@@ -84,7 +84,10 @@ def read_config(run_dir: str | os.PathLike[str]) -> RunConfig:
     file = Path(run_dir) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no run at {Path(run_dir)}: it has no config.json")
-    return RunConfig.from_dict(_read_json(file))
+    stored = _read_json(file)
+    if "model_type" in stored:
+        raise ValueError(f"{Path(run_dir)} is no run: its config.json is of a model of Hugging Face transformers")
+    return RunConfig.from_dict(stored)
 
 
 def write_run_folder(

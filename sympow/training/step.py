@@ -174,7 +174,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

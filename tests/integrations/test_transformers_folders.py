@@ -84,11 +84,15 @@ def test_weights_trained_in_transformers_come_back(run, tmp_path):
 
 
 def test_command(run, tmp_path, capsys):
+    assert main(["export", str(run), "--out", str(tmp_path / "hf"), "--max-shard-size", "5"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "hf").exists()
     assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
     assert str(tmp_path / "hf") in capsys.readouterr().out
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "sympow"
     assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert main(["evaluate", str(tmp_path / "hf")]) == 2
+    assert "hf is no run: its config.json is of a model of Hugging Face" in capsys.readouterr().err
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path):

@@ -463,6 +463,12 @@ def test_bad_input_is_refused(case):
             run(mixer, sequence(batch), cu_seqlens=torch.tensor(bounds))
 
 
+def test_an_array_is_refused():
+    """Its device is called "cpu", as that of the weights."""
+    with pytest.raises(TypeError, match=r"x must be a torch.Tensor; got ndarray"):
+        MIXERS["power"](D_MODEL, HEADS)(sequence().numpy())
+
+
 def test_unknown_options_are_refused():
     for name, mixer in MIXERS.items():
         with pytest.raises(TypeError, match="unexpected keyword argument 'wings'"):

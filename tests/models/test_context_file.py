@@ -212,6 +212,13 @@ def test_the_digest_does_not_depend_on_chunks(chunk):
     assert Context.begin(built, 2).read(built, x, chunk=chunk).digest == digest
 
 
+def test_tokens_of_other_rows_are_refused():
+    built, x = model(), tokens(rows=2)
+    for given in (x[:1], x[0]):
+        with pytest.raises(ValueError, match=r"tokens must be \[B = 2, T\], as the rows read before; got "):
+            Context.begin(built, 2).read(built, given)
+
+
 def test_the_same_context_is_the_same_file(tmp_path):
     built = model("hybrid")
     for name in "ab":

@@ -111,6 +111,8 @@ def test_tokens_that_the_tokenizer_lacks_are_not_drawn(options):
         # top_p is of what top_k left: 0.5 and 0.3 are 0.625 and 0.375 of it
         ({"top_k": 2, "top_p": 0.6}, {3}),
         ({"temperature": 0}, {3}),
+        ({"temperature": 1e-42}, {3}),
+        ({"temperature": 1e-38}, {3}),
     ],
 )
 def test_sample_keeps_the_likeliest(options, kept):
@@ -145,6 +147,11 @@ def test_bad_arguments_are_refused(options, message):
         steps = stream(model(), **arguments)
         if "vocabulary" in message:  # the only thing not known before the model reads
             next(steps)
+
+
+def test_a_prompt_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"prompt must be a torch.Tensor, int64 \[B, T\]; got list"):
+        generate(model(), [1, 2], 3)
 
 
 @pytest.mark.parametrize("function", [generate, stream])

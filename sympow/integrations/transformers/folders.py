@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sympow.integrations.transformers.weights import Undrawn, native_name, weigh
 from sympow.models import LanguageModel
 from sympow.training import load_model
 from sympow.training.config import RunConfig
-from sympow.training.run_folder import new_folder, write_run_folder
+from sympow.training.run_folder import LoadedModel, new_folder, write_run_folder
 
 RUN_FILE = "sympow_run.json"
 _TOKENIZER = "tokenizer.json"
@@ -34,7 +35,8 @@ def to_transformers(
             the run's folder has these, and sympow_run.json: the run's config and its steps.
         max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
 
-    Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty.
+    Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty. After an error
+    nothing is left of the folder, so that the call can be repeated.
     """
     loaded = load_model(run_folder)
     folder = new_folder(out)
@@ -42,6 +44,15 @@ def to_transformers(
     if not source.is_file() and loaded.config.data.tokenizer != "none":
         raise FileNotFoundError(f"{source} is missing: the run's config names a tokenizer, saved there")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(loaded, source, folder, max_shard_size)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int | str) -> None:
     model = from_native(loaded.model)
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)
@@ -57,7 +68,6 @@ def to_transformers(
         settings = tokenizer_config(loaded.run_dir) | settings
         write_beside(read_beside(loaded.run_dir) | {CONFIG: json.dumps(settings, indent=2) + "\n"}, folder)
     (folder / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    return folder
 
 
 def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:

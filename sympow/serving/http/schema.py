@@ -124,7 +124,10 @@ def parsed(schema: type[Body], body: bytes) -> Body:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        of_first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+        # A field of several types has an error for each of them: that of the type which was given comes first.
+        first = min(of_first, key=lambda each: each["type"].endswith("_type"))
         param = ".".join(str(part) for part in first["loc"][:1]) or None
         message = " ".join(str(first["msg"]).split())
         what = f"{param}: {message}" if param else message
