@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
 from sympow.layers.state import After, MixerState, try_by_copies
+from sympow.ops.autocast import autocast_dtype
 
 
 class Mixer(nn.Module, ABC):
@@ -164,7 +165,7 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
         if x.device != weight.device:
             raise ValueError(f"x must be on the device of the weights, {weight.device}; got {x.device}")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.initial import draw_normal
+from sympow.ops.autocast import autocast_dtype, without_autocast
 
 
 class Float32Linear(nn.Module):
@@ -46,10 +47,10 @@ class Float32Linear(nn.Module):
 def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
     """Returns linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == linear.weight.dtype == dtype and autocast_dtype(x) is None:
         return F.linear(x, linear.weight, linear.bias)  # casts would cost a decoded token time, and change nothing
     bias = None if linear.bias is None else linear.bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
 
 
@@ -60,7 +61,7 @@ def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> 
     dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
     weight = torch.cat([linear.weight for linear in linears]).to(dtype)
     biases = [x.new_zeros(len(n.weight), dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return F.linear(x.to(dtype), weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
 
 

@@ -18,6 +18,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import autocast_dtype, without_autocast
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
 
@@ -175,14 +176,13 @@ class RWKV7(Mixer):
 
     def _remembered(self, x: Tensor, r: Tensor, log_decay: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `delta_rule` in the form that suits x; the results have its dtypes."""
-        device = x.device.type
-        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        half = autocast_dtype(x) or x.dtype
         kernel = None
         if self.impl == "fla" and x.shape[1] > 1:
             kernel = _chunk_kernel()
         elif self.impl == "auto" and x.shape[1] > 1 and x.is_cuda and half in (torch.bfloat16, torch.float16):
             kernel = _chunk_kernel(missing_ok=True)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(x):
             if kernel is None:
                 return delta_rule(r, log_decay.exp(), *rest)
             return chunked_delta_rule(kernel, half, r, log_decay, *rest)

@@ -18,6 +18,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
 from sympow.layers.state import After, MixerState
+from sympow.ops.autocast import without_autocast
 from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
@@ -130,7 +131,7 @@ class SoftmaxAttention(AttentionMixer):
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
-        with torch.autocast(x.device.type, enabled=False):  # it would round the sums in the keys
+        with without_autocast(x):  # it would round the sums in the keys
             y = attend_to_past(q.transpose(1, 2), *cache.filled(), scale=self.head_dim**-0.5)
         return y.transpose(1, 2).to(x.dtype), cache, sums
 
@@ -158,7 +159,7 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
     q, k = with_gates(q, k, log_g)
     if value_dim < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - value_dim))  # some kernels take values as wide as keys alone
-    with torch.autocast(q.device.type, enabled=False):  # it would round the sums in the keys
+    with without_autocast(q):  # it would round the sums in the keys
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, scale=scale)
     return y[..., :value_dim].transpose(1, 2)
 

@@ -104,9 +104,10 @@ class ModelConfig:
             raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
         if not isinstance(self.tie_embeddings, bool):
             raise ValueError(f"tie_embeddings must be true or false; got {self.tie_embeddings!r}")
-        object.__setattr__(self, "mixers", tuple(self.mixers))
-        if not self.mixers or not all(isinstance(mixer, MixerConfig) for mixer in self.mixers):
+        mixers = () if isinstance(self.mixers, MixerConfig) else tuple(self.mixers)
+        if not mixers or not all(isinstance(mixer, MixerConfig) for mixer in mixers):
             raise ValueError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")
+        object.__setattr__(self, "mixers", mixers)
         if self.n_kv_heads is not None and all(self._filled(m, n_kv_heads=1) == m.options for m in self.mixers):
             names = ", ".join(dict.fromkeys(mixer.name for mixer in self.mixers))
             raise ValueError(f"n_kv_heads = {self.n_kv_heads} reaches none of the mixers: {names}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from sympow.ops.autocast import autocast_dtype, without_autocast
 from sympow.ops.availability import has_kernels
 
 IGNORE = -100
@@ -99,7 +100,7 @@ def cross_entropy_sum(
         rows: tokens of a slice.
         cross_entropy: the module that computes the losses of a slice where there is no kernel for that.
     """
-    if has_kernels(hidden.device, _dtype(hidden)):
+    if has_kernels(hidden.device, autocast_dtype(hidden) or hidden.dtype):
         from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
 
         return _sliced_sum(
@@ -131,7 +132,7 @@ def divergence_sum(
         rows: as for `cross_entropy_sum`.
         divergence: the module that computes the divergences of a slice.
     """
-    dtype = _dtype(hidden)
+    dtype = autocast_dtype(hidden) or hidden.dtype
     padded = _padded(teacher_weight, dtype)
 
     def losses(logits: Tensor, here: slice) -> Tensor:
@@ -142,15 +143,9 @@ def divergence_sum(
 
 
 def _sliced_sum(hidden: Tensor, weight: Tensor, rows: int, losses: Losses) -> Tensor:
-    dtype = _dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
+    dtype = autocast_dtype(hidden) or hidden.dtype
+    with without_autocast(hidden):
         return _SlicedSum.apply(hidden, weight, rows, dtype, torch.is_grad_enabled(), losses)
-
-
-def _dtype(hidden: Tensor) -> torch.dtype:
-    """Returns the dtype of products of `hidden`."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -325,7 +325,7 @@ class LanguageModel(nn.Module):
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and (torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing())
         # Not is_compiling(), which is true in every thread while one of them compiles.
-        if tokens.numel() == 0 or waits or torch.compiler.is_dynamo_compiling():
+        if tokens.numel() == 0 or tokens.is_meta or waits or torch.compiler.is_dynamo_compiling():
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:

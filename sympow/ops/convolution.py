@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.ops.autocast import without_autocast
+
 _FEW = 8  # taps that are summed one by one
 
 # Up to these numbers of tokens, products with the matrices of the filters are faster than transforms. They are about
@@ -82,7 +84,7 @@ def convolve_by_matrices(x: Tensor, h: Tensor) -> Tensor:
     order = [*axes, 1]
     filters = h.permute(order).reshape(-1, h.shape[1])
     signals = x.expand(shape[0], time, *shape[2:]).permute(order)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         y = signals.reshape(len(filters), -1, time) @ _matrices(filters, time)
     y = y.view(signals.shape).permute([order.index(axis) for axis in range(x.ndim)])
     return y.contiguous()  # what follows reads it beside tensors that lie as x does

@@ -23,6 +23,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from sympow.ops.autocast import without_autocast
 from sympow.ops.decoding_state import DecodingState, decays, folded_state
 from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState
@@ -109,7 +110,7 @@ def try_on_state(
     k, v_wide = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
     gates = k.new_zeros(k.shape[:3]) if log_g is None else log_g.transpose(1, 2).to(dtype)
     held = torch.ones(time, time, dtype=torch.bool, device=k.device).tril()
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         out = _attended(q, state.s, state.z, k, v_wide, gates, held, p=p, normalize=normalize, eps=eps)
 
     def after(n: int) -> PowerState:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sympow.ops.autocast import without_autocast
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.types import PowerState
 
@@ -284,7 +285,7 @@ def folded_state(
     """
     left, kept = decays(log_g.to(dtype))
     kept = kept if held is None else kept * held
-    with torch.autocast(state.s.device.type, enabled=False):
+    with without_autocast(state.s):
         phi = spow(k.to(dtype), state.p) * kept[..., None]  # [B, G, C, D]
         s = state.s * left[..., None, None] + phi.transpose(2, 3) @ v.to(dtype)
     return PowerState(s, state.z * left[..., None] + phi.sum(2), state.p, state.key_dim)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sympow.ops.autocast import without_autocast
 from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.eager_chunks import SCORE_ROWS, Chunk, ChunkedSequence, Options, power, score_blocks
@@ -53,7 +54,7 @@ def chunked(
     """Computes in float32 (float64 for float64 inputs), also under autocast. Shapes are those of `reference`."""
     options = Options(p, scale, normalize, eps, chunk_size, return_state, context_group)
     s, z = (None, None) if state is None else (state.s, state.z)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         out, s, z = _Chunked.apply(q, k, v, log_g, s, z, options)
     return out, PowerState(s, z, p, k.shape[-1]) if return_state else None
 
@@ -161,7 +162,7 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, ds_out, dz_out):
         saved = ctx.saved_tensors  # read only once, because checkpointing does not keep the tensors after a read
-        with torch.autocast(saved[0].device.type, enabled=False):
+        with without_autocast(saved[0]):
             return _backward(ctx, saved, dout, ds_out, dz_out)
 
 

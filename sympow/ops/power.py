@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
+from sympow.ops.autocast import without_autocast
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state
 from sympow.ops.decoding import StepOptions, step_with_tail
@@ -191,7 +192,7 @@ def prefers_tail(device: torch.device, dtype: torch.dtype) -> bool:
 def _step_on_state(impl, q, k, v, log_g, state, *, inplace, **options):
     if impl == "triton":
         raise ValueError("impl='triton' of a step needs a DecodingState (DecodingState.from_state); got a PowerState")
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q):
         if 0 in q.shape[:2]:
             return empty(q, v), state if inplace else state.clone()
         if impl != "reference":
@@ -212,7 +213,7 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
     refusal = refusal_of_kernels(q.device, q.dtype) if impl == "triton" else None
     if refusal:
         raise ValueError(f"impl='triton' {refusal}")
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q):
         state = state if inplace else state.clone()
         if 0 in q.shape[:2]:
             return empty(q, v), state
@@ -239,7 +240,7 @@ def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
     inputs = _in_float64(q, k, v, log_g)
     dtype = torch.promote_types(q.dtype, torch.float32)
     state = state and state.to(torch.float64)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if chunk_size is None:
             out, new = reference.quadratic(*inputs, state, **options)
         else:

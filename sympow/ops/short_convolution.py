@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sympow.ops.autocast import autocast_dtype, without_autocast
 from sympow.ops.availability import has_kernels
 from sympow.ops.documents import borders, check_borders, document_starts
 
@@ -31,8 +32,8 @@ def short_convolution(
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x)) is not None:
+        x = x.to(dtype)
     if past is not None:
         x = torch.cat([past.to(x.dtype), x], dim=1)
     first = None
@@ -65,8 +66,8 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
     Returns:
         [B, T, C], in the dtype of x, or of autocast.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x)) is not None:
+        x = x.to(dtype)
     if x.shape[1] == 0:
         return x
     if has_kernels(x.device, x.dtype):
@@ -83,7 +84,7 @@ def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor
 def _in_torch(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.promote_types(weight.dtype, torch.float32))
     wide, width = x.to(dtype), weight.shape[1]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if first is None and x.shape[1] and not torch.compiler.is_compiling():
             padded = F.pad(wide.transpose(1, 2), (width - 1, 0))
             y = F.conv1d(padded, weight.to(dtype).unsqueeze(1), bias.to(dtype), groups=x.shape[2]).transpose(1, 2)

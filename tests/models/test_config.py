@@ -77,6 +77,7 @@ def test_mixers_repeat_over_the_layers():
         (lambda: ModelConfig(9, 32, True, 2), "n_layers must be an integer of at least 1; got True"),
         (lambda: ModelConfig(9, 32, 2, 2, ()), "mixers is a tuple of at least one MixerConfig"),
         (lambda: ModelConfig(9, 32, 2, 2, ("power",)), "mixers is a tuple of at least one MixerConfig"),
+        (lambda: ModelConfig(9, 32, 2, 2, MixerConfig("power")), "mixers is a tuple of at least one MixerConfig"),
         (lambda: ModelConfig(9, 32, 2, 2, body="bert"), "body is one of gpt2, llama, rwkv7; got 'bert'"),
         (lambda: ModelConfig(9, 32, 2, 2, body="llama", mlp_ratio=3), "the llama body has no field 'mlp_ratio'; it "),
         (lambda: ModelConfig(9, 32, 2, 2, mlp_hidden=3), "the gpt2 body has no field 'mlp_hidden'; it has vocab_size"),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm
+from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm, preset
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
@@ -184,6 +185,17 @@ def test_building_a_model_does_not_load_the_compiler():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_without_memory_has_flops():
+    """On the meta device nothing is computed, and torch counts the products, here of a forward and backward."""
+    tokens = torch.zeros(2, 300, dtype=torch.int64, device="meta")
+    with torch.device("meta"):
+        model = LanguageModel(preset("nano", vocab_size=64))
+    with FlopCounterMode(display=False) as counter:
+        model.loss_sum(tokens, tokens).backward()
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.ndim == 2)
+    assert counter.get_total_flops() > 6 * tokens.numel() * matrices
 
 
 def test_initialisation_is_that_of_gpt2():
