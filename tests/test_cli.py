@@ -60,6 +60,10 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert main([*arguments, "training.seed=1", "--restart", "--quiet"]) == 0
     assert load(tmp_path / "run").config.training.seed == 1
     assert capsys.readouterr().err == ""
+    (tmp_path / "run" / "notes.txt").write_text("mine", encoding="utf-8")
+    assert main([*arguments, "--restart", "--quiet"]) == 2
+    assert "notes.txt: move them first" in capsys.readouterr().err
+    assert load(tmp_path / "run").config.training.seed == 1  # nothing was removed
 
 
 def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ class Processes:
         # which torch imports at the first step of an optimizer.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["sympow.sweeps.worker", "torch._dynamo"])
+        self._notes = [""] * workers  # names under which the workers note the jobs that they start
         self._team = [self._start(number) for number in range(workers)]
 
     def works(self) -> bool:
@@ -54,10 +56,10 @@ class Processes:
         for number, process in enumerate(self._team):
             if process.exitcode in (None, 0):
                 continue
-            lost = self._records.last_of(number)
-            if lost is not None:
-                self._records.fail(lost, f"the process ended with exit code {process.exitcode}")
-            if lost is not None or process.exitcode == _FAILED:
+            last = self._records.end(self._notes[number])
+            if last is not None and not self._records.has_ended(last):
+                self._records.fail(last, f"the process ended with exit code {process.exitcode}")
+            if last is not None or process.exitcode == _FAILED:  # one that started no job would end again
                 self._team[number] = self._start(number)
         return any(process.is_alive() for process in self._team)
 
@@ -69,17 +71,21 @@ class Processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
+        for note in self._notes:
+            self._records.end(note)
 
     def _start(self, number: int) -> Any:
-        process = self._context.Process(target=_work, args=(self._worker, number))  # no daemon: compilers start some
+        self._notes[number] = note = secrets.token_hex(8)  # other launchers may work in the same folder
+        # No daemon, because compilers start processes.
+        process = self._context.Process(target=_work, args=(self._worker, number, note))
         process.start()
         return process
 
 
-def _work(worker: Worker[Any], number: int) -> None:
+def _work(worker: Worker[Any], number: int, note: str) -> None:
     """Runs a worker in a child process; exits with code `_FAILED` if its last job failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which then terminates this
-    names = list(worker.run(number))
+    names = list(worker.run(number, note))
     if names and Records(worker.folder).error(names[-1]):
         raise SystemExit(_FAILED)
 

@@ -34,9 +34,8 @@ class Records:
         """Makes the folder, and removes the errors of an earlier call, so that failed jobs are tried again."""
         for name in _FOLDERS:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        for name in ("errors", "workers"):
-            for file in (self.folder / name).iterdir():
-                file.unlink()
+        for file in (self.folder / "errors").glob("[!.]*"):  # not what another launcher is writing
+            file.unlink(missing_ok=True)
 
     def claim(self, name: str) -> AbstractContextManager[bool]:
         """Returns a context that tells whether no other process holds the claim; see `claim`."""
@@ -72,18 +71,26 @@ class Records:
         """Returns the path of the file that contains the error of a job if it failed."""
         return self.folder / "errors" / f"{name}.txt"
 
-    def begin(self, worker: int, name: str) -> None:
-        """Writes the name of the job that a worker starts, so that the job is known if the worker dies."""
+    def begin(self, worker: str, name: str) -> None:
+        """Writes the name of the job that a worker starts, so that the job is known if the worker dies.
+
+        worker: a name that no other worker has, also none of another launcher in this folder.
+        """
         self._worker(worker).write_text(name, encoding="utf-8")
 
-    def last_of(self, worker: int) -> str | None:
-        """Returns the job that a worker started last, or None if that job has ended or there is none."""
+    def end(self, worker: str) -> str | None:
+        """Forgets a worker that has ended. Returns the job that it started last, or None if it started none."""
         file = self._worker(worker)
-        name = file.read_text(encoding="utf-8") if file.exists() else ""
-        return name if name and not self.is_done(name) and self.error(name) is None else None
+        name = file.read_text(encoding="utf-8") if file.exists() else None
+        file.unlink(missing_ok=True)
+        return name
+
+    def has_ended(self, name: str) -> bool:
+        """Tells whether a job has a result or an error."""
+        return self.is_done(name) or self.error(name) is not None
 
     def _row(self, name: str) -> Path:
         return self.folder / "rows" / f"{name}.json"
 
-    def _worker(self, worker: int) -> Path:
-        return self.folder / "workers" / str(worker)
+    def _worker(self, worker: str) -> Path:
+        return self.folder / "workers" / worker

@@ -57,8 +57,11 @@ class Worker(Generic[J]):
     ends_on_failure: bool = False
     _learned: set[str] = field(default_factory=set)
 
-    def run(self, number: int) -> Iterator[str]:
-        """Runs jobs group by group, and then the jobs of other workers' groups. Yields the name of each job."""
+    def run(self, number: int, note: str | None = None) -> Iterator[str]:
+        """Runs jobs group by group, and then the jobs of other workers' groups. Yields the name of each job.
+
+        note: the name under which the worker notes the jobs that it starts, see `Records.begin`; None: it notes none.
+        """
         records, parent = Records(self.folder), multiprocessing.parent_process()
         do: Callable[[J], Any] | None = None
         for name in self._turns(records):
@@ -67,7 +70,8 @@ class Worker(Generic[J]):
             with records.claim(name) as ours:
                 if not ours or records.is_done(name) or records.error(name) or not self._has_time(name):
                     continue
-                records.begin(number, name)
+                if note is not None:
+                    records.begin(note, name)
                 began = time.perf_counter()
                 try:
                     do = do or self.work.prepare(number)

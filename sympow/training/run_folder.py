@@ -65,12 +65,18 @@ def _open_run_folder(path: Path, config: RunConfig) -> None:
 
 
 def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
-    """Removes the files that a run wrote into its folder, and no others. Raises FileNotFoundError without a run."""
+    """Removes the files that a run wrote into its folder.
+
+    Raises FileNotFoundError without a run, FileExistsError if the folder contains other files. Nothing is removed then.
+    """
     path = Path(run_dir)
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no run at {path}: it has no config.json, so nothing in it is removed")
+    others = sorted(x.name for x in path.iterdir() if x.name not in _OWN and not x.name.startswith("."))
+    if others:
+        raise FileExistsError(f"{path} holds other files than those of a run, {', '.join(others)}: move them first")
     for name in _OWN:  # the config last, so that a removal cut short can be repeated
         target = path / name
         if target.is_dir():

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from sympow.layers.auxiliary import auxiliary_losses
 from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm, preset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,23 @@ def test_checkpointed_activations_change_no_gradient():
         lm.token_losses(text, text).mean().backward()
         grads.append([parameter.grad for parameter in lm.parameters()])
     assert len(calls) == 3 * len(lm.blocks)  # once, and twice
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("selection", ["random", "learned"])
+def test_checkpointed_activations_draw_and_lose_the_same(selection):
+    """Mixers draw random numbers in training, and have auxiliary losses."""
+    text, grads = tokens(), []
+    for recompute in (False, True):
+        lm = model((MixerConfig("selection", {"selection": selection, "top_k": 2}),)).train()
+        if recompute:
+            lm.checkpoint_activations()
+        torch.manual_seed(0)
+        with auxiliary_losses() as extra:
+            loss = lm.token_losses(text, text).mean()
+        (loss + sum(extra)).backward()
+        assert len(extra) == (selection == "learned")
+        grads.append([parameter.grad for parameter in lm.parameters()])
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 

@@ -1,11 +1,12 @@
 """Jobs that test the sweep runner, in a module that worker processes can import."""
 
+import gc
 import os
 import time
 
 
 class Chores:
-    """Does what a job says: "fail", "die", "sleep", or anything else, which is given back."""
+    """Does what a job says: "fail", "die", "die later", "sleep", or anything else, which is given back."""
 
     def prepare(self, worker):
         return self.do
@@ -15,6 +16,9 @@ class Chores:
             raise RuntimeError("out of luck")
         if job == "die":
             os._exit(3)
+        if job == "die later":  # as the worker frees memory, when the result has been saved
+            gc.disable()
+            gc.callbacks.append(lambda phase, info: os._exit(3))
         if job == "sleep":
             time.sleep(600)
         return {"done": job, "process": os.getpid()}

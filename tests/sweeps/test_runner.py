@@ -27,6 +27,21 @@ def test_workers_take_the_place_of_those_that_failed(tmp_path):
     assert "out of luck" in Records(tmp_path).error_file("job-fail").read_text()
 
 
+def test_a_worker_that_dies_between_jobs_is_replaced(tmp_path):
+    ended = run_jobs(named("die later", "a", "b"), Chores(), tmp_path)
+    assert [(each.job, each.error) for each in ended] == [("die later", None), ("a", None), ("b", None)]
+    assert list((tmp_path / "workers").iterdir()) == []
+
+
+def test_what_another_launcher_writes_in_the_folder_is_left_alone(tmp_path):
+    Records(tmp_path).open()
+    files = [tmp_path / "workers" / "of another", tmp_path / "errors" / ".half written"]
+    for file in files:
+        file.write_text("job-a", encoding="utf-8")
+    (done,) = run_jobs(named("a"), Chores(), tmp_path)
+    assert done.error is None and all(file.exists() for file in files)
+
+
 def test_what_cannot_end_in_time_is_not_begun_and_what_runs_over_it_is_given_up(tmp_path):
     jobs = named("long", "a", "b")
     done = list(run_jobs(jobs, Chores(), tmp_path, executor=None, minutes=5, estimates=nothing_known()))

@@ -469,9 +469,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path, make_config, make_batch
 def test_clearing_removes_only_what_a_run_wrote(tmp_path, make_config, make_batches):
     config = make_config(steps=4)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
-    (tmp_path / "run" / "notes.txt").write_text("mine")
+    held = sorted((tmp_path / "run").iterdir())
+    notes = tmp_path / "run" / "notes.txt"
+    notes.write_text("mine", encoding="utf-8")
+    with pytest.raises(FileExistsError, match=r"other files than those of a run, notes.txt: move them first"):
+        clear_run_folder(tmp_path / "run")
+    assert sorted((tmp_path / "run").iterdir()) == sorted([*held, notes])
+    notes.unlink()
     clear_run_folder(tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+    assert list((tmp_path / "run").iterdir()) == []
     clear_run_folder(tmp_path / "nothing here")
 
 

@@ -343,3 +343,10 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 def _cat(*tensors: Tensor) -> Tensor:
     return torch.cat(tensors)
+
+
+def one_cache(past_key_values: SympowCache | None, cache: SympowCache | None) -> SympowCache | None:
+    """Returns the cache under either name. Raises ValueError for two caches."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("give one of past_key_values and cache, which are two names of one argument")
+    return past_key_values if cache is None else cache

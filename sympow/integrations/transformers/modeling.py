@@ -12,11 +12,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from sympow.integrations.transformers.cache import CACHE, SympowCache, moved
+from sympow.integrations.transformers.cache import CACHE, SympowCache, moved, one_cache
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
-from sympow.integrations.transformers.weights import Undrawn, native_name, weights
+from sympow.integrations.transformers.weights import Undrawn, is_loaded, native_name, weights
 from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
 from sympow.models import LanguageModel
@@ -137,7 +137,7 @@ class SympowModel(SympowPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds")
-        past_key_values = _one_cache(past_key_values, cache)
+        past_key_values = one_cache(past_key_values, cache)
         use_cache = self._uses_cache(use_cache, past_key_values)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
@@ -263,10 +263,10 @@ class SympowModel(SympowPreTrainedModel):
         native = weights(LanguageModel(replace(self.config.model_config, tie_embeddings=True)))
         own = weights(self)
         for name, tensor in own.items():
-            if not tensor.is_meta and not _is_loaded(tensor):
+            if not tensor.is_meta and not is_loaded(tensor):
                 tensor.copy_(native[native_name(name)])
             bias = own.get(name.removesuffix("qkv_start") + "qkv.bias") if name.endswith("qkv_start") else None
-            if bias is not None and _is_loaded(bias) and not _is_loaded(tensor):
+            if bias is not None and is_loaded(bias) and not is_loaded(tensor):
                 tensor.zero_()  # in older weights `qkv.bias` includes the initial value
 
 
@@ -336,7 +336,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             cache: as for `SympowModel.forward`.
             **kwargs: `cu_seq_lens_q` as for `SympowModel.forward`; others are not read.
         """
-        past_key_values = _one_cache(past_key_values, cache)
+        past_key_values = one_cache(past_key_values, cache)
         logits = None
         if input_ids is not None and labels is None and use_cache is not False and not output_hidden_states:
             logits = logits_by_graph(self, input_ids, attention_mask, past_key_values, logits_to_keep)
@@ -398,13 +398,3 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             return
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         draw_normal(weight, 0.02, torch.Generator(device="cpu").manual_seed(seed))
-
-
-def _one_cache(past_key_values: SympowCache | None, cache: SympowCache | None) -> SympowCache | None:
-    if past_key_values is not None and cache is not None:
-        raise ValueError("give one of past_key_values and cache, which are two names of one argument")
-    return past_key_values if cache is None else cache
-
-
-def _is_loaded(tensor: Tensor) -> bool:
-    return getattr(tensor, "_is_hf_initialized", False)

@@ -26,3 +26,8 @@ def native_name(name: str) -> str:
         return "head.weight"
     parts = name.removeprefix("model.").split(".")
     return ".".join(["blocks", parts[1], *parts[3:]] if parts[0] == "layers" else parts)
+
+
+def is_loaded(tensor: Tensor) -> bool:
+    """Returns whether transformers has read a weight from a file."""
+    return getattr(tensor, "_is_hf_initialized", False)

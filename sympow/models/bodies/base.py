@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState, make_mixer
+from sympow.layers.auxiliary import auxiliary_losses, collecting
 from sympow.layers.base import Mixer
 from sympow.layers.initial import init_linear
 from sympow.layers.state import After, Rows
@@ -64,7 +66,10 @@ class Block(nn.Module, ABC):
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Computes whole sequences x [B, T, d]; cu_seqlens as for `Mixer.forward`, int64 tokens [B, T]."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._whole, x, cu_seqlens, tokens, use_reentrant=False, preserve_rng_state=False)
+            contexts: dict[str, Any] = {}
+            if not torch.compiler.is_compiling() and collecting():
+                contexts["context_fn"] = _contexts
+            return checkpoint(self._whole, x, cu_seqlens, tokens, use_reentrant=False, **contexts)
         return self._whole(x, cu_seqlens, tokens)
 
     def init_state(
@@ -177,3 +182,11 @@ def block_mixer(config: ModelConfig, layer: int) -> Mixer:
 def reset_norm(norm: nn.Module) -> None:
     """Fills the weight of a norm with 1, and its bias with 0."""
     cast(Callable[[], None], norm.reset_parameters)()
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Returns contexts for a forward pass and for its recomputation, which computes auxiliary losses too.
+
+    Those of the recomputation are added to no loss.
+    """
+    return nullcontext(), auxiliary_losses()
