@@ -81,9 +81,9 @@ class Records:
     def end(self, worker: str) -> str | None:
         """Forgets a worker that has ended. Returns the job that it started last, or None if it started none."""
         file = self._worker(worker)
-        name = file.read_text(encoding="utf-8") if file.exists() else None
+        name = file.read_text(encoding="utf-8") if file.exists() else ""
         file.unlink(missing_ok=True)
-        return name
+        return name or None
 
     def has_ended(self, name: str) -> bool:
         """Tells whether a job has a result or an error."""

@@ -68,7 +68,7 @@ class Worker(Generic[J]):
             if parent is not None and not parent.is_alive():
                 return
             with records.claim(name) as ours:
-                if not ours or records.is_done(name) or records.error(name) or not self._has_time(name):
+                if not ours or records.has_ended(name) or not self._has_time(name):
                     continue
                 if note is not None:
                     records.begin(note, name)

@@ -27,7 +27,7 @@ from sympow.training import (
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.ranks import Part
 from sympow.training.run_folder import clear_run_folder, open_run_folder
-from sympow.training.step import held_out_loss, make_pass, resolve_device, train_step
+from sympow.training.step import held_out_loss, make_pass, train_step
 from sympow.training.throughput import token_flops
 from tests.ops.contract import DEVICE
 
@@ -492,12 +492,3 @@ def test_loading_what_is_no_run(tmp_path, make_config, make_batches):
     (tmp_path / "run" / "config.json").write_text('{"name": ')
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
         load_model(tmp_path / "run")
-
-
-def test_devices():
-    assert resolve_device("auto").type in ("cpu", "cuda")
-    assert resolve_device("cpu") == CPU
-    for name in ("tpu9", "meta:x", "cuda:99"):
-        with pytest.raises(ValueError, match=f"device '{name}' cannot be used here") as caught:
-            resolve_device(name)
-        assert "\n" not in str(caught.value)
