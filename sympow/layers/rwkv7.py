@@ -98,8 +98,8 @@ class RWKV7(Mixer):
             raise ValueError(f"depth lies between 0 and 1; got {depth!r}")
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl is one of {', '.join(IMPLEMENTATIONS)}; got {impl!r}")
-        if impl == "fla":
-            _chunk_kernel()  # refuses now what it cannot do
+        # Loaded now: torch.compile cannot trace the import.
+        self.chunk_kernel = _chunk_kernel(impl)
         self.depth, self.head_dim, self.impl = depth, d_model // n_heads, impl
         self.mix = nn.Parameter(torch.empty(6, d_model))  # of r, w, k, v, a, g: the share of the token before
         self.receptance, self.key, self.value, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
@@ -177,15 +177,11 @@ class RWKV7(Mixer):
     def _remembered(self, x: Tensor, r: Tensor, log_decay: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `delta_rule` in the form that suits x; the results have its dtypes."""
         half = autocast_dtype(x) or x.dtype
-        kernel = None
-        if self.impl == "fla" and x.shape[1] > 1:
-            kernel = _chunk_kernel()
-        elif self.impl == "auto" and x.shape[1] > 1 and x.is_cuda and half in (torch.bfloat16, torch.float16):
-            kernel = _chunk_kernel(missing_ok=True)
+        suits = self.impl == "fla" or (x.is_cuda and half in (torch.bfloat16, torch.float16))
         with without_autocast(x):
-            if kernel is None:
+            if self.chunk_kernel is None or x.shape[1] < 2 or not suits:
                 return delta_rule(r, log_decay.exp(), *rest)
-            return chunked_delta_rule(kernel, half, r, log_decay, *rest)
+            return chunked_delta_rule(self.chunk_kernel, half, r, log_decay, *rest)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.n_heads, self.head_dim))
@@ -244,11 +240,14 @@ def chunked_delta_rule(
     return y.to(r.dtype), after.mT.to(memory.dtype)
 
 
-def _chunk_kernel(*, missing_ok: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _chunk_kernel(impl: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns the kernel that `impl` may take, None for "plain", and for "auto" without the package or without CUDA."""
+    if impl == "plain" or (impl == "auto" and not torch.backends.cuda.is_built()):
+        return None
     try:
         return importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
     except ImportError as error:
-        if missing_ok:
+        if impl == "auto":
             return None
         raise ImportError(
             f"impl='fla' of RWKV7 needs flash-linear-attention: pip install 'sympow[fla]' ({error})"

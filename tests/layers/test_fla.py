@@ -130,6 +130,17 @@ def test_rwkv7_asked_for_the_package_says_that_it_is_missing(monkeypatch):
     make_mixer("rwkv7", 8, 2, {})(torch.zeros(1, 3, 8))
 
 
+def test_rwkv7_loads_the_package_when_it_is_made(fla, monkeypatch):
+    """torch.compile cannot trace the import of the package, so that a first call would fail."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    mixers = [make_mixer("rwkv7", 8, 2, {"impl": impl}) for impl in ("auto", "fla", "plain")]
+    assert [mixer.chunk_kernel for mixer in mixers] == [chunk_rwkv7, chunk_rwkv7, None]
+    monkeypatch.setitem(sys.modules, "fla.ops.rwkv7", None)
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(mixers[0](x), mixers[2](x))  # on a CPU
+    mixers[1](x)
+
+
 def test_the_sweep_of_equal_states_has_gated_delta_nets_of_three_sizes(fla):
     """Its other runs are those of the sweep without the package, so that it continues the same file."""
     without, runs = load_sweep("mqar:equal_state").runs, load_sweep("mqar:equal_state_fla").runs
