@@ -37,8 +37,9 @@ class DataConfig:
             is None or equal to the tokenizer's size.
         group: "text": a document per "file", or per "folder" (the files directly in it, in sorted order).
         suffixes: "text": file name endings to read, such as (".py", ".md"); empty: every text file.
-        held_out: fraction of the documents kept for evaluation, above 0 and below 1.
-        seed: chooses the held-out documents; the order of training is the trainer's seed.
+        held_out: fraction of the documents kept for evaluation, above 0 and below 1. With `held_out_path` it
+            has no effect: a recipe may set a fraction, and a user the path.
+        seed: chooses the held-out documents, if `held_out` does; the order of training is the trainer's seed.
         pack: whether batches also hold documents and document tails shorter than the context, see `Batches`.
         storage_options: "zarr": for fsspec, JSON values such as {"token": "anon"}. Tuples become lists.
 
