@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,9 +37,12 @@ from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")
 
+# Words of the errors by which components refuse numbers that have grown too far. On a CPU some look at their inputs.
+_OUT_OF_RANGE = ("must be finite", "leave the range", "without overflow")
+
 
 class NonFiniteError(RuntimeError):
-    """Says that the loss or its gradient is no longer a number."""
+    """Says that training has diverged: the loss, its gradient or a number in the model is no longer finite."""
 
 
 class TrainingResult(NamedTuple):
@@ -92,7 +95,8 @@ def train(
         ranks: the result of `join`; None: `join` is called.
 
     Raises ValueError if `run_dir` belongs to another config or other data, NonFiniteError if the loss or its gradient
-    is not finite (that step is not saved), and CheckpointError if a checkpoint cannot be read or written.
+    is not finite (that step is not saved) or if a component refuses numbers that are out of range, and CheckpointError
+    if a checkpoint cannot be read or written.
     """
     settings = config.training
     device = resolve_device(settings.device)
@@ -174,9 +178,7 @@ class _Training:
         if self.metrics:
             stack.callback(self.metrics.close)
         silent = quiet or not ranks.main
-        self.progress = stack.enter_context(
-            Progress("training", "step", total=settings.steps, done=step, quiet=silent)
-        )
+        self.progress = stack.enter_context(Progress("training", "step", total=settings.steps, done=step, quiet=silent))
         if self.continues:
             self.progress.say(f"continuing from step {step} of {settings.steps}")
         self.stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
@@ -187,7 +189,8 @@ class _Training:
     def take(self, step: int) -> None:
         """Launches optimizer step `step`, then reads the step before; on the CPU reads `step` itself.
 
-        Raises NonFiniteError if the loss of a step that is read, or its gradient, is not finite.
+        Raises NonFiniteError if the loss of a step that is read, or its gradient, is not finite, and if a component
+        refuses numbers of `step` that are out of range.
         """
         if self.launched is None:
             self.began = time.perf_counter()
@@ -196,7 +199,10 @@ class _Training:
         self.stage, stage_start = (0, 0) if objective is None else objective.stage(step)
         rate = learning_rate(step, self.settings, stage_start)
         loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
-        numbers = train_step(self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum)
+        with self._divergence(step + 1, rate):
+            numbers = train_step(
+                self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum
+            )
         before, self.launched = self.launched, _Launched(step, rate, numbers)
         if before is not None:
             self._read(before)
@@ -213,7 +219,8 @@ class _Training:
         if evaluates:
             self._settle()
             if self.observe:
-                self.observe(self.model, done)
+                with self._divergence(done, self.rate):
+                    self.observe(self.model, done)
         evaluates = evaluates and self.held_out is not None
         number = int(self.ranks.max(self.stop.signal or 0))
         stopped_by = signal.Signals(number).name if number else None
@@ -222,7 +229,8 @@ class _Training:
         if logs or saves:
             self._settle()
         if logs:
-            row = self._row(done, evaluates)
+            with self._divergence(done, self.rate):
+                row = self._row(done, evaluates)
             if self.metrics:
                 self.metrics.write(row)
         if saves:
@@ -243,12 +251,25 @@ class _Training:
         self.loss, self.norm, targets = launched.numbers.read()
         self.rate = launched.rate
         if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            raise NonFiniteError(
-                f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {launched.step + 1} "
-                f"(learning rate {self.rate:.3g}); the last checkpoint: {latest(self.run_dir) or 'none'}"
-            )
+            found = f"the loss is {self.loss} and the norm of its gradient {self.norm}"
+            raise self._diverged(found, launched.step + 1, self.rate)
         self.tokens += targets
         self.progress.advance(note=f"loss {self.loss:.4f}")
+
+    @contextmanager
+    def _divergence(self, step: int, rate: float) -> Iterator[None]:
+        """Raises NonFiniteError if a component refuses numbers in the block that are out of range."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            if not any(words in str(error) for words in _OUT_OF_RANGE):
+                raise
+            line = str(error).split("\n")[0]
+            raise self._diverged(f"numbers of the model are out of range ({line})", step, rate) from error
+
+    def _diverged(self, found: str, step: int, rate: float) -> NonFiniteError:
+        last = latest(self.run_dir) or "none"
+        return NonFiniteError(f"{found} at step {step} (learning rate {rate:.3g}); the last checkpoint: {last}")
 
     def _load(self, index: int) -> list[Pass]:
         first = index * self.settings.passes_per_step
