@@ -92,17 +92,18 @@ def train(
         objective: gives the loss of the steps. The metrics then also contain the stage, the held-out loss of the
             objective's reference, and the gap between the held-out losses. None: the loss is `LanguageModel.loss_sum`.
         quiet: show no progress on stderr.
-        ranks: the result of `join`; None: `join` is called.
+        ranks: the result of `join` in a caller that has opened `run_dir` (`open_run_folder`); None: both are done here.
 
-    Raises ValueError if `run_dir` belongs to another config or other data, NonFiniteError if the loss or its gradient
-    is not finite (that step is not saved) or if a component refuses numbers that are out of range, and CheckpointError
-    if a checkpoint cannot be read or written.
+    Raises RuntimeError if another process trains in `run_dir`, ValueError if `run_dir` belongs to another config or
+    other data, NonFiniteError if the loss or its gradient is not finite (that step is not saved) or if a component
+    refuses numbers that are out of range, and CheckpointError if a checkpoint cannot be read or written.
     """
     settings = config.training
     device = resolve_device(settings.device)
-    ranks = join(config, device) if ranks is None else ranks
-    run_dir = open_run_folder(run_dir, config, ranks)
     with ExitStack() as stack:
+        if ranks is None:
+            ranks = join(config, device)
+            stack.enter_context(open_run_folder(run_dir, config, ranks))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
         torch.manual_seed(settings.seed)
@@ -110,7 +111,7 @@ def train(
         if start is not None:
             restore_model(model, start, "the start")
         model.to(device)
-        trained = _Training(config, model, batches, run_dir, held_out, observe, objective, device, ranks)
+        trained = _Training(config, model, batches, Path(run_dir), held_out, observe, objective, device, ranks)
         trained.open(stack, quiet)
         step, stopped_by = run_steps(trained, trained.resumed, settings.steps)
         return TrainingResult(step, settings.steps, trained.loss, stopped_by)

@@ -272,9 +272,25 @@ def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
 
 def folders_of_their_own(config: RunConfig, folder) -> str:
     ranks = join(config, torch.device("cpu"))
-    with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
-        open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    opening = open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    with pytest.raises((FileNotFoundError, RuntimeError)) as caught, opening:
+        pass
     return str(caught.value)
+
+
+def in_use(config: RunConfig, folder) -> str:
+    ranks = join(config, torch.device("cpu"))
+    with pytest.raises(RuntimeError) as caught, open_run_folder(folder, config, ranks):
+        pass
+    return str(caught.value)
+
+
+def test_ranks_end_together_where_another_process_trains(make_run, tmp_path):
+    config, *_ = make_run("run")
+    with open_run_folder(tmp_path / "run", config):
+        first, second = run_ranks(in_use, 2, config, tmp_path / "run")
+    assert "run is in use, another process trains there: " in first
+    assert second == "another rank failed, with an error of its own"
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused(make_run, tmp_path):
