@@ -37,3 +37,10 @@ def read_fields(cls: type, values: Any, kind: str) -> dict[str, Any]:
     if missing:
         raise ValueError(f"the {kind} config needs the field {missing}")
     return dict(values)
+
+
+def with_lists(value: Any) -> Any:
+    """Returns `value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
+    if isinstance(value, Mapping):
+        return {key: with_lists(item) for key, item in value.items()}
+    return [with_lists(item) for item in value] if isinstance(value, list | tuple) else value

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sympow.cli import main
 from sympow.training import latest, load_checkpoint, read_metrics
 from sympow.training.checkpoint import latest_step
 from tests.ranks import PRELOAD
@@ -142,3 +143,36 @@ def test_a_signal_saves_and_the_same_command_continues(trainer, whole, tmp_path)
         assert read_metrics(run)[-1]["step"] == latest_step(run)
     trainer.finish(run)
     assert end(run) == whole
+
+
+@pytest.mark.parametrize("options", [[], ["--restart"], ["training.seed=1"]], ids=str)
+def test_a_second_process_in_the_folder_ends_at_once_and_changes_nothing(trainer, whole, tmp_path, options, capfd):
+    run = tmp_path / "run"
+    first = trainer.start(run)
+    wait_for_step(run, 1, first)
+    stop(first.pid)
+    try:
+        held = contents(run)
+        code = main(["train", "tiny.py", "--out", str(run), "--quiet", *options])
+        changed = contents(run) != held
+    finally:
+        first.kill()  # which leaves nothing behind that locks the folder
+        first.join()
+    line = f"sympow: error: {run} is in use, another process trains there: wait for it, or give another folder\n"
+    assert (code, capfd.readouterr().err, changed) == (2, line, False)
+    trainer.finish(run)
+    assert end(run) == whole
+
+
+def stop(pid: int) -> None:
+    """Stops a process, and waits until all its threads stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(
+        file.read_text().rpartition(")")[2].split()[0] != "T" for file in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.005)
+
+
+def contents(folder: Path) -> dict[Path, tuple[float, bytes | None]]:
+    """When everything in a folder was changed, and the bytes of files."""
+    return {path: (path.stat().st_mtime, path.read_bytes() if path.is_file() else None) for path in folder.rglob("*")}

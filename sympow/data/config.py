@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from sympow.fields import read_fields
+from sympow.fields import read_fields, with_lists
 
 KINDS = ("stdlib", "text", "zarr")
 GROUPS = ("file", "folder")
@@ -37,10 +37,11 @@ class DataConfig:
             is None or equal to the tokenizer's size.
         group: "text": a document per "file", or per "folder" (the files directly in it, in sorted order).
         suffixes: "text": file name endings to read, such as (".py", ".md"); empty: every text file.
-        held_out: fraction of the documents kept for evaluation, above 0 and below 1.
-        seed: chooses the held-out documents; the order of training is the trainer's seed.
+        held_out: fraction of the documents kept for evaluation, above 0 and below 1. With `held_out_path` it
+            has no effect: a recipe may set a fraction, and a user the path.
+        seed: chooses the held-out documents, if `held_out` does; the order of training is the trainer's seed.
         pack: whether batches also hold documents and document tails shorter than the context, see `Batches`.
-        storage_options: "zarr": for fsspec, such as {"token": "anon"}.
+        storage_options: "zarr": for fsspec, JSON values such as {"token": "anon"}. Tuples become lists.
 
     Raises ValueError for a value that is unknown or does not apply to the kind, TypeError for one of a wrong
     type.
@@ -60,6 +61,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        object.__setattr__(self, "storage_options", with_lists(self.storage_options))
         _check_choice("kind", self.kind, KINDS)
         _check_choice("group", self.group, GROUPS)
         for name, kinds in _APPLIES.items():

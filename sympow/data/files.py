@@ -20,7 +20,8 @@ def default_cache_dir() -> Path:
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a binary file that appears at `path` when the block ends, and never appears if the block raises.
 
-    The file is first written beside `path` under another name, so that several processes can write the same file at
+    The file is on the disk before it has its name, so that no loss of power leaves a part of it there. It is first
+    written beside `path` under another name, so that several processes can write the same file at
     the same time. The folder is made if it is missing. Raises OSError as the file system does.
     """
     path = Path(path)
@@ -29,11 +30,24 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(partial, 0o644)  # mkstemp makes it private; a corpus or a tokenizer is no secret
         os.replace(partial, path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Writes the names of the files in a folder to the disk."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def digest(parts: Iterable[bytes | str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from sympow.fields import read_fields
+from sympow.fields import read_fields, with_lists
 from sympow.layers import check_mixer
 from sympow.layers.registry import fill_options, options_of_older
 
@@ -18,13 +18,6 @@ _FIELDS_OF: dict[str, tuple[Body, ...]] = {
     "mlp_hidden": ("llama",),
     "norm_eps": ("llama",),
 }
-
-
-def _with_lists(value: Any) -> Any:
-    """Returns `value` with lists for tuples, as JSON gives them back: a config equals itself after a round trip."""
-    if isinstance(value, Mapping):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -39,11 +32,11 @@ class MixerConfig:
 
     def __post_init__(self) -> None:
         check_mixer(self.name, self.options)
-        object.__setattr__(self, "options", _with_lists(self.options))
+        object.__setattr__(self, "options", with_lists(self.options))
 
     def to_dict(self) -> dict[str, Any]:
         """Gives plain values only, as JSON keeps them."""
-        return {"name": self.name, "options": _with_lists(self.options)}
+        return {"name": self.name, "options": with_lists(self.options)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sympow.sweeps.claim import claim
 from sympow.training.checkpoint import atomic_write
+from sympow.training.claim import claim
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
 

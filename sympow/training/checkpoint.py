@@ -18,6 +18,7 @@ from typing import IO, Any, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from sympow.data.files import sync_folder
 from sympow.training.ranks import ALONE, Ranks
 from sympow.training.shards import ShardError, read_shards, write_shards
 
@@ -105,8 +106,8 @@ def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], kee
         reason = cause.strerror or cause if cause else error
         raise CheckpointError(f"cannot save checkpoint {path}: {reason}; {kept}") from error
     if ranks.main:
-        unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote
-        for old in [*list_checkpoints(run_dir)[:-keep], *unfinished]:
+        unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote or removed
+        for old in [*unfinished, *list_checkpoints(run_dir)[:-keep]]:
             _remove(old)
     return path
 
@@ -127,10 +128,10 @@ def _save_folder(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
         if ranks.main:
             groups = {"param_groups": checkpoint.optimizer["param_groups"]}
             _save_file(replace(checkpoint, model={}, optimizer=groups), temporary / HEADER)
-            _sync_folder(temporary)
+            sync_folder(temporary)
             _remove(path)
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -235,23 +236,17 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
+    """Removes a file or a folder. A folder loses its name first: a kill must not leave a part of it that has one."""
+    if not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    if not path.name.startswith("."):
+        path = path.rename(path.with_name(f".{path.name}.old.tmp"))
+    shutil.rmtree(path)
 
 
 def _flat(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -317,7 +312,7 @@ def _instead(path: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only once it is
+    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only while it is
 
 
 def _in_folder(folder: Path) -> list[Path]:

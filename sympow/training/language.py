@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,9 +37,12 @@ from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")
 
+# Words of the errors by which components refuse numbers that have grown too far. On a CPU some look at their inputs.
+_OUT_OF_RANGE = ("must be finite", "leave the range", "without overflow")
+
 
 class NonFiniteError(RuntimeError):
-    """Says that the loss or its gradient is no longer a number."""
+    """Says that training has diverged: the loss, its gradient or a number in the model is no longer finite."""
 
 
 class TrainingResult(NamedTuple):
@@ -89,16 +92,18 @@ def train(
         objective: gives the loss of the steps. The metrics then also contain the stage, the held-out loss of the
             objective's reference, and the gap between the held-out losses. None: the loss is `LanguageModel.loss_sum`.
         quiet: show no progress on stderr.
-        ranks: the result of `join`; None: `join` is called.
+        ranks: the result of `join` in a caller that has opened `run_dir` (`open_run_folder`); None: both are done here.
 
-    Raises ValueError if `run_dir` belongs to another config or other data, NonFiniteError if the loss or its gradient
-    is not finite (that step is not saved), and CheckpointError if a checkpoint cannot be read or written.
+    Raises RuntimeError if another process trains in `run_dir`, ValueError if `run_dir` belongs to another config or
+    other data, NonFiniteError if the loss or its gradient is not finite (that step is not saved) or if a component
+    refuses numbers that are out of range, and CheckpointError if a checkpoint cannot be read or written.
     """
     settings = config.training
     device = resolve_device(settings.device)
-    ranks = join(config, device) if ranks is None else ranks
-    run_dir = open_run_folder(run_dir, config, ranks)
     with ExitStack() as stack:
+        if ranks is None:
+            ranks = join(config, device)
+            stack.enter_context(open_run_folder(run_dir, config, ranks))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))  # the caller's generators stay as they are
         torch.manual_seed(settings.seed)
@@ -106,7 +111,7 @@ def train(
         if start is not None:
             restore_model(model, start, "the start")
         model.to(device)
-        trained = _Training(config, model, batches, run_dir, held_out, observe, objective, device, ranks)
+        trained = _Training(config, model, batches, Path(run_dir), held_out, observe, objective, device, ranks)
         trained.open(stack, quiet)
         step, stopped_by = run_steps(trained, trained.resumed, settings.steps)
         return TrainingResult(step, settings.steps, trained.loss, stopped_by)
@@ -174,9 +179,7 @@ class _Training:
         if self.metrics:
             stack.callback(self.metrics.close)
         silent = quiet or not ranks.main
-        self.progress = stack.enter_context(
-            Progress("training", "step", total=settings.steps, done=step, quiet=silent)
-        )
+        self.progress = stack.enter_context(Progress("training", "step", total=settings.steps, done=step, quiet=silent))
         if self.continues:
             self.progress.say(f"continuing from step {step} of {settings.steps}")
         self.stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
@@ -187,7 +190,8 @@ class _Training:
     def take(self, step: int) -> None:
         """Launches optimizer step `step`, then reads the step before; on the CPU reads `step` itself.
 
-        Raises NonFiniteError if the loss of a step that is read, or its gradient, is not finite.
+        Raises NonFiniteError if the loss of a step that is read, or its gradient, is not finite, and if a component
+        refuses numbers of `step` that are out of range.
         """
         if self.launched is None:
             self.began = time.perf_counter()
@@ -196,7 +200,10 @@ class _Training:
         self.stage, stage_start = (0, 0) if objective is None else objective.stage(step)
         rate = learning_rate(step, self.settings, stage_start)
         loss_sum = None if objective is None else partial(objective.loss_sum, step=step)
-        numbers = train_step(self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum)
+        with self._divergence(step + 1, rate):
+            numbers = train_step(
+                self.model, self.optimizer, passes, rate, self.settings, self.device, self.ranks, loss_sum
+            )
         before, self.launched = self.launched, _Launched(step, rate, numbers)
         if before is not None:
             self._read(before)
@@ -213,7 +220,8 @@ class _Training:
         if evaluates:
             self._settle()
             if self.observe:
-                self.observe(self.model, done)
+                with self._divergence(done, self.rate):
+                    self.observe(self.model, done)
         evaluates = evaluates and self.held_out is not None
         number = int(self.ranks.max(self.stop.signal or 0))
         stopped_by = signal.Signals(number).name if number else None
@@ -222,7 +230,8 @@ class _Training:
         if logs or saves:
             self._settle()
         if logs:
-            row = self._row(done, evaluates)
+            with self._divergence(done, self.rate):
+                row = self._row(done, evaluates)
             if self.metrics:
                 self.metrics.write(row)
         if saves:
@@ -243,12 +252,25 @@ class _Training:
         self.loss, self.norm, targets = launched.numbers.read()
         self.rate = launched.rate
         if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-            raise NonFiniteError(
-                f"the loss is {self.loss} and the norm of its gradient {self.norm} at step {launched.step + 1} "
-                f"(learning rate {self.rate:.3g}); the last checkpoint: {latest(self.run_dir) or 'none'}"
-            )
+            found = f"the loss is {self.loss} and the norm of its gradient {self.norm}"
+            raise self._diverged(found, launched.step + 1, self.rate)
         self.tokens += targets
         self.progress.advance(note=f"loss {self.loss:.4f}")
+
+    @contextmanager
+    def _divergence(self, step: int, rate: float) -> Iterator[None]:
+        """Raises NonFiniteError if a component refuses numbers in the block that are out of range."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            if not any(words in str(error) for words in _OUT_OF_RANGE):
+                raise
+            line = str(error).split("\n")[0]
+            raise self._diverged(f"numbers of the model are out of range ({line})", step, rate) from error
+
+    def _diverged(self, found: str, step: int, rate: float) -> NonFiniteError:
+        last = latest(self.run_dir) or "none"
+        return NonFiniteError(f"{found} at step {step} (learning rate {rate:.3g}); the last checkpoint: {last}")
 
     def _load(self, index: int) -> list[Pass]:
         first = index * self.settings.passes_per_step

@@ -15,10 +15,10 @@ def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> fl
     `min_lr_ratio * learning_rate`, which the last step of the run uses. If a later stage of the run starts at step
     `stage_start`, the rate rises again from near 0 to the half cosine over the same number of steps.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
     if stage_start and step - stage_start < config.warmup_steps:
         return learning_rate(stage_start + config.warmup_steps, config) * (step - stage_start + 1) / config.warmup_steps
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step + 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

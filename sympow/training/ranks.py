@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from sympow.models.bodies.base import PreNormBlock
 from sympow.training.config import RunConfig
 
 GATHERED = 1 << 25  # weights in a group: every gather takes time of the host, even a small one
+PREPARATION = timedelta(days=7)  # the longest time that rank 0 may take to prepare the data
 
 
 class Rows(Protocol):
@@ -110,10 +112,6 @@ class Ranks:
         """Returns the largest of all ranks."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
-    def wait(self) -> None:
-        """Waits until every rank is here."""
-        self.sum(0)
-
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
         if self.size == 1:
             return value
@@ -137,14 +135,24 @@ class Ranks:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Runs a block on rank 0 first, so that the other ranks find the files that rank 0 writes."""
+        """Runs a block on rank 0 first, so that the other ranks find the files that rank 0 writes.
+
+        The other ranks wait for up to `PREPARATION`, in a group of their own: the default group gives up after half an
+        hour, and rank 0 may tokenize a corpus for hours.
+        """
+        patient = dist.new_group(backend="gloo", timeout=PREPARATION) if self.size > 1 else None
+
+        def meet() -> None:
+            if patient is not None:
+                dist.all_reduce(torch.zeros(1), group=patient)
+
         if not self.main:
-            self.wait()
+            meet()
         try:
             yield
         finally:
             if self.main:
-                self.wait()
+                meet()
 
 
 ALONE = Ranks()

@@ -1,9 +1,11 @@
-"""A run's folder: config.json, tokenizer.json, metrics.jsonl, checkpoints/, tensorboard/, profile/."""
+"""A run's folder: config.json, tokenizer.json, metrics.jsonl, checkpoints/, tensorboard/, profile/, and a .lock."""
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,34 +22,68 @@ from sympow.training.checkpoint import (
     restore_model,
     save_checkpoint,
 )
+from sympow.training.claim import claim
 from sympow.training.config import RunConfig, first_difference, without_execution
 from sympow.training.ranks import ALONE, Ranks
 
 _OWN = ("tokenizer.json", *BESIDE, "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
 
 
-def open_run_folder(run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE) -> Path:
-    """Makes the folder of a new run, or checks that an existing one belongs to `config`.
+@contextmanager
+def open_run_folder(
+    run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE, restart: bool = False
+) -> Iterator[Path]:
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`, and keeps it for the block.
 
-    Every rank calls it.
+    Every rank calls it. No other process can open the folder in the meantime, unless its file system has no locks: then
+    a line on stderr says so.
 
     A folder of another config without a checkpoint is made again. The `execution` part of the config may change at any
-    time. Raises ValueError if there is a checkpoint of another config, FileExistsError if the folder contains something
-    other than a run, and FileNotFoundError if another rank does not see the folder that rank 0 made.
+    time. With `restart`, an earlier run in the folder is removed first.
+
+    Raises RuntimeError if another process has opened the folder, ValueError if there is a checkpoint of another config,
+    FileExistsError if the folder contains something other than a run, and FileNotFoundError if another rank does not
+    see the folder that rank 0 made. With `restart` also the errors of `clear_run_folder`.
     """
     path = Path(run_dir)
-    with ranks.together():
-        if ranks.main:
-            _open_run_folder(path, config)
-    with ranks.together():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it")
-    return path
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.main:
+                _check_run_folder(path)
+                path.mkdir(parents=True, exist_ok=True)
+                _lock(path, stack)
+                if restart:
+                    clear_run_folder(path)
+                _write_config(path, config)
+        with ranks.together():
+            if not (path / "config.json").is_file():
+                raise FileNotFoundError(
+                    f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it"
+                )
+        yield path
 
 
-def _open_run_folder(path: Path, config: RunConfig) -> None:
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Locks a run folder until `stack` is closed. Raises RuntimeError if another process has locked it."""
+    try:
+        ours = stack.enter_context(claim(path / ".lock"))
+    except (OSError, ImportError) as error:  # no locks on some network file systems and on Windows
+        reason = getattr(error, "strerror", None) or error
+        print(f"{path} cannot be locked ({reason}): do not start its run twice at the same time", file=sys.stderr)
+        return
+    if not ours:
+        raise RuntimeError(f"{path} is in use, another process trains there: wait for it, or give another folder")
+
+
+def _check_run_folder(path: Path) -> None:
+    """Raises FileExistsError unless a run can be in the folder `path`: an earlier run, or nothing."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; a run needs a folder")
+    if path.exists() and _names(path) and not (path / "config.json").exists():
+        raise FileExistsError(f"{path} holds other things than a run (it has no config.json); give another folder")
+
+
+def _write_config(path: Path, config: RunConfig) -> None:
     file = path / "config.json"
     if file.exists():
         stored = _with_all_fields(_read_json(file))
@@ -57,11 +93,13 @@ def _open_run_folder(path: Path, config: RunConfig) -> None:
             check_config(stored, config, path)
         elif without_execution(stored) != without_execution(config.to_dict()):
             clear_run_folder(path)
-    if not file.exists() and path.exists() and any(not other.name.startswith(".") for other in path.iterdir()):
-        raise FileExistsError(f"{path} holds other things than a run (it has no config.json); give another folder")
-    path.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as out:
         out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+
+
+def _names(path: Path) -> list[str]:
+    """Returns the names in a folder, without hidden ones."""
+    return sorted(other.name for other in path.iterdir() if not other.name.startswith("."))
 
 
 def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
@@ -70,11 +108,11 @@ def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
     Raises FileNotFoundError without a run, FileExistsError if the folder contains other files. Nothing is removed then.
     """
     path = Path(run_dir)
-    if not path.is_dir() or not any(path.iterdir()):
+    if not path.is_dir() or not _names(path):
         return
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no run at {path}: it has no config.json, so nothing in it is removed")
-    others = sorted(x.name for x in path.iterdir() if x.name not in _OWN and not x.name.startswith("."))
+    others = [name for name in _names(path) if name not in _OWN]
     if others:
         raise FileExistsError(f"{path} holds other files than those of a run, {', '.join(others)}: move them first")
     for name in _OWN:  # the config last, so that a removal cut short can be repeated

@@ -20,7 +20,7 @@ from sympow.training.config import RunConfig
 from sympow.training.language import TrainingResult, train
 from sympow.training.objective import Objective
 from sympow.training.ranks import join, launched
-from sympow.training.run_folder import clear_run_folder, load_model, open_run_folder
+from sympow.training.run_folder import load_model, open_run_folder
 from sympow.training.step import resolve_device
 
 TOKENIZER = "tokenizer.json"
@@ -65,26 +65,24 @@ def run(
 
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
-    Raises ValueError where the folder holds another run, where the corpus has more tokens than the model, and for a
-    distillation without a lesson; FileNotFoundError where the data are missing; and as `train` does.
+    Raises RuntimeError where another process trains in the folder, ValueError where the folder holds another run, where
+    the corpus has more tokens than the model, and for a distillation without a lesson; FileNotFoundError where the data
+    are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
     device, settings = resolve_device(config.training.device), config.training
     with launched(device):
         ranks = join(config, device)
-        with ranks.together():
-            if restart and ranks.main:
-                clear_run_folder(out)
-        folder = open_run_folder(out, config, ranks)
-        if latest_step(folder) >= settings.steps:
-            return TrainingResult(settings.steps, settings.steps, None, None)
-        with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
-            batches, held_out = _open_batches(config, folder, save=ranks.main)
-        start, objective = Lesson() if lesson is None else lesson(device)
-        return train(
-            config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
-        )
+        with open_run_folder(out, config, ranks, restart) as folder:
+            if latest_step(folder) >= settings.steps:
+                return TrainingResult(settings.steps, settings.steps, None, None)
+            with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
+                batches, held_out = _open_batches(config, folder, save=ranks.main)
+            start, objective = Lesson() if lesson is None else lesson(device)
+            return train(
+                config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
+            )
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:

@@ -8,7 +8,11 @@ CONFIGS = [
     DataConfig(),
     DataConfig(kind="text", path="books", tokenizer="bytes", group="folder", suffixes=(".py",), held_out=0.2),
     DataConfig(
-        kind="zarr", path="gs://b/a", tokenizer="none", vocab_size=50257, storage_options={"token": "anon"}
+        kind="zarr",
+        path="s3://b/a",
+        tokenizer="none",
+        vocab_size=50257,
+        storage_options={"key": "a", "config_kwargs": {"codes": (429, 503)}},
     ),
 ]
 

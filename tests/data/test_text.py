@@ -213,3 +213,18 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         file.write(b"half")
         raise OSError("no space")
     assert read(text_documents(tmp_path)) == {"file": "old"} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And its name is on the disk before the write ends."""
+    path, synced = tmp_path / "file", []
+
+    def fsync(descriptor):
+        of_folder = os.path.samestat(os.fstat(descriptor), tmp_path.stat())
+        synced.append("folder" if of_folder else os.fstat(descriptor).st_size)
+        assert path.exists() == of_folder
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with atomic_write(path) as file:
+        file.write(b"whole")
+    assert synced == [5, "folder"]

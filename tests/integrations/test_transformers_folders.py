@@ -35,7 +35,8 @@ def run(request, tmp_path):
     data = {"kind": "zarr", "path": "somewhere", "vocab_size": vocab} if tokenizer is None else {}
     data = DataConfig(tokenizer=request.param, **data)
     config = RunConfig("small", model, data, TrainingConfig(steps=40, warmup_steps=4))
-    folder = open_run_folder(tmp_path / "run", config)
+    with open_run_folder(tmp_path / "run", config) as folder:
+        pass
     weights = LanguageModel(model, seed=3).state_dict()
     empty = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(Checkpoint(config.to_dict(), weights, step=40, tokens=7, seconds=1.0, **empty), folder, 1)

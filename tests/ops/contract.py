@@ -253,7 +253,7 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
     phi(q)_d z_d over their sum. None without tokens or a normalizer, or where the condition matters little: p <= 2, no
     state, and documents long enough that their first rows, which have few terms, count little."""
     documents = len(case.ends) if case.ends else 1
-    if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and case.T > 32 * documents):
+    if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and 32 * documents < case.T):
         return None
 
     def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:

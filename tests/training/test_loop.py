@@ -365,7 +365,7 @@ def test_steps_are_traced(tmp_path, make_config, make_batches):
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
     clear_run_folder(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list((tmp_path / "run").glob("[!.]*")) == []
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
@@ -399,7 +399,8 @@ def test_utilization_is_logged_where_the_peak_is_known(tmp_path, make_config, ma
 
 def test_a_folder_without_a_checkpoint_takes_another_config(tmp_path, make_config, make_batches):
     stopped = make_config(steps=4, batch_size=0 + 1)
-    open_run_folder(tmp_path / "run", stopped)
+    with open_run_folder(tmp_path / "run", stopped):
+        pass
     (tmp_path / "run" / "tokenizer.json").write_text("of the other config")
     config = make_config(steps=4)
     train(config, make_batches(config), tmp_path / "run", quiet=True)
@@ -477,7 +478,7 @@ def test_clearing_removes_only_what_a_run_wrote(tmp_path, make_config, make_batc
     assert sorted((tmp_path / "run").iterdir()) == sorted([*held, notes])
     notes.unlink()
     clear_run_folder(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list((tmp_path / "run").glob("[!.]*")) == []
     clear_run_folder(tmp_path / "nothing here")
 
 
@@ -486,7 +487,8 @@ def test_loading_what_is_no_run(tmp_path, make_config, make_batches):
         load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         load_model(tmp_path / "nothing")
-    open_run_folder(tmp_path / "run", make_config())
+    with open_run_folder(tmp_path / "run", make_config()):
+        pass
     with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
         load_model(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"name": ')

@@ -25,6 +25,16 @@ def test_learning_rate_at_the_edges():
     assert learning_rate(4, TrainingConfig(steps=5, warmup_steps=5, learning_rate=1.0)) == 1.0
 
 
+@pytest.mark.parametrize("start", [4, 10, 40])
+def test_learning_rate_of_a_later_stage_rises_from_near_0_to_that_of_the_run(start):
+    """Also of a stage that starts while the rate of the run still rises."""
+    config = TrainingConfig(steps=100, warmup_steps=10, learning_rate=2.0)
+    rates = [learning_rate(step, config, start) for step in range(start, 100)]
+    reached = learning_rate(start + 10, config)
+    assert rates[:10] == pytest.approx([reached * (i + 1) / 10 for i in range(10)])
+    assert rates[10:] == [learning_rate(step, config) for step in range(start + 10, 100)]
+
+
 def test_only_matrices_decay_and_every_weight_stands_once(make_config):
     model = LanguageModel(make_config().model, seed=0)
     decayed, others = parameter_groups(model, 0.1)

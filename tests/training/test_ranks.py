@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -271,9 +272,25 @@ def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
 
 def folders_of_their_own(config: RunConfig, folder) -> str:
     ranks = join(config, torch.device("cpu"))
-    with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
-        open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    opening = open_run_folder(folder / f"disk {ranks.rank}" / "run", config, ranks)
+    with pytest.raises((FileNotFoundError, RuntimeError)) as caught, opening:
+        pass
     return str(caught.value)
+
+
+def in_use(config: RunConfig, folder) -> str:
+    ranks = join(config, torch.device("cpu"))
+    with pytest.raises(RuntimeError) as caught, open_run_folder(folder, config, ranks):
+        pass
+    return str(caught.value)
+
+
+def test_ranks_end_together_where_another_process_trains(make_run, tmp_path):
+    config, *_ = make_run("run")
+    with open_run_folder(tmp_path / "run", config):
+        first, second = run_ranks(in_use, 2, config, tmp_path / "run")
+    assert "run is in use, another process trains there: " in first
+    assert second == "another rank failed, with an error of its own"
 
 
 def test_a_folder_that_not_all_ranks_see_is_refused(make_run, tmp_path):
@@ -281,6 +298,24 @@ def test_a_folder_that_not_all_ranks_see_is_refused(make_run, tmp_path):
     first, second = run_ranks(folders_of_their_own, 2, config, tmp_path)
     assert first == "another rank failed, with an error of its own"
     assert second.endswith("run is not on a disk that all ranks share: rank 1 does not see it")
+
+
+def prepare_slowly(folder) -> bool:
+    """Whether a rank sees the file of rank 0, which writes it after the default group would have given up."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=2)
+    )
+    with Ranks(rank, size).main_first():
+        if rank == 0:
+            time.sleep(3)
+            (folder / "corpus").touch()
+        return (folder / "corpus").exists()
+
+
+def test_ranks_wait_for_the_first_longer_than_for_anything_else(tmp_path):
+    assert run_ranks(prepare_slowly, 2, tmp_path) == [True, True]
 
 
 def test_rows_that_cannot_be_split_are_refused(make_run, make_batches):

@@ -167,3 +167,17 @@ def test_a_disk_error_of_the_library_is_told_in_one_line(folder):
     with pytest.raises((OSError, ShardError)) as caught:
         write_shards(folder / ".metadata" / "below a file", {"a": torch.ones(2)})
     assert "\n" not in str(caught.value)
+
+
+def test_a_kill_while_an_old_folder_is_removed_leaves_nothing_that_looks_whole(save, tmp_path, monkeypatch):
+    def killed(folder):
+        (folder / HEADER).unlink()
+        raise KeyboardInterrupt
+
+    save(1, keep=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.shutil, "rmtree", killed)
+        save(2, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002.shards"]
+    save(3, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003.shards"]

@@ -181,6 +181,35 @@ def test_the_cpu_launches_no_step_after_one_that_is_not_finite(tmp_path, make_co
         train(config, make_batches(config), tmp_path / "run", quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("rate", "step", "due", "found"),
+    [
+        (1e30, 2, {}, r"\(log_g must be finite and .*\)"),
+        (1e6, 2, {}, r"\(the sums of .* leave the range of torch.float32: .*\)"),
+        (1e39, 1, {}, r"\(value cannot be converted to type float without overflow\)"),  # by the optimizer
+        (1e30, 1, {"evaluate_every": 1}, r"\(log_g must be finite and .*\)"),
+    ],
+)
+def test_a_component_that_refuses_numbers_out_of_range_reports_divergence(
+    tmp_path, make_config, make_batches, rate, step, due, found
+):
+    config = make_config("power", steps=4, warmup_steps=1, learning_rate=rate, **due)
+    message = (
+        rf"^numbers of the model are out of range {found} at step {step} \(learning rate .*the last checkpoint: none$"
+    )
+    with pytest.raises(NonFiniteError, match=message):
+        train(config, make_batches(config), tmp_path / "run", held_out=make_batches(config), quiet=True)
+
+
+def test_other_errors_of_components_stay_what_they_are(tmp_path, make_config, make_batches):
+    def refuse(loss, step):
+        raise ValueError("no rows of packed documents")
+
+    config = make_config("softmax")
+    with change_losses(refuse), pytest.raises(ValueError, match=r"^no rows of packed documents$"):
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+
+
 def unbounded_gradient(loss: torch.Tensor) -> torch.Tensor:
     add_auxiliary_loss(loss * math.inf)  # which is not part of the loss
     return loss
