@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +28,12 @@ MISSING = "Not measured yet."
 PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
+def measured_on(rows: Sequence[dict]) -> str:
+    """Returns the processor, the version of torch, and the commits of all rows."""
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return f"{rows[0]['processor']}; torch {rows[0]['torch']}, commit {commits}"
+
+
 def ops_table(rows: list[dict]) -> str:
     """Returns a row for each length, forward and backward side by side."""
     lines = ["| T | forward, ms | torch, ms | ratio | forward + backward, ms | torch, ms | ratio | extra memory, MB |"]
@@ -41,7 +47,7 @@ def ops_table(rows: list[dict]) -> str:
         lines.append(f"| {' | '.join(cells)} | {modes['forward+backward']['extra_mb']:,.0f} |")
     row = rows[0]
     shape = f"B {row['B']}, H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}"
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 def host_table(rows: list[dict]) -> str:
@@ -52,15 +58,14 @@ def host_table(rows: list[dict]) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} | {row['peer_us'] / row['us']:.2f}x |")
     row = rows[0]
     shape = f"H {row['H']}, K = V = {row['K']}, p {row['p']}, gated, {row['dtype']}, eager unless it says compiled"
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 def positions_table(rows: list[dict]) -> str:
     """Returns a row for each form of the gradient of positions."""
     lines = ["| gradient | largest error of a layer | ms |", "|---|---:|---:|"]
     lines += [f"| {row['form']} | {row['worst_error']:.3f} | {row['step_ms']:.1f} |" for row in rows]
-    row = rows[0]
-    return "\n".join([*lines, "", f"bfloat16; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, "", f"bfloat16; {measured_on(rows)}."])
 
 
 def decoding_table(rows: list[dict]) -> str:
@@ -69,7 +74,7 @@ def decoding_table(rows: list[dict]) -> str:
     for row in rows:
         cells = [row["mixer"], f"{row['context']:,}", f"{row['ms_per_token']:.2f}", f"{row['state_bytes']:,}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{rows[0]['processor']}; torch {rows[0]['torch']}, commit {rows[0]['commit']}."])
+    return "\n".join([*lines, "", f"{measured_on(rows)}."])
 
 
 def gpu_table(rows: list[dict]) -> str:
@@ -91,8 +96,7 @@ def gpu_table(rows: list[dict]) -> str:
     shape = f"{row['dtype']}; up to T = 4,096 as CUDA graphs"
     cold = " and ".join(f"{seconds:.1f}" for seconds in dict.fromkeys(row["cold_start_s"] for row in rows))
     shape += f"; a first forward and backward, with nothing compiled before: {cold} s"
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {commits}."])
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 def decoding_gpu_table(rows: list[dict]) -> str:
@@ -109,8 +113,7 @@ def decoding_gpu_table(rows: list[dict]) -> str:
     row = rows[0]
     shape = f"p {row['p']}, gated, {row['dtype']}, as CUDA graphs"
     softmax = ", ".join(dict.fromkeys(row["peer"] for row in rows if row["peer"]))
-    run = f"{row['processor']}; torch {row['torch']}, commit {row['commit']}"
-    return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {run}."])
+    return "\n".join([*lines, "", f"{shape}; softmax: {softmax}; {measured_on(rows)}."])
 
 
 def speculation_table(rows: list[dict]) -> str:
@@ -124,7 +127,7 @@ def speculation_table(rows: list[dict]) -> str:
         lines.append(f"| {' | '.join(cells)} | {row['same_tokens']} of {row['prompts']} |")
     row = rows[0]
     shape = f"{row['model']}, {row['prompt_tokens']} tokens read, {row['new_tokens']} written"
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 def damage_table(rows: list[dict]) -> str:
@@ -133,7 +136,7 @@ def damage_table(rows: list[dict]) -> str:
     lines = ["| | files | |", "|---|---:|---|"]
     lines.append(f"| the writer was killed | {killed['kills']} | {killed['whole_files']} held a whole context |")
     lines.append(f"| spoilt | {spoilt['files']} | {spoilt['refused']} were refused in one line |")
-    return "\n".join([*lines, "", f"{killed['processor']}; torch {killed['torch']}, commit {killed['commit']}."])
+    return "\n".join([*lines, "", f"{measured_on(rows)}."])
 
 
 def rounding_table(rows: list[dict]) -> str:
@@ -144,7 +147,7 @@ def rounding_table(rows: list[dict]) -> str:
         lines.append(f"| {row['dtype']} | {row['bytes']:,} | {row['loss']:.5f} | {more} |")
     row = rows[0]
     lines += [f"| no file, the last token alone | | {row['loss_after_one_token']:.5f} | |", ""]
-    return "\n".join([*lines, f"{row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, f"{measured_on(rows)}."])
 
 
 def restore_table(rows: list[dict]) -> str:
@@ -155,8 +158,7 @@ def restore_table(rows: list[dict]) -> str:
         cells = [f"{row['tokens_read']:,}", f"{row['read_seconds']:,.1f}", f"{row['bytes']:,}"]
         cells += [f"{1e3 * row['restore_seconds']:.1f}", "yes" if row["same_continuation"] else "no"]
         lines.append(f"| {' | '.join(cells)} |")
-    row = rows[0]
-    return "\n".join([*lines, "", f"{row['processor']}; torch {row['torch']}, commit {row['commit']}."])
+    return "\n".join([*lines, "", f"{measured_on(rows)}."])
 
 
 def chunks_table(rows: list[dict]) -> str:
@@ -181,9 +183,8 @@ def chunks_table(rows: list[dict]) -> str:
                     calls.append(auto["ms"] / named["ms"])
         lines.append(f"| {p} | {width} | {mode} | {' | '.join(cells)} |")
     row = rows[0]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     gate = "gated" if row["gated"] else "no gate"
-    shape = f"H {row['H']}, {gate}, {row['dtype']}, {row['processor']}; torch {row['torch']}, commit {commits}"
+    shape = f"H {row['H']}, {gate}, {row['dtype']}, {measured_on(rows)}"
     taken = ""
     if choices:
         spread = f"{min(calls):.3f}x to {max(calls):.3f}x, median {median(calls):.3f}x"
@@ -202,9 +203,9 @@ def training_table(rows: list[dict]) -> str:
         cells = [f"{row['context']:,} x {row['rows']}", str(row["ranks"]), row["mixer"], row["mode"]]
         cells += [f"{row['ms']:.1f}", f"{row['tokens_per_second']:,}", f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}"]
         lines.append(f"| {' | '.join([*cells, *ratios])} |")
-    row, commits = rows[0], ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    row = rows[0]
     shape = f"preset {row['preset']!r}, a vocabulary of {row['vocabulary']:,}, {row['precision']}"
-    return "\n".join([*lines, "", f"{shape}; {row['processor']}; torch {row['torch']}, commit {commits}."])
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 def ranks_table(result: dict) -> str:
@@ -215,7 +216,7 @@ def ranks_table(result: dict) -> str:
         losses = f"{row['first_loss']:.3f} to {row['last_loss']:.3f}"
         cells = [row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{result['processor']}; torch {result['torch']}, commit {result['commit']}."])
+    return "\n".join([*lines, "", f"{measured_on([result])}."])
 
 
 def long_row_table(result: dict) -> str:
@@ -225,8 +226,7 @@ def long_row_table(result: dict) -> str:
     lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
     run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, {result['peak_gib']} GiB"
     end = f"last tenth less the one before {result['rise_at_the_end']:+.4f} +- {result['standard_error']:.4f}"
-    about = f"{result['processor']}; torch {result['torch']}, commit {result['commit']}"
-    return "\n".join([*lines, "", f"{run}; {end}; {about}."])
+    return "\n".join([*lines, "", f"{run}; {end}; {measured_on([result])}."])
 
 
 def hf_generate_table(rows: list[dict]) -> str:
@@ -237,9 +237,8 @@ def hf_generate_table(rows: list[dict]) -> str:
         rate, loop = row["tokens_per_second"], row["tokens_per_second_of_the_loop_alone"]
         share = f"{rate / row['tokens_per_second_sympow']:.0%}" + ("" if row["equal"] else ", DIFFERENT tokens")
         lines.append(f"| {row['dtype']} | {row['batch']} | {rate:,.0f} | {share} | {loop:,.0f} |")
-    first = rows[0]
-    about = f"{first['new_tokens']} greedy tokens behind 128, preset {first['model']!r}; {first['processor']}"
-    return "\n".join([*lines, "", f"{about}; torch {first['torch']}, commit {first['commit']}."])
+    shape = f"{rows[0]['new_tokens']} greedy tokens behind 128, preset {rows[0]['model']!r}"
+    return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
 TABLES = {

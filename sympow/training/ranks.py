@@ -112,6 +112,10 @@ class Ranks:
         """Returns the largest of all ranks."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
+    def wait(self) -> None:
+        """Waits until every rank is here."""
+        self.sum(0)
+
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
         if self.size == 1:
             return value
