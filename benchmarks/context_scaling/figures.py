@@ -71,6 +71,7 @@ def differences(found: Found, study: str) -> Any:
         axis.axvline(0, color="0.35", linewidth=1)
         axis.set_title(setting(group[0][0], varying(runs)), fontsize=10)
         axis.set_xlabel(f"loss less {label(STUDIES[study].baseline)} (nats)", fontsize=9)
+        axis.locator_params(axis="x", nbins=5)
     return finish(figure, axes, legend=False)
 
 
