@@ -196,7 +196,7 @@ class AttentionMixer(Mixer):
 
     def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.qkv.weight)
+        self.check_step(x, state, self.qkv.weight)
         if self.convolution is None:
             return self._step(x, state, extras)
         x, past = self.convolution.step(x, state.past)
@@ -211,7 +211,7 @@ class AttentionMixer(Mixer):
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
-        self.check_input(x, self.qkv.weight)
+        self.check_step(x, state, self.qkv.weight)
         if self.convolution is None:
             y, after = self.try_mix_step(x, state, **extras)
             return self.output(x, y), after

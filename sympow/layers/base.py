@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, MixerState, try_by_copies
+from sympow.layers.state import After, MixerState, check_batch, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 
 
@@ -156,6 +156,11 @@ class Mixer(nn.Module, ABC):
         See `reads_tokens`.
         """
         return {"tokens": tokens} if self.reads_tokens else {}
+
+    def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
+        """Refuses what `check_input` refuses, and what is no state of as many sequences as x has."""
+        self.check_input(x, weight)
+        check_batch(state, x.shape[0])
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:
         """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""

@@ -463,6 +463,18 @@ def test_bad_input_is_refused(case):
             run(mixer, sequence(batch), cu_seqlens=torch.tensor(bounds))
 
 
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_another_batch_is_refused(case):
+    """Also of a batch that torch would broadcast."""
+    mixer = make(case)
+    for batch, held in ((3, 2), (1, 3), (3, 1)):
+        x, state = sequence(batch)[:, :1], mixer.init_state(held)
+        with pytest.raises(ValueError, match=f"as many sequences as the input, {batch}; got a state of {held}"):
+            mixer.step(x, state, **mixer.extras(tokens_of(x)))
+    with pytest.raises(TypeError, match="state must be what init_state or an earlier step returned; got NoneType"):
+        mixer.step(x, None, **mixer.extras(tokens_of(x)))
+
+
 def test_an_array_is_refused():
     """Its device is called "cpu", as that of the weights."""
     with pytest.raises(TypeError, match=r"x must be a torch.Tensor; got ndarray"):
