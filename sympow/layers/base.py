@@ -118,9 +118,20 @@ class Mixer(nn.Module, ABC):
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Returns the keyword options of the constructor."""
-        constructors = [vars(base).get("__init__") for base in cls.__mro__ if issubclass(base, Mixer)]
-        parameters = [p for f in constructors if f for p in inspect.signature(f).parameters.values()]
-        return tuple(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
+        return tuple(cls.option_parameters())
+
+    @classmethod
+    def option_parameters(cls) -> dict[str, inspect.Parameter]:
+        """Returns the keyword options of the constructor, and those that it passes on by `**`, with their defaults."""
+        options: dict[str, inspect.Parameter] = {}
+        for base in cls.__mro__:
+            if not issubclass(base, Mixer) or "__init__" not in vars(base):
+                continue
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            options |= {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in options}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        return options
 
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None

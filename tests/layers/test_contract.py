@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sympow.layers import MIXERS, AttentionMixer, Mixer, power
+from sympow.layers import MIXERS, AttentionMixer, Mixer, PowerAttention, power
 from sympow.layers.serialized import serialize
 
 D_MODEL, HEADS = 24, 4
@@ -479,6 +479,14 @@ def test_an_array_is_refused():
     """Its device is called "cpu", as that of the weights."""
     with pytest.raises(TypeError, match=r"x must be a torch.Tensor; got ndarray"):
         MIXERS["power"](D_MODEL, HEADS)(sequence().numpy())
+
+
+def test_a_constructor_that_passes_no_options_on_has_its_own_alone():
+    class Own(PowerAttention):
+        def __init__(self, d_model: int, n_heads: int, *, scale: float = 1.0):
+            super().__init__(d_model, n_heads)
+
+    assert Own.option_names() == ("scale",)
 
 
 def test_unknown_options_are_refused():
