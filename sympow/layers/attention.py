@@ -6,6 +6,7 @@ d model width.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypedDict
@@ -130,6 +131,8 @@ class AttentionMixer(Mixer):
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
         if not 0 < rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction must be above 0 and at most 1; got {rotary_fraction}")
+        if not (math.isfinite(qk_norm_eps) and qk_norm_eps > 0):
+            raise ValueError(f"qk_norm_eps must be positive and finite; got {qk_norm_eps}")
         self.rope_base = rope_base
         self.rotary_dim = None if rotary_fraction == 1 else max(2, int(rotary_fraction * head_dim) // 2 * 2)
         # Refuses wrong options here and not at the first use. The check runs on the CPU even if modules are made on the

@@ -190,8 +190,10 @@ def state_options(
 ) -> dict[str, Any]:
     """Returns device and dtype of a state: those of `weight` unless given, `sums` in float32 at least.
 
-    See `Mixer.init_state`.
+    See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off.
     """
     dtype = weight.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"the dtype of a state must be a floating-point type; got {dtype}")
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sympow.layers import MIXERS, AttentionMixer, Mixer, PowerAttention, power
+from sympow.layers import MIXERS, AttentionMixer, Mixer, power
 from sympow.layers.serialized import serialize
 
 D_MODEL, HEADS = 24, 4
@@ -388,6 +388,7 @@ def test_same_seed_same_weights(case):
         (4, {"rotary_fraction": 0}, "rotary_fraction must be above 0 and at most 1; got 0"),
         (4, {"rotary_fraction": 1.5}, "rotary_fraction must be above 0 and at most 1; got 1.5"),
         (4, {"short_convolution": -1}, "short_convolution is a number of taps, 0 for none; got -1"),
+        (4, {"qk_norm": True, "qk_norm_eps": -1}, "qk_norm_eps must be positive and finite; got -1"),
         (4, {"short_convolution": True}, "short_convolution is a number of taps, 0 for none; got True"),
     ],
 )
@@ -443,6 +444,12 @@ def test_bad_options_of_one_mixer_are_refused(name, options, message):
         MIXERS[name](D_MODEL, HEADS, **options)
 
 
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_integers_is_refused(case):
+    with pytest.raises(TypeError, match=r"the dtype of a state must be a floating-point type; got torch.int32"):
+        make(case).init_state(2, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused(case):
     mixer = make(case)
@@ -479,14 +486,6 @@ def test_an_array_is_refused():
     """Its device is called "cpu", as that of the weights."""
     with pytest.raises(TypeError, match=r"x must be a torch.Tensor; got ndarray"):
         MIXERS["power"](D_MODEL, HEADS)(sequence().numpy())
-
-
-def test_a_constructor_that_passes_no_options_on_has_its_own_alone():
-    class Own(PowerAttention):
-        def __init__(self, d_model: int, n_heads: int, *, scale: float = 1.0):
-            super().__init__(d_model, n_heads)
-
-    assert Own.option_names() == ("scale",)
 
 
 def test_unknown_options_are_refused():
