@@ -6,6 +6,7 @@ d model width.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypedDict
@@ -130,6 +131,8 @@ class AttentionMixer(Mixer):
         self.rotation, self.frequencies, self.max_length = rotation, frequencies, max_length
         if not 0 < rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction must be above 0 and at most 1; got {rotary_fraction}")
+        if not (math.isfinite(qk_norm_eps) and qk_norm_eps > 0):
+            raise ValueError(f"qk_norm_eps must be positive and finite; got {qk_norm_eps}")
         self.rope_base = rope_base
         self.rotary_dim = None if rotary_fraction == 1 else max(2, int(rotary_fraction * head_dim) // 2 * 2)
         # Refuses wrong options here and not at the first use. The check runs on the CPU even if modules are made on the
@@ -196,7 +199,7 @@ class AttentionMixer(Mixer):
 
     def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.qkv.weight)
+        self.check_step(x, state, self.qkv.weight)
         if self.convolution is None:
             return self._step(x, state, extras)
         x, past = self.convolution.step(x, state.past)
@@ -211,7 +214,7 @@ class AttentionMixer(Mixer):
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
-        self.check_input(x, self.qkv.weight)
+        self.check_step(x, state, self.qkv.weight)
         if self.convolution is None:
             y, after = self.try_mix_step(x, state, **extras)
             return self.output(x, y), after

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, MixerState, try_by_copies
+from sympow.layers.state import After, MixerState, check_batch, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 
 
@@ -118,9 +118,20 @@ class Mixer(nn.Module, ABC):
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Returns the keyword options of the constructor."""
-        constructors = [vars(base).get("__init__") for base in cls.__mro__ if issubclass(base, Mixer)]
-        parameters = [p for f in constructors if f for p in inspect.signature(f).parameters.values()]
-        return tuple(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
+        return tuple(cls.option_parameters())
+
+    @classmethod
+    def option_parameters(cls) -> dict[str, inspect.Parameter]:
+        """Returns the keyword options of the constructor, and those that it passes on by `**`, with their defaults."""
+        options: dict[str, inspect.Parameter] = {}
+        for base in cls.__mro__:
+            if not issubclass(base, Mixer) or "__init__" not in vars(base):
+                continue
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            options |= {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in options}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        return options
 
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
@@ -157,6 +168,11 @@ class Mixer(nn.Module, ABC):
         """
         return {"tokens": tokens} if self.reads_tokens else {}
 
+    def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
+        """Refuses what `check_input` refuses, and what is no state of as many sequences as x has."""
+        self.check_input(x, weight)
+        check_batch(state, x.shape[0])
+
     def check_input(self, x: Tensor, weight: Tensor) -> None:
         """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
         if not isinstance(x, Tensor):
@@ -174,8 +190,10 @@ def state_options(
 ) -> dict[str, Any]:
     """Returns device and dtype of a state: those of `weight` unless given, `sums` in float32 at least.
 
-    See `Mixer.init_state`.
+    See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off.
     """
     dtype = weight.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"the dtype of a state must be a floating-point type; got {dtype}")
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}

@@ -64,7 +64,7 @@ class BaseConv(Mixer):
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.projection.weight)
+        self.check_step(x, state, self.projection.weight)
         y, state = self.filter.step(x, state)
         return self._gated(x, y), state
 

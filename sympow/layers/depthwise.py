@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.state import After, MixerState
 from sympow.ops.context import previous_tokens
@@ -65,9 +66,8 @@ class DepthwiseConvolution(nn.Module):
 
     def init_state(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
         """Returns the k - 1 inputs before the first token, zeros [B, k - 1, C]."""
-        like = self.weight
-        shape = (batch_size, self.width - 1, like.shape[0])
-        return torch.zeros(shape, device=device or like.device, dtype=dtype or like.dtype)
+        shape = (batch_size, self.width - 1, self.weight.shape[0])
+        return torch.zeros(shape, **state_options(self.weight, device, dtype))
 
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs.

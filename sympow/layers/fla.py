@@ -96,7 +96,7 @@ class FlaMixer(Mixer):
 
     def step(self, x: Tensor, state: FlaState) -> tuple[Tensor, FlaState]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.out.weight)
+        self.check_step(x, state, self.out.weight)
         state = FlaState(state.recurrent, state.conv)
         pieces = x.split(1, dim=1) if len(state) else (x,)
         outs = [self.layer(piece, past_key_values=state, use_cache=True)[0] for piece in pieces]

@@ -71,7 +71,7 @@ class H3(Mixer):
 
     def step(self, x: Tensor, state: H3State) -> tuple[Tensor, H3State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.out.weight)
+        self.check_step(x, state, self.out.weight)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, shift = self.shift.step(k, state.shift)
         kv = self._outer(k, v)

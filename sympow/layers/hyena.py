@@ -86,7 +86,7 @@ class Hyena(Mixer):
 
     def step(self, x: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.out.weight)
+        self.check_step(x, state, self.out.weight)
         projected, short = self.short.step(self.projections(x), state.short)
         q, new = self._gated(projected)
         seen = torch.cat([state.long.ordered().to(new.dtype), new], dim=1)

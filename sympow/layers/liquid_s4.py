@@ -65,7 +65,7 @@ class LiquidS4(Mixer):
 
     def step(self, x: Tensor, state: LiquidS4State) -> tuple[Tensor, LiquidS4State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.skip)
+        self.check_step(x, state, self.skip)
         a, b, c = (part[:, None] for part in self.ssm.coefficients())
         first, second = torch.view_as_complex(state.first), torch.view_as_complex(state.second)
         outs = []

@@ -46,7 +46,7 @@ class LongConvolution(Mixer):
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.filter.weight)
+        self.check_step(x, state, self.filter.weight)
         y, state = self.filter.step(x, state)
         return self._output(y), state
 

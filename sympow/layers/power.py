@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.base import state_options
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
@@ -248,7 +249,7 @@ def initial_memory(
     weight = mixer.out.weight
     dtype = weight.dtype if dtype is None else dtype
     shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
-    state = PowerState.zeros(*shape, p, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    state = PowerState.zeros(*shape, p, **state_options(weight, device, dtype, sums=True))
     if not keeps_tail(impl, device, dtype):
         return state
     return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))

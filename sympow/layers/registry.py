@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sympow.layers.base import Mixer
@@ -11,6 +12,22 @@ from sympow.layers.base import Mixer
 # `sympow.layers.catalogue` enters the mixers of this package. Those of FLA need the extra `fla` and a GPU.
 MIXERS: dict[str, type[Mixer]] = {}
 FLA_MIXERS: dict[str, type[Mixer]] = {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# The annotations of options whose values are checked: what a value must be, in words, and whether one is that.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "float": ("a number", _is_number),
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "Sequence[float]": ("a list of numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_number, v))),
+    "Mapping[str, Any]": ("a dict", lambda value: isinstance(value, Mapping)),
+    "None": ("None", lambda value: value is None),
+}
 
 
 def mixer_class(name: str) -> type[Mixer]:
@@ -22,7 +39,7 @@ def mixer_class(name: str) -> type[Mixer]:
     the module cannot be imported.
     """
     every = MIXERS | FLA_MIXERS
-    if name in every:
+    if isinstance(name, str) and name in every:
         return every[name]
     if not is_import_path(name):
         raise ValueError(f"a mixer is one of {', '.join(every)}, or package.module:Class; got {name!r}")
@@ -52,20 +69,48 @@ def imported(path: str, what: str) -> Any:
 
 
 def check_mixer(name: str, options: Mapping[str, Any]) -> None:
-    """Raises as `mixer_class`, and ValueError for an unknown option, also of a mixer within a `short_convolution`."""
+    """Refuses options that the mixer does not have, and values of another type, also within a `short_convolution`.
+
+    Raises as `mixer_class` does, TypeError for options that are no dict, and ValueError otherwise.
+    """
     mixer = mixer_class(name)
-    known = mixer.option_names()
-    for option in options:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"the options of the {name} mixer must be a dict; got {options!r}")
+    known = mixer.option_parameters()
+    for option, value in options.items():
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
+        kinds = _kinds(known[option])
+        if kinds and not any(fits(value) for _, fits in kinds):
+            wanted = " or ".join(words for words, _ in kinds)
+            raise ValueError(f"the option {option!r} of the {name} mixer must be {wanted}; got {value!r}")
     if mixer.holds_mixer and options.get("mixer") is not None:
         check_mixer(options["mixer"], options.get("options") or {})
+
+
+def _kinds(parameter: inspect.Parameter) -> list[tuple[str, Callable[[Any], bool]]]:
+    """Returns the types that a parameter is annotated with; none if one of them is not in `_KINDS`."""
+    annotation = parameter.annotation
+    names = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
+    return [_KINDS[name] for name in names] if all(name in _KINDS for name in names) else []
+
+
+def check_complete(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a missing option without which the mixer, or the one within it, cannot be made."""
+    mixer = mixer_class(name)
+    for parameter in inspect.signature(mixer).parameters.values():
+        needed = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if needed and parameter.name not in options:
+            raise ValueError(f"the {name} mixer needs the option {parameter.name!r}")
+    if mixer.holds_mixer and options.get("mixer") is not None:
+        check_complete(options["mixer"], options.get("options") or {})
 
 
 def make_mixer(name: str, d_model: int, n_heads: int, options: Mapping[str, Any]) -> Mixer:
     """Makes the mixer `name` of width `d_model`; raises as `check_mixer` does, and for options that do not fit."""
     check_mixer(name, options)
+    check_complete(name, options)
     return mixer_class(name)(d_model, n_heads, **options)
 
 

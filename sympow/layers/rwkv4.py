@@ -92,7 +92,7 @@ class RWKV4(Mixer):
 
     def step(self, x: Tensor, state: RWKV4State) -> tuple[Tensor, RWKV4State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.mix)
+        self.check_step(x, state, self.mix)
         return self._mixed(x, state)
 
     def state_size(self, context: int) -> int:

@@ -150,7 +150,7 @@ class RWKV7(Mixer):
 
     def step(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.mix)
+        self.check_step(x, state, self.mix)
         return self._mixed(x, state)
 
     def state_size(self, context: int) -> int:

@@ -78,7 +78,7 @@ class ShortConvolution(Mixer):
         self, x: Tensor, state: ShortConvolutionState, *, tokens: Tensor | None = None
     ) -> tuple[Tensor, ShortConvolutionState]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_input(x, self.convolution.weight)
+        self.check_step(x, state, self.convolution.weight)
         y, past = self.convolution.step(x, state.past)
         behind = state.behind
         if self.mixer is not None:
@@ -87,7 +87,7 @@ class ShortConvolution(Mixer):
 
     def try_step(self, x: Tensor, state: ShortConvolutionState, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
-        self.check_input(x, self.convolution.weight)
+        self.check_step(x, state, self.convolution.weight)
         y, past = self.convolution.try_step(x, state.past)
         if self.mixer is None or state.behind is None:
             return y, lambda n: ShortConvolutionState(past(n), None)

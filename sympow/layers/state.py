@@ -89,6 +89,29 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
+def check_batch(state: object, batch: int) -> None:
+    """Refuses a state of another number of sequences than `batch`, which a step may otherwise broadcast."""
+    if not isinstance(state, MixerState):
+        raise TypeError(f"state must be what init_state or an earlier step returned; got {type(state).__name__}")
+    held = _batch(state)
+    if held not in (None, batch):
+        raise ValueError(f"the state must be of as many sequences as the input, {batch}; got a state of {held}")
+
+
+def _batch(value: Any) -> int | None:
+    """Returns the number of sequences of a state, which its first tensor tells; None for a state without tensors."""
+    if isinstance(value, Tensor):
+        return value.shape[0]
+    if isinstance(value, DecodingState):  # its tensors can be a pool of more sequences
+        return value.batch
+    if isinstance(value, Rows):
+        return len(value.rows)
+    items = (getattr(value, field.name) for field in fields(value)) if is_dataclass(value) else value
+    if isinstance(value, list | tuple) or is_dataclass(value):
+        return next((held for held in map(_batch, items) if held is not None), None)
+    return None
+
+
 def narrowed(state: S) -> S:
     """Returns a state with the sums of power attention in bfloat16. It is about half as large.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from sympow.fields import read_fields, with_lists
 from sympow.layers import check_mixer
-from sympow.layers.registry import fill_options, options_of_older
+from sympow.layers.registry import check_complete, fill_options, options_of_older
 
 Body = Literal["gpt2", "llama", "rwkv7"]
 
@@ -24,7 +24,7 @@ _FIELDS_OF: dict[str, tuple[Body, ...]] = {
 class MixerConfig:
     """Names a mixer by its name in `sympow.layers.MIXERS`, with options of its constructor (JSON values).
 
-    Raises ValueError for a name or an option that does not exist.
+    Raises ValueError for a name or an option that does not exist, and for a value of another type than the option's.
     """
 
     name: str
@@ -65,7 +65,8 @@ class ModelConfig:
         norm_eps: what the RMSNorms of the llama body add to the mean square.
         tie_embeddings: whether the head is the embedding. If not, it has weights of its own.
 
-    Raises ValueError for sizes out of range, an empty pattern, and a field that the body does not have.
+    Raises ValueError for sizes out of range, an empty pattern, a mixer without an option that it needs, and a field
+    that the body does not have.
     """
 
     vocab_size: int
@@ -97,10 +98,12 @@ class ModelConfig:
             raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
         if not isinstance(self.tie_embeddings, bool):
             raise ValueError(f"tie_embeddings must be true or false; got {self.tie_embeddings!r}")
-        mixers = () if isinstance(self.mixers, MixerConfig) else tuple(self.mixers)
+        mixers = tuple(self.mixers) if isinstance(self.mixers, list | tuple) else ()
         if not mixers or not all(isinstance(mixer, MixerConfig) for mixer in mixers):
             raise ValueError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")
         object.__setattr__(self, "mixers", mixers)
+        for mixer in mixers:
+            check_complete(mixer.name, mixer.options)
         if self.n_kv_heads is not None and all(self._filled(m, n_kv_heads=1) == m.options for m in self.mixers):
             names = ", ".join(dict.fromkeys(mixer.name for mixer in self.mixers))
             raise ValueError(f"n_kv_heads = {self.n_kv_heads} reaches none of the mixers: {names}")
@@ -151,6 +154,8 @@ class ModelConfig:
             if body in get_args(Body) and body not in _FIELDS_OF.get(name, (body,)):
                 raise ValueError(cls._lacks(body, name))
         if "mixers" in values:
+            if not isinstance(values["mixers"], list | tuple):
+                raise TypeError(f"the mixers of a model config must be a list, got {values['mixers']!r}")
             mixers = [MixerConfig.from_dict(mixer) for mixer in values["mixers"]]
             if "body" not in values:
                 mixers = [MixerConfig(mixer.name, options_of_older(mixer.name, mixer.options)) for mixer in mixers]

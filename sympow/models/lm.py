@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
 from sympow.layers.initial import draw_normal
-from sympow.layers.state import After
+from sympow.layers.state import After, check_batch
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
@@ -221,7 +221,7 @@ class LanguageModel(nn.Module):
 
         Where gradients are off the given state is overwritten: use the one returned.
         """
-        x = self._embed(tokens)
+        x = self._embed_next(tokens, state)
         layers = []
         for block, before in zip(self.blocks, state.layers, strict=True):
             x, after = block.step(x, before, tokens)
@@ -238,7 +238,7 @@ class LanguageModel(nn.Module):
         The given state must not be used again, and `after` can be called once. Power attention adds the accepted tokens
         to its state, caches are cut, and other mixers step copies of their states token by token.
         """
-        x, afters = self._embed(tokens), []
+        x, afters = self._embed_next(tokens, state), []
         for block, before in zip(self.blocks, state.layers, strict=True):
             x, after = block.try_step(x, before, tokens)
             afters.append(after)
@@ -278,6 +278,15 @@ class LanguageModel(nn.Module):
         self._check_vocabulary(tokens, "tokens")
         vectors = self._vectors(tokens)
         return vectors if self.embedding_norm is None else self.embedding_norm(vectors)
+
+    def _embed_next(self, tokens: Tensor, state: ModelState) -> Tensor:
+        """Returns `_embed`, and refuses a state of another number of sequences or layers."""
+        x = self._embed(tokens)
+        check_batch(state, tokens.shape[0])
+        held = len(state.layers) if isinstance(state, ModelState) else 0
+        if held != len(self.blocks):
+            raise ValueError(f"the state of a model holds one for each of its {len(self.blocks)} layers; got {held}")
+        return x
 
     def _norms(self) -> list[nn.Module]:
         """Returns the norms around the blocks."""

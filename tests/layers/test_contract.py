@@ -388,6 +388,7 @@ def test_same_seed_same_weights(case):
         (4, {"rotary_fraction": 0}, "rotary_fraction must be above 0 and at most 1; got 0"),
         (4, {"rotary_fraction": 1.5}, "rotary_fraction must be above 0 and at most 1; got 1.5"),
         (4, {"short_convolution": -1}, "short_convolution is a number of taps, 0 for none; got -1"),
+        (4, {"qk_norm": True, "qk_norm_eps": -1}, "qk_norm_eps must be positive and finite; got -1"),
         (4, {"short_convolution": True}, "short_convolution is a number of taps, 0 for none; got True"),
     ],
 )
@@ -443,6 +444,12 @@ def test_bad_options_of_one_mixer_are_refused(name, options, message):
         MIXERS[name](D_MODEL, HEADS, **options)
 
 
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_integers_is_refused(case):
+    with pytest.raises(TypeError, match=r"the dtype of a state must be a floating-point type; got torch.int32"):
+        make(case).init_state(2, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused(case):
     mixer = make(case)
@@ -461,6 +468,18 @@ def test_bad_input_is_refused(case):
     for batch, bounds in ((2, [0, T]), (1, [0, 5]), (1, [0, 9, 5, T]), (1, [0.0, T]), (1, [[0, T]])):
         with pytest.raises((ValueError, TypeError), match="cu_seqlens"):
             run(mixer, sequence(batch), cu_seqlens=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_another_batch_is_refused(case):
+    """Also of a batch that torch would broadcast."""
+    mixer = make(case)
+    for batch, held in ((3, 2), (1, 3), (3, 1)):
+        x, state = sequence(batch)[:, :1], mixer.init_state(held)
+        with pytest.raises(ValueError, match=f"as many sequences as the input, {batch}; got a state of {held}"):
+            mixer.step(x, state, **mixer.extras(tokens_of(x)))
+    with pytest.raises(TypeError, match="state must be what init_state or an earlier step returned; got NoneType"):
+        mixer.step(x, None, **mixer.extras(tokens_of(x)))
 
 
 def test_an_array_is_refused():

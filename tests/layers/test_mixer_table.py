@@ -1,11 +1,11 @@
-"""The table of docs/mixers.md against the mixers: no row missing, and none that says what is no longer so."""
+"""The options of mixers, and the table of docs/mixers.md against them: no row missing, none that is no longer so."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from sympow.layers import FLA_MIXERS, MIXERS, AttentionMixer
+from sympow.layers import FLA_MIXERS, MIXERS, AttentionMixer, PowerAttention
 from sympow.ops.feature_map import spow_dim
 
 LINES = (Path(__file__).resolve().parents[2] / "docs/mixers.md").read_text().splitlines()
@@ -62,3 +62,11 @@ def test_state(name, tokens):
     assert mixer.state_size(tokens) == eval(state.strip("`"), {"__builtins__": {}}, letters)
     grows = max(mixer.state_size(40), mixer.state_size(100_000)) > mixer.state_size(1)
     assert steps == ("cache" if grows else "recurrence")
+
+
+def test_a_constructor_that_passes_no_options_on_has_its_own_alone():
+    class Own(PowerAttention):
+        def __init__(self, d_model: int, n_heads: int, *, scale: float = 1.0):
+            super().__init__(d_model, n_heads)
+
+    assert Own.option_names() == ("scale",)

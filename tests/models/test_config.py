@@ -140,3 +140,47 @@ def test_gate_and_rotation_cost_what_is_published():
     both = parameters("small", "power", **alone)
     assert round(100 * (gate / plain - 1), 2) == 0.09
     assert round(100 * (both / plain - 1), 2) == 0.18
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("power", {"gate": "False"}, "the option 'gate' of the power mixer must be true or false; got 'False'"),
+        ("power", {"normalize": 1}, "'normalize' of the power mixer must be true or false or None; got 1"),
+        ("power", {"p": True}, "'p' of the power mixer must be an integer; got True"),
+        ("power", {"head_dim": "8"}, "'head_dim' of the power mixer must be an integer or None; got '8'"),
+        ("power", {"gate_bias": 3}, "'gate_bias' of the power mixer must be a list of numbers; got 3"),
+        ("softmax", {"rotation": None}, "'rotation' of the softmax mixer must be a string; got None"),
+        ("short_convolution", {"mixer": "rwkv4", "options": {"depth": "a"}}, "'depth' of the rwkv4 mixer must be a"),
+        ("short_convolution", {"mixer": "power", "options": ["p"]}, "'options' of the short_convolution mixer must be"),
+        (["power"], {}, r"a mixer is one of power, .*; got \['power'\]"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        MixerConfig(name, options)
+
+
+@pytest.mark.parametrize("options", [None, "p=2", ["p"]])
+def test_options_that_are_no_dict_are_refused(options):
+    with pytest.raises(TypeError, match="the options of the power mixer must be a dict; got"):
+        MixerConfig("power", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("window", "window"), ("blocked_window", "window"), ("hyena", "max_length"), ("selection", "selection")],
+)
+def test_a_model_config_says_which_option_a_mixer_needs(name, option):
+    for mixer in (MixerConfig(name), MixerConfig("short_convolution", {"mixer": name})):
+        with pytest.raises(ValueError, match=f"the {name} mixer needs the option {option!r}"):
+            ModelConfig(100, 32, 5, 4, (mixer,))
+
+
+@pytest.mark.parametrize("mixers", [None, 3, "power"])
+def test_mixers_that_are_no_list_are_refused(mixers):
+    with pytest.raises(ValueError, match="mixers is a tuple of at least one MixerConfig; got"):
+        ModelConfig(100, 32, 5, 4, mixers)
+    stored = ModelConfig(100, 32, 5, 4).to_dict() | {"mixers": mixers}
+    with pytest.raises(TypeError, match="the mixers of a model config must be a list, got"):
+        ModelConfig.from_dict(stored)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from sympow.layers.auxiliary import auxiliary_losses
-from sympow.models import LanguageModel, MixerConfig, ModelConfig, lm, preset
+from sympow.models import BODIES, LanguageModel, MixerConfig, ModelConfig, ModelState, lm, preset
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 53
@@ -293,6 +293,17 @@ def test_bad_tokens_are_refused(bad, error, message):
         built(bad)
     with pytest.raises(error, match=message):
         built.step(bad, built.init_state(2))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_state_that_is_not_of_the_tokens_is_refused(body):
+    built = LanguageModel(ModelConfig(VOCAB, 32, 2, 4, body=body), seed=0)
+    x = torch.zeros(3, 1, dtype=torch.int64)
+    for step in (built.step, built.try_step):
+        with pytest.raises(ValueError, match="as many sequences as the input, 3; got a state of 2"):
+            step(x, built.init_state(2))
+        with pytest.raises(ValueError, match="one for each of its 2 layers; got 1"):
+            step(x, ModelState(built.init_state(3).layers[:1]))
 
 
 @pytest.mark.parametrize(
