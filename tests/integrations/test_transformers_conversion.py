@@ -167,7 +167,7 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "linear"], "a pattern is made of power, window, softmax"),
         (["convert", "{}/bare", "--out", "{}/new"], "has no tokenizer.json"),
         (["convert", "{}/text", "--out", "{}/new"], "it has no config.json"),
-        (["distill", "{}/hf", "--teacher", "{}/hf", "--out", "{}/new"], "unknown run field"),
+        (["distill", "{}/hf", "--teacher", "{}/hf", "--out", "{}/new"], "is of a model of Hugging Face transformers"),
         (["distill", "{}/swapped", "--teacher", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["distill", "{}/swapped", "--teacher", "{}/hf", "--out", "{}/new", "data.kind=text", "data.path={}/text",
           "data.tokenizer={}/other"], "which is not the tokenizer of the converted model"),
