@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,22 +14,25 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import torch
+
 from benchmarks.hostile_requests import COMPLETIONS
 
 NAME = "served"
 
 
 class Server:
-    """Runs `sympow serve` as a process while it is entered."""
+    """Runs `sympow serve` as a process while it is entered, with as many threads as this process has."""
 
     def __init__(self, run: Path, device: str, *options: str):
         self.device = device
         words = [sys.executable, "-m", "sympow", "serve", str(run), "--port", "0", "--device", device, "--name", NAME]
         self._words = [*words, *options]
+        self._environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         self.told: list[str] = []
 
     def __enter__(self) -> Server:
-        self.process = subprocess.Popen(self._words, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(self._words, env=self._environment, stderr=subprocess.PIPE, text=True)
         for line in self.process.stderr:
             if found := re.search(r"http://([\d.]+):(\d+)", line):
                 self.host, self.port = found[1], int(found[2])

@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> None:
     from sympow.serving.http import ChatTemplate, Limits, Service, run_server  # which need the extra
 
     device = resolve_device(options.device)
+    torch.set_num_threads(engine_threads(device))
     served = load_served(options.folder, device)
     limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
     keys = api_keys(options.api_keys)
@@ -62,6 +63,15 @@ def run(options: argparse.Namespace) -> None:
 
     run_server(service, options.host, options.port, grace=options.grace, started=started)
     print("stopped", file=sys.stderr)
+
+
+def engine_threads(device: torch.device) -> int:
+    """Returns how many threads torch gets: on a CPU one less than its default, because requests need a core too.
+
+    If the variable OMP_NUM_THREADS is set, the number stays as it is.
+    """
+    threads = torch.get_num_threads()
+    return threads if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ else max(1, threads - 1)
 
 
 def load_served(path: str, device: torch.device) -> Served:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
 from benchmarks.serving import untrained_run
 from sympow.cli import main
-from sympow.cli.serving import api_keys, load_served
+from sympow.cli.serving import api_keys, engine_threads, load_served
 from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
@@ -47,6 +47,18 @@ def server(folder):
     yield process, int(found[1])
     process.kill()
     process.wait()
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "threads", "expected"), [("cpu", None, 8, 7), ("cpu", None, 1, 1), ("cpu", "8", 8, 8),
+                                                  ("meta", None, 8, 8)],
+)  # fmt: skip
+def test_requests_have_a_core_of_a_cpu_unless_the_user_chose_threads(device, chosen, threads, expected, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    assert engine_threads(torch.device(device)) == expected
 
 
 def send(port: int, method: str, path: str, fields=None, key=KEY) -> tuple[int, dict]:
