@@ -168,17 +168,17 @@ def sample(
     """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `stream`."""
     if temperature < torch.finfo(torch.float32).tiny:  # as 0: float32 could not divide by it
         return logits.argmax(-1)
-    probability, order = ranked(logits, temperature, top_k, top_p)
-    drawn = torch.multinomial(probability, 1, generator=generator)
-    return order.gather(-1, drawn).squeeze(-1)
+    probability = probabilities(logits, temperature, top_k, top_p)
+    return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
 
 
-def ranked(
+def probabilities(
     logits: Tensor, temperature: float | Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns probabilities [B, vocab], the likeliest first, and their tokens.
+) -> Tensor:
+    """Returns the probabilities of the tokens [B, vocab], which need not add up to 1.
 
-    The probabilities need not add up to 1.
+    They are in the order of the tokens: in the order of their size, rounding errors of the logits would change which
+    token gets which random number.
 
     Args:
         logits: [B, vocab].
@@ -186,14 +186,14 @@ def ranked(
         top_k: ranks from which on the probability is 0; None for no limit.
         top_p: share of the sum from which on the probability is 0; None for no limit.
     """
-    logits, order = logits.float().sort(dim=-1, descending=True)
+    logits, tokens = logits.float().sort(dim=-1, descending=True)
     probability = ((logits - logits[..., :1]) / temperature).softmax(-1)  # at most 0, so that nothing overflows
     if top_k is not None:
         probability.masked_fill_(torch.arange(logits.shape[-1], device=logits.device) >= top_k, 0)
     if top_p is not None:
         before = probability.cumsum(-1) - probability  # the likeliest token always stays
         probability.masked_fill_(before >= top_p * probability.sum(-1, keepdim=True), 0)
-    return probability, order
+    return torch.empty_like(probability).scatter_(-1, tokens, probability)
 
 
 def _sample_of(vocab_size: int | None, logits: Tensor, **options: Any) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sympow.models.generation import ranked
+from sympow.models.generation import probabilities
 from sympow.serving.requests import Sampling, TokenLogprob
 
 
@@ -104,11 +104,11 @@ def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:
     ]
     temperature, top_k, top_p = to_device(torch.tensor(columns), logits.device)[..., None]
     # Of a row that is not finite no token counts.
-    probability, order = ranked(logits.nan_to_num(), temperature, top_k, top_p)
+    probability = probabilities(logits.nan_to_num(), temperature, top_k, top_p)
     noise = torch.empty_like(probability)
     for row, each in zip(noise, draws, strict=True):
         row.exponential_(generator=each.generator)
-    return order.gather(1, (probability / noise).argmax(1, keepdim=True))[:, 0]
+    return (probability / noise).argmax(1)
 
 
 def begun(device: torch.device) -> Callable[[], None]:

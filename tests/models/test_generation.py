@@ -158,3 +158,12 @@ def test_a_prompt_that_is_no_tensor_is_refused():
 def test_unknown_options_are_refused(function):
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
         function(model(), prompt(), 3, temprature=1.0)
+
+
+def test_rounding_of_nearly_equal_logits_changes_no_draw():
+    def draws(first: int, second: int) -> list[int]:
+        logits = torch.zeros(1, 20)
+        logits[0, first], logits[0, second] = 2.0, 2.0 - 1e-6
+        return [sample(logits, generator=torch.Generator().manual_seed(seed)).item() for seed in range(50)]
+
+    assert draws(3, 7) == draws(7, 3) and {3, 7} <= set(draws(3, 7))
