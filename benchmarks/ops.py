@@ -38,6 +38,7 @@ from sympow.ops.eager import default_chunk_size
 
 MODES = ("forward", "forward+backward")
 GRAPHED = 4096  # tokens up to which a call on a GPU is timed as a CUDA graph
+SAME = ("device", "peer", "mode", "dtype", "B", "T", "H", "G", "K", "V", "p", "gated")  # what a row is about
 
 
 def power_call(case: Case, inputs: dict[str, Tensor], impl: str, mode: str, chunk: int | None = None) -> list[Tensor]:
@@ -223,6 +224,8 @@ def main() -> None:
     parser = options("benchmarks.ops", __doc__)
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}, with commas; default sdpa on the CPU, cudnn on a GPU")
+    parser.add_argument("--times", help="only cases of so many tokens, with commas; other rows of --json are kept")
+    parser.add_argument("--powers", help="only cases of these p, with commas; other rows of --json are kept")
     parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw --plot from the rows of --json")
     args = parser.parse_args()
@@ -236,20 +239,37 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     torch.set_num_threads(args.threads)
+    cases = CASES[args.device]
+    chosen = [case for case in cases if _among(case.T, args.times) and _among(case.p, args.powers)]
+    if not chosen:
+        parser.error(f"no case has --times {args.times} and --powers {args.powers}")
     rows: list[dict] = []
-    cold = cold_start(CASES["cuda"][0]) if args.device == "cuda" else None
+    if chosen != cases and args.json.exists():
+        rows = json.loads(args.json.read_text())
+    cold = cold_start(CASES["cuda"][0]) if args.device == "cuda" and chosen == cases else None
     print(f"{'T':>7} {'K':>4} {'p':>2} {'mode':>17} {'ms':>10} {'peer ms':>10} {'ratio':>6} {'err':>8} {'extra MB':>8}")
     for mode in MODES:
-        for row in measure(CASES[args.device], args.device, args.impl, mode, peers):
+        for row in measure(chosen, args.device, args.impl, mode, peers):
+            rows = [other for other in rows if any(other[name] != row[name] for name in SAME)]
             rows.append(row | {"cold_start_s": cold})
             memory = "" if row["extra_mb"] is None else f"{row['extra_mb']:.0f}"
             timing = f"{row['ms']:>10.2f} {row['peer_ms']:>10.2f} {row['ratio']:>6.2f}"
             case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
             print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
-            ordered = sorted(rows, key=lambda row: (row["p"], row["K"], row["G"] / row["H"], row["G"], row["T"]))
-            write(args.json, ordered)  # a run that is stopped keeps what it has
+            rows.sort(key=_order)
+            write(args.json, rows)  # a run that is stopped keeps what it has
     if args.plot:
         plot(rows, args.plot)
+
+
+def _order(row: dict) -> tuple:
+    titles = [title for title, _ in PEERS.values()]
+    shape = (row["p"], row["K"], row["G"] / row["H"], row["G"], row["T"])
+    return (*shape, MODES.index(row["mode"]), not row["gated"], titles.index(row["peer"]))
+
+
+def _among(number: int, listed: str | None) -> bool:
+    return listed is None or number in map(int, listed.split(","))
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,25 @@ def test_rows(monkeypatch, tmp_path):
     columns = "op impl peer device dtype B T H G K V p chunk gated mode ms peer_ms ratio err commit torch"
     assert set(columns.split()) <= rows[0].keys()
     assert 0 < rows[1]["err"] < 1e-5
+
+
+def test_some_cases_leave_other_rows(monkeypatch, tmp_path):
+    """And replace their own."""
+    monkeypatch.setitem(CASES, "cpu", [SMALL, replace(SMALL, T=80)])
+    file = tmp_path / "ops.json"
+    command = ["ops", "--device", "cpu", "--threads", "1", "--json", str(file)]
+    for more in ([], ["--times", "80,90", "--powers", "2"]):
+        monkeypatch.setattr("sys.argv", command + more)
+        ops.main()
+        rows = json.loads(file.read_text())
+        assert [(row["T"], row["mode"]) for row in rows] == [
+            (70, "forward"), (70, "forward+backward"), (80, "forward"), (80, "forward+backward")
+        ]  # fmt: skip
+        monkeypatch.setattr(ops, "milliseconds", lambda calls, device, rounds=7: [2.0] * len(calls))
+    assert [row["ms"] for row in rows] == [1.0, 1.0, 2.0, 2.0]
+    monkeypatch.setattr("sys.argv", [*command, "--times", "3"])
+    with pytest.raises(SystemExit):
+        ops.main()
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):

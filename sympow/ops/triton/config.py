@@ -82,9 +82,9 @@ HOPPER = {
         state=Launch(4, 32, 4, 4, 32),
     ),
     64: Config(
-        output=Launch(128, 64, 4, 3, 64),
-        query=Launch(256, 64, 8, 2, 256),
-        key=Launch(64, 64, 4, 2, 128),
+        output=Launch(128, 64, 4, 4, 64),
+        query=Launch(256, 64, 8, 4, 128),
+        key=Launch(64, 64, 4, 4, 64),
         state=Launch(4, 64, 4, 4, 64),
         parts=4,
     ),

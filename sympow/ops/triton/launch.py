@@ -53,11 +53,10 @@ def _output(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> 
 def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide: bool) -> Launcher:
     size = plan.hopper_launches.output
     levels: tuple = plan.levels.shape if plan.chunk and plan.leveled else ()
-    prefixes, weights = plan.tables[1:3] if levels else plan.tables[:2]
+    prefixes, weights = plan.tables[1:3] if levels else (None, None)
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
     numbers |= {"out_scale": plan.out_scale, "eps": eps}
-    counts = plan.counts()
-    constants = plan.hopper_dims(size) | {"P": plan.p, "LOWER": counts["lower"], "UPPER": counts["upper"]}
+    constants = plan.hopper_dims(size) | {"P": plan.p}
     constants |= {"LEVELS": levels, "SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early(after=plan.gated)
     tables = {"prefixes": prefixes, "weights": weights}

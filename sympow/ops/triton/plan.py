@@ -76,6 +76,8 @@ class Shapes:
             if self.hopper or self.leveled:
                 launches = config.HOPPER[self.K] if self.hopper else config.HOPPER_POWERS[p, self.key_dim]
             multiple = launches.chunk_multiple
+            if self.hopper:  # loops of the state pass are unrolled over its buffers
+                multiple = max(multiple, launches.state.step * launches.state.stages)
             self.chunk = config.ceil_div(chunk, multiple) * multiple
             if self.chunk < config.WEIGH_BLOCK:  # a block of tokens is then the chunk, and its length a power of two
                 self.chunk = config.next_power_of_2(self.chunk)

@@ -10,7 +10,6 @@ from sympow.ops.triton.hopper.primitives import (
     await_last,
     column,
     copy_rows,
-    copy_state,
     exp2,
     query_step,
     reach_tile,
@@ -19,32 +18,62 @@ from sympow.ops.triton.hopper.primitives import (
 )
 from sympow.ops.triton.hopper.quarters import key_states
 from sympow.ops.triton.hopper.renamed import barrier
+from sympow.ops.triton.hopper.ring import await_tile, copies_ahead, copy_tile, first_tiles, ring, running
 
 
 @gluon.jit
 def _both(
-    state_s, state, columns, values_s, base, dkeys, dvalues,
+    tiles, state, columns, values, base, dkeys, dvalues,
     START: gl.constexpr, STOP: gl.constexpr, STEPS: gl.constexpr, FROM: gl.constexpr,
-    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr,
     layout: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Adds the parts of the tiles START to STOP - 1 of the state to the gradients of keys, and of their rows from FROM
     on to the gradients of values. Lower and upper tiles have loops of their own. In one loop with a branch, ptxas
     computed the index of a tile in the other branch."""
+    STAGES: gl.constexpr = len(tiles)
+    LAST: gl.constexpr = STOP - (STOP - START) % STAGES
+    for i in range(START, LAST, STAGES):
+        dkeys, dvalues = _some_of_both(
+            tiles, state, columns, values, base, dkeys, dvalues, i, START % STAGES, STAGES, STEPS, FROM, TILE, K, V,
+            HALF, layout, num_warps,
+        )  # fmt: skip
+    if LAST < STOP:
+        dkeys, dvalues = _some_of_both(
+            tiles, state, columns, values, base, dkeys, dvalues, LAST, LAST % STAGES, STOP - LAST, STEPS, FROM, TILE, K,
+            V, HALF, layout, num_warps,
+        )  # fmt: skip
+    return dkeys, dvalues
+
+
+@gluon.jit
+def _some_of_both(
+    tiles, state, columns, values, base, dkeys, dvalues, first,
+    STAGE: gl.constexpr, COUNT: gl.constexpr, STEPS: gl.constexpr, FROM: gl.constexpr,
+    TILE: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr,
+    layout: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Adds the parts of COUNT tiles from `first` on; the first one is in buffer STAGE. Operands and waits are as in
+    `ring.add_products`, with two products for each prefix."""
     PER: gl.constexpr = TILE // K
-    for i in range(START, STOP):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        ahead = i + (STAGES - 1)
-        copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-        tile = state_s.index(i % STAGES)
+    STAGES: gl.constexpr = len(tiles)
+    left, right = values, base
+    f = column(columns, first * PER, layout)
+    for n in gl.static_range(COUNT):
+        await_tile(STAGES)
+        to = tiles[(STAGE + n + copies_ahead(STAGES)) % STAGES]
+        copy_tile(to, state, first + (n + copies_ahead(STAGES)), STEPS, K, TILE, V, HALF, num_warps)
         for u in gl.static_range(PER):
-            f = column(columns, i * PER + u, layout)
-            part = tile.slice(u * K, K, 0)
-            dkeys = warpgroup_mma(values_s.load(layout) * f, part.permute([1, 0]), dkeys, is_async=True)
-            dvalues = warpgroup_mma(base * f, part.slice(FROM, K - FROM, 0), dvalues, is_async=True)
-        dkeys, dvalues = warpgroup_mma_wait(0, deps=(dkeys, dvalues))
+            before, early = left, right
+            left, right = values * f, base * f
+            if n * PER + u + 1 < COUNT * PER:
+                f = column(columns, first * PER + (n * PER + u + 1), layout)
+            part = tiles[(STAGE + n) % STAGES].slice(u * K, K, 0)
+            dkeys = warpgroup_mma(left, part.permute([1, 0]), dkeys, is_async=True)
+            dvalues = warpgroup_mma(right, part.slice(FROM, K - FROM, 0), dvalues, is_async=True)
+            dkeys, dvalues, before, early, left, right = warpgroup_mma_wait(
+                2 * running(u, PER, n, COUNT, STAGES), deps=(dkeys, dvalues, before, early, left, right)
+            )
     return dkeys, dvalues
 
 
@@ -59,33 +88,29 @@ def _key_halves(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     STEPS: gl.constexpr = K * K // TILE
     LOWER_STEPS: gl.constexpr = HALF * K // TILE
-    state_s = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-    )
+    tiles = ring(STAGES, TILE, V)
     if Z:
-        copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
-    for early in gl.static_range(STAGES - 1):
-        copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
+        copy_rows(tiles[STAGES - 1], z, K, K, TILE, K, num_warps)
+    first_tiles(tiles, state, STEPS, K, TILE, V, HALF, num_warps)
     columns = stage_columns(keys_s.load(left_layout), K, BLOCK)
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     if Z:
-        dkeys = warpgroup_mma(keys_s, state_s.index(STAGES - 1).slice(0, K, 0), dkeys)
+        dkeys = warpgroup_mma(keys_s, tiles[STAGES - 1].slice(0, K, 0), dkeys)
+    values = values_s.load(left_layout)
     # A row with a lower prefix and an upper last index counts for two orderings.
     width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
     base = keys_s.load(left_layout) * gl.where(width >= HALF, 2.0, 1.0).to(gl.bfloat16)[None, :]
     dkeys, dvalues = _both(
-        state_s, state, columns, values_s, base, dkeys, dvalues, 0, LOWER_STEPS, STEPS, 0, TILE, K, V, HALF,
-        STAGES, left_layout, num_warps,
+        tiles, state, columns, values, base, dkeys, dvalues, 0, LOWER_STEPS, STEPS, 0, TILE, K, V, HALF,
+        left_layout, num_warps,
     )  # fmt: skip
     dkeys, dvalues = _both(
-        state_s, state, columns, values_s, keys_s.slice(HALF, K - HALF, 1).load(left_layout), dkeys, dvalues,
-        LOWER_STEPS, STEPS, STEPS, HALF, TILE, K, V, HALF, STAGES, left_layout, num_warps,
+        tiles, state, columns, values, keys_s.slice(HALF, K - HALF, 1).load(left_layout), dkeys, dvalues,
+        LOWER_STEPS, STEPS, STEPS, HALF, TILE, K, V, HALF, left_layout, num_warps,
     )  # fmt: skip
-    state_s._keep_alive()
+    for n in gl.static_range(STAGES):
+        tiles[n]._keep_alive()
     return dkeys, dvalues
 
 

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
-    column,
     copy_rows,
     exp2,
     first_keys,
@@ -20,19 +19,7 @@ from sympow.ops.triton.hopper.primitives import (
     stage_columns,
 )
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
-
-
-@gluon.jit
-def _prefix(columns, i, prefixes, weights, P: gl.constexpr, layout: gl.constexpr):
-    """Returns the weighted product of the entries of each token at prefix i, a factor [BLOCK, 1]. For p = 2 all weights
-    are 1."""
-    if P == 2:
-        return column(columns, i, layout)
-    else:
-        f = column(columns, gl.load(prefixes + i * (P - 1)), layout)
-        for m in gl.static_range(1, P - 1):
-            f *= column(columns, gl.load(prefixes + i * (P - 1) + m), layout)
-        return f * gl.load(weights + i).to(gl.bfloat16)
+from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
 
 
 @gluon.jit
@@ -45,33 +32,6 @@ def next_tile(
     left = gl.where(ahead < steps, TILE, 0)
     copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _band(
-    tiles, state, base, columns, acc, prefixes, weights,
-    START: gl.constexpr, STOP: gl.constexpr, STEPS: gl.constexpr, PREFIX: gl.constexpr, ROWS: gl.constexpr,
-    TILE: gl.constexpr, V: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Returns acc plus the parts of the tiles START to STOP - 1: prefixes from PREFIX on, ROWS rows for each, base
-    times each.
-
-    Each operand is computed in registers while the previous products run. While all products run, the copy of the tile
-    STAGES - 1 ahead is started. The iteration ends when the products are done: until then the tensor cores read the
-    registers, and the compiler does not know that it must keep them longer.
-    """
-    COUNT: gl.constexpr = TILE // ROWS
-    for i in range(START, STOP):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        tile = tiles.index(i % STAGES)
-        for u in gl.static_range(COUNT):
-            phi = base * _prefix(columns, PREFIX + (i - START) * COUNT + u, prefixes, weights, P, layout)
-            acc = warpgroup_mma(phi, tile.slice(u * ROWS, ROWS, 0), acc, is_async=True)
-        next_tile(tiles, state, i, STEPS, TILE, V, STAGES, WARPS)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc
 
 
 @gluon.constexpr_function
@@ -177,12 +137,79 @@ def _row_parts(x, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
     return gl.sum(gl.sum(x.reshape([BLOCK, WIDTH // 8, 4, 2]), 3), 1)
 
 
+@gluon.constexpr_function
+def plain_rows(key_dim, half, parts):
+    """Returns the number of rows of a state for p = 2 (`rows.py`)."""
+    upper = key_dim - half
+    return 5 * key_dim**2 // 8 if parts == 4 else half * key_dim + upper * upper
+
+
+@gluon.jit
+def _through_rows(
+    acc, total, queries_s, state, z,
+    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, score_mma: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Returns acc plus the queries' products with a state of p = 2 (`rows.py`), and with NORMALIZE, total plus those
+    with z, [BLOCK]."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    UPPER: gl.constexpr = K - HALF
+    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # the first last index that is larger than a lower prefix
+    LOWER_STEPS: gl.constexpr = FIRST * K // TILE
+    UPPER_STEPS: gl.constexpr = LOWER_STEPS + HALF * UPPER // TILE
+    SQUARE: gl.constexpr = FIRST * FIRST // TILE
+    STEPS: gl.constexpr = plain_rows(K, HALF, PARTS) // TILE
+    gl.static_assert(plain_rows(K, HALF, PARTS) == STEPS * TILE)
+    tiles = ring(STAGES, TILE, V)
+    if NORMALIZE:  # K = V; Z reuses the memory of the tile that is copied last
+        copy_rows(tiles[STAGES - 1], z, K, K, TILE, K, WARPS)
+    first_tiles(tiles, state, STEPS, K, TILE, V, 0, WARPS)
+    if NORMALIZE:
+        inner = warpgroup_mma(queries_s, tiles[STAGES - 1].slice(0, K, 0), gl.zeros([BLOCK, K], gl.float32, z_mma))
+        inner *= queries_s.load(z_mma).to(gl.float32)
+        total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
+    base = queries_s.load(layout)
+    columns = stage_columns(base, K, BLOCK)
+    # A row with a lower prefix and an upper last index counts for both orderings.
+    width = gl.arange(0, K, gl.SliceLayout(0, layout))
+    base *= gl.where(width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
+    acc = add_products(tiles, state, base, columns, acc, 0, LOWER_STEPS, STEPS, 0, K, TILE, V, 0, layout, WARPS)
+    upper = queries_s.slice(HALF, UPPER, 1).load(layout)
+    if PARTS == 4:
+        MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2
+        acc = add_products(
+            tiles, state, upper + upper, columns, acc, LOWER_STEPS, MIDDLE, STEPS, FIRST, UPPER, TILE, V, 0,
+            layout, WARPS,
+        )  # fmt: skip
+        upper_width = gl.arange(0, UPPER, gl.SliceLayout(0, layout))
+        upper *= gl.where(upper_width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
+        acc = add_products(
+            tiles, state, upper, columns, acc, MIDDLE, UPPER_STEPS, STEPS, HALF, UPPER, TILE, V, 0, layout, WARPS
+        )
+        for which in gl.static_range(2):
+            square = queries_s.slice((1 + 2 * which) * FIRST, FIRST, 1).load(layout)
+            acc = add_products(
+                tiles, state, square, columns, acc, UPPER_STEPS + which * SQUARE, UPPER_STEPS + (which + 1) * SQUARE,
+                STEPS, (1 + 2 * which) * FIRST, FIRST, TILE, V, 0, layout, WARPS,
+            )  # fmt: skip
+    elif UPPER > 0:
+        acc = add_products(
+            tiles, state, upper, columns, acc, LOWER_STEPS, UPPER_STEPS, STEPS, HALF, UPPER, TILE, V, 0, layout,
+            WARPS,
+        )  # fmt: skip
+    for n in gl.static_range(STAGES):
+        tiles[n]._keep_alive()
+    return acc, total
+
+
 @gluon.jit
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
     K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    LOWER: gl.constexpr, UPPER: gl.constexpr, LEVELS: gl.constexpr, SKIP: gl.constexpr, R: gl.constexpr,
+    LEVELS: gl.constexpr, SKIP: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -203,14 +230,7 @@ def output_pass(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
-    z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
-    NARROW: gl.constexpr = K - HALF
-    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # the first last index that is larger than a lower prefix
-    SQUARES: gl.constexpr = 2 * FIRST * FIRST if PARTS == 4 else 0
-    rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] + LOWER * K + UPPER * NARROW + SQUARES
-    LOWER_STEPS: gl.constexpr = LOWER * K // TILE
-    UPPER_STEPS: gl.constexpr = (LOWER * K + UPPER * NARROW) // TILE
-    STEPS: gl.constexpr = rows // TILE
+    rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] if len(LEVELS) > 0 else plain_rows(K, HALF, PARTS)
 
     # Products within the chunk read queries from shared memory. Queries that were kept in registers across a loop gave
     # wrong results (Triton 3.6 to 3.7).
@@ -238,28 +258,18 @@ def output_pass(
                 chunk = gl.load(chunk_starts + n).to(gl.int64) + begin // CHUNK
             else:
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
-            gl.static_assert((LOWER * K % TILE == 0) & (UPPER * NARROW % (PARTS // 2 * TILE) == 0) & (rows % TILE == 0))
-            if PARTS == 4:
-                gl.static_assert(FIRST * FIRST % TILE == 0)
             state = s + (chunk * G + g) * (rows * V)
-            state_s = gl.allocate_shared_memory(
-                gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-            )
-            if NORMALIZE:  # p = 2, K = V; Z reuses the memory of the tile that is copied last
-                copy_rows(state_s.index(STAGES - 1), z + (chunk * G + g) * (K * K), K, K, TILE, K, num_warps)
-            for early in gl.static_range(STAGES - 1):
-                copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
-                async_copy.commit_group()
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            if NORMALIZE:
-                matrix = state_s.index(STAGES - 1).slice(0, K, 0)
-                inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, z_mma))
-                inner *= queries_s.load(z_mma).to(gl.float32)
-                total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
-            base = queries_s.load(left_layout)
-            columns = stage_columns(base, K, BLOCK)
             if len(LEVELS) > 0:
+                state_s = gl.allocate_shared_memory(
+                    gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
+                )
+                for early in gl.static_range(STAGES - 1):
+                    copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
+                    async_copy.commit_group()
+                async_copy.wait_group(STAGES - 2)
+                fence_async_shared()
+                base = queries_s.load(left_layout)
+                columns = stage_columns(base, K, BLOCK)
                 products = columns
                 if P > 3:
                     products = stage_pairs(columns, K, SKIP, BLOCK, num_warps)
@@ -269,37 +279,12 @@ def output_pass(
                         rows // TILE, LEVELS[level][0], LEVELS[level][1], BLOCK, K, V, TILE, STAGES, num_warps,
                         left_layout,
                     )  # fmt: skip
-            # A row with a lower prefix and an upper last index counts for P orderings.
-            width = gl.arange(0, K, gl.SliceLayout(0, left_layout))
-            base *= gl.where(width >= FIRST, P, 1).to(gl.bfloat16)[None, :]
-            acc = _band(
-                state_s, state, base, columns, acc, prefixes, weights, 0, LOWER_STEPS, STEPS, 0, K, TILE, V, P, STAGES,
-                left_layout, num_warps,
-            )  # fmt: skip
-            if UPPER > 0:
-                upper = queries_s.slice(HALF, NARROW, 1).load(left_layout)
-                MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2 if PARTS == 4 else LOWER_STEPS
-                if PARTS == 4:
-                    acc = _band(
-                        state_s, state, upper + upper, columns, acc, prefixes, weights,
-                        LOWER_STEPS, MIDDLE, STEPS, FIRST, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
-                    )  # fmt: skip
-                    upper_width = gl.arange(0, NARROW, gl.SliceLayout(0, left_layout))
-                    upper *= gl.where(upper_width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
-                acc = _band(
-                    state_s, state, upper, columns, acc, prefixes, weights, MIDDLE, UPPER_STEPS, STEPS,
-                    HALF if PARTS == 4 else LOWER, NARROW, TILE, V, P, STAGES, left_layout, num_warps,
+                state_s._keep_alive()
+            else:
+                acc, total = _through_rows(
+                    acc, total, queries_s, state, z + (chunk * G + g) * (K * K), K, V, HALF, PARTS, BLOCK, TILE,
+                    STAGES, NORMALIZE, mma, score_mma, num_warps,
                 )  # fmt: skip
-            if PARTS == 4:
-                SQUARE: gl.constexpr = FIRST * FIRST // TILE
-                for which in gl.static_range(2):
-                    square = queries_s.slice((1 + 2 * which) * FIRST, FIRST, 1).load(left_layout)
-                    acc = _band(
-                        state_s, state, square, columns, acc, prefixes, weights, UPPER_STEPS + which * SQUARE,
-                        UPPER_STEPS + (which + 1) * SQUARE, STEPS, (1 + 2 * which) * FIRST, FIRST, TILE, V, P, STAGES,
-                        left_layout, num_warps,
-                    )  # fmt: skip
-            state_s._keep_alive()
     if LATE:
         async_copy.wait_group(0)
         barrier()

@@ -8,9 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sympow.ops.triton.hopper.primitives import (
     assign,
     await_last,
-    column,
     copy_rows,
-    copy_state,
     exp2,
     first_keys,
     reach_tile,
@@ -19,6 +17,7 @@ from sympow.ops.triton.hopper.primitives import (
 )
 from sympow.ops.triton.hopper.quarters import query_states
 from sympow.ops.triton.hopper.renamed import barrier
+from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
 
 
 @gluon.jit
@@ -31,36 +30,21 @@ def _query_halves(
     that of the normalizer."""
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     STEPS: gl.constexpr = K * K // TILE
-    PER: gl.constexpr = TILE // K
-    state_s = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-    )
+    tiles = ring(STAGES, TILE, V)
     if NORMALIZE:  # Z reuses the memory of the tile that is copied last
-        copy_rows(state_s.index(STAGES - 1), z, K, K, TILE, K, num_warps)
-    for early in gl.static_range(STAGES - 1):
-        copy_state(state_s.index(early), state, early, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
+        copy_rows(tiles[STAGES - 1], z, K, K, TILE, K, num_warps)
+    first_tiles(tiles, state, STEPS, K, TILE, V, HALF, num_warps)
     columns = stage_columns(queries_s.load(left_layout), K, BLOCK)
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     if NORMALIZE:
-        matrix = state_s.index(STAGES - 1).slice(0, K, 0)
-        inner = warpgroup_mma(queries_s, matrix, gl.zeros([BLOCK, K], gl.float32, mma))
+        inner = warpgroup_mma(queries_s, tiles[STAGES - 1].slice(0, K, 0), gl.zeros([BLOCK, K], gl.float32, mma))
         acc -= inner * d[:, None]
     dy = dy_s.load(left_layout)
-    for i in range(STEPS):
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        tile = state_s.index(i % STAGES)
-        for u in gl.static_range(PER):
-            phi = dy * column(columns, i * PER + u, left_layout)
-            acc = warpgroup_mma(phi, tile.slice(u * K, K, 0).permute([1, 0]), acc, is_async=True)
-        ahead = i + (STAGES - 1)
-        copy_state(state_s.index(ahead % STAGES), state, ahead, STEPS, TILE, K, V, HALF, num_warps)
-        async_copy.commit_group()
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-    state_s._keep_alive()
+    acc = add_products(
+        tiles, state, dy, columns, acc, 0, STEPS, STEPS, 0, K, TILE, V, HALF, left_layout, num_warps
+    )
+    for n in gl.static_range(STAGES):
+        tiles[n]._keep_alive()
     return acc
 
 

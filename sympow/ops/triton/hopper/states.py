@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper.primitives import exp2, step_pointers
 from sympow.ops.triton.hopper.renamed import barrier, load_async
+from sympow.ops.triton.hopper.ring import ring
 
 
 @gluon.constexpr_function
@@ -32,16 +33,26 @@ def by_prefix(prefixes, tile, step, warps):
 
 
 @gluon.jit
-def _times(
-    keys, factors, i: gl.constexpr,
-    PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
-):  # fmt: skip
-    """Returns tile i: the keys [M, STEP], repeated for each of PREFIXES prefixes, times the factors of these."""
+def _load_factors(
+    factors, i: gl.constexpr, PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr
+):
+    """Returns the factors of tile i, of PREFIXES prefixes, as `_times` takes them."""
     if PREFIXES == 1:
-        return keys * factors.slice(i, 1, 0).load(left_layout)
+        return factors.slice(i, 1, 0).load(left_layout)
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1, by_prefix(PREFIXES, 16 * WARPS, STEP, WARPS))
+        return factors.slice(i * PREFIXES, PREFIXES, 0).load(layout)
+
+
+@gluon.jit
+def _times(
+    keys, f, PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr
+):
+    """Returns a tile: the keys [M, STEP], repeated for each of PREFIXES prefixes, times the factors of these."""
+    if PREFIXES == 1:
+        return keys * f
     else:
         layout: gl.constexpr = by_prefix(PREFIXES, 16 * WARPS, STEP, WARPS)
-        f = factors.slice(i * PREFIXES, PREFIXES, 0).load(gl.SliceLayout(1, layout))
         rows = gl.convert_layout(keys.reshape([PREFIXES, 16 * WARPS // PREFIXES, STEP]), layout, assert_trivial=True)
         tile = (rows * f.expand_dims(1)).reshape([16 * WARPS, STEP])
         return gl.convert_layout(tile, left_layout, assert_trivial=True)
@@ -60,28 +71,23 @@ def places(
 
 @gluon.jit
 def _write(
-    out, acc, is_z, prefix, row0,
+    out, acc, is_z: gl.constexpr, prefix, row0,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     acc = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
-    gl.store(out + here, acc, mask=(m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None])  # Z is one prefix
+    here = places(0 if is_z else prefix, row0, PREFIXES, WIDTH, ROWS, V, layout)
+    gl.store(out + here, acc, mask=(m < (WIDTH if is_z else PREFIXES * WIDTH))[:, None])  # Z is one prefix
 
 
 @gluon.jit
 def _write_all(
-    out, is_z, prefix, row0, a0, a1, a2, a3,
-    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    TILES: gl.constexpr, layout: gl.constexpr,
+    out, is_z: gl.constexpr, prefix, row0, accs,
+    PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    _write(out, a0, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, layout)
-    if not is_z:
-        _write(out, a1, is_z, prefix + PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
-        if TILES > 2:
-            _write(out, a2, is_z, prefix + 2 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
-            _write(out, a3, is_z, prefix + 3 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
+    for n in gl.static_range(len(accs)):
+        _write(out, accs[n], is_z, prefix + n * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, layout)
 
 
 @gluon.jit
@@ -92,21 +98,23 @@ def computed_here(x):
 
 @gluon.jit
 def _multiply_and_write(
-    out, other, followed, acc, is_z, prefix, row0, last,
+    out, other, followed, acc, is_z: gl.constexpr, prefix, row0, last,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
     FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
     """Does the same as `_write`, and returns the part of each row in the inner product with the state at `other`, which
     may be `out`: [rows], 0 unless `followed`. Between parts of K (`rows.py`) one row counts for both orderings."""
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH)) & followed
-    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
+    wanted = (m < (WIDTH if is_z else PREFIXES * WIDTH)) & followed
+    here = places(0 if is_z else prefix, row0, PREFIXES, WIDTH, ROWS, V, layout)
     theirs = gl.load(other + here, mask=wanted[:, None], other=0.0).to(gl.float32)
     # Rounded as it is when it is written. The key pass reads the rounded state, so the same rounding errors are in
     # both, and cancel in the gradient of the gate.
     own = acc.to(out.dtype.element_ty).to(gl.float32)
-    between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
-    x = gl.sum(theirs * own, 1) * gl.where(is_z, 1.0, gl.where(between, 2.0, 1.0))
+    x = gl.sum(theirs * own, 1)
+    if not is_z:
+        between = (prefix + m // WIDTH) // FIRST != (last + m % WIDTH) // FIRST
+        x *= gl.where(between, 2.0, 1.0)
     x = gl.where(wanted, x, 0.0)  # rows beside Z belong to no prefix, so `acc` is arbitrary there
     barrier()  # all threads have read what is overwritten now
     _write(out, acc, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout)
@@ -115,47 +123,36 @@ def _multiply_and_write(
 
 @gluon.jit
 def _multiply_and_write_all(
-    out, other, products, followed, is_z, prefix, row0, last, a0, a1, a2, a3,
+    out, other, products, followed, is_z: gl.constexpr, prefix, row0, last, accs,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
-    FIRST: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
+    FIRST: gl.constexpr, layout: gl.constexpr, out_layout: gl.constexpr,
 ):  # fmt: skip
     """Adds to products [1] the sum of `_multiply_and_write` over all tiles."""
     prefix = computed_here(prefix)
-    x = _multiply_and_write(
-        out, other, followed, a0, is_z, prefix, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout, out_layout
-    )
-    if not is_z:
+    x = gl.zeros([PREFIXES * WIDTH], gl.float32, gl.SliceLayout(1, layout))
+    for n in gl.static_range(len(accs)):
         x += _multiply_and_write(
-            out, other, followed, a1, is_z, prefix + PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST, layout,
-            out_layout,
+            out, other, followed, accs[n], is_z, prefix + n * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
+            layout, out_layout,
         )  # fmt: skip
-        if TILES > 2:
-            x += _multiply_and_write(
-                out, other, followed, a2, is_z, prefix + 2 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
-                layout, out_layout,
-            )  # fmt: skip
-            x += _multiply_and_write(
-                out, other, followed, a3, is_z, prefix + 3 * PREFIXES, row0, last, PREFIXES, WIDTH, ROWS, V, FIRST,
-                layout, out_layout,
-            )  # fmt: skip
     gl.store(products, gl.sum(x, 0))
 
 
 @gluon.jit
 def _read(
-    ptr, is_z, prefix, row0,
+    ptr, is_z: gl.constexpr, prefix, row0,
     PREFIXES: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr,
     layout: gl.constexpr, to: gl.constexpr,
 ):  # fmt: skip
     m = gl.arange(0, PREFIXES * WIDTH, gl.SliceLayout(1, layout))
-    here = places(gl.where(is_z, 0, prefix), row0, PREFIXES, WIDTH, ROWS, V, layout)
-    wanted = (m < gl.where(is_z, WIDTH, PREFIXES * WIDTH))[:, None]
+    here = places(0 if is_z else prefix, row0, PREFIXES, WIDTH, ROWS, V, layout)
+    wanted = (m < (WIDTH if is_z else PREFIXES * WIDTH))[:, None]
     return gl.convert_layout(gl.load(ptr + here, mask=wanted, other=0.0), to)
 
 
 @gluon.jit
 def _load_step(
-    stage, x, x_st, xt, stride, y, y_st, left, xs, ys, fs,
+    xs, ys, fs, x, x_st, xt, stride, y, y_st, left,
     WIDTH: gl.constexpr, M: gl.constexpr, V: gl.constexpr, FACTORS: gl.constexpr, STEP: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -163,23 +160,23 @@ def _load_step(
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
     t = gl.arange(0, STEP, gl.SliceLayout(1, x_layout))
     m = gl.arange(0, M, gl.SliceLayout(0, x_layout))
-    load_async(xs.index(stage), x + (t[:, None] * x_st + (m % WIDTH)[None, :]), mask=(t < left)[:, None])
+    load_async(xs, x + (t[:, None] * x_st + (m % WIDTH)[None, :]), mask=(t < left)[:, None])
     y_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
     t = gl.arange(0, STEP, gl.SliceLayout(1, y_layout))
     col = gl.arange(0, V, gl.SliceLayout(0, y_layout))
-    load_async(ys.index(stage), y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None])
+    load_async(ys, y + (t[:, None] * y_st + col[None, :]), mask=(t < left)[:, None])
     f_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     r = gl.arange(0, FACTORS, gl.SliceLayout(1, f_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, f_layout))
     some = (r < gl.where(left > 0, FACTORS, 0))[:, None]  # after the end of the sequence there is not even padding
-    load_async(fs.index(stage), xt + (r[:, None] * stride + t[None, :]), mask=some)
+    load_async(fs, xt + (r[:, None] * stride + t[None, :]), mask=some)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _walk(
     x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
-    products_step, is_z, prefix, row0, last, chunks, length, xs, ys, fs,
+    products_step, is_z: gl.constexpr, prefix, row0, last, chunks, length,
     WIDTH: gl.constexpr, ROWS: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
@@ -187,88 +184,91 @@ def _walk(
     """Computes TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each
     prefix. Pointers are to the first token, chunk and head; `x` is at the first last index, `xt` at the row of the
     prefix too. `other` is part of s_forward or z_forward of `state_pass`. last: the first last index. FIRST: channels
-    of a part of K."""
+    of a part of K.
+
+    The loop over steps is unrolled over the buffers, so that every buffer is known at compilation. Otherwise the
+    compiler would insert a barrier before each copy.
+    """
     LEAST: gl.constexpr = 16 * WARPS  # a product has at least so many rows
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
-    FACTORS: gl.constexpr = TILES * PREFIXES
+    AHEAD: gl.constexpr = STAGES - 2  # the products of the last step still read a buffer while copies are started
+    STEPS: gl.constexpr = R * (CHUNK // STEP)
+    gl.static_assert(STEPS % STAGES == 0)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [WARPS, 1], [1, 0])
-    a0 = gl.zeros([M, V], gl.float32, mma)
-    a1 = gl.zeros([M, V], gl.float32, mma)
-    a2 = gl.zeros([M, V], gl.float32, mma)
-    a3 = gl.zeros([M, V], gl.float32, mma)
-    if INIT:
-        a0 = _read(init, is_z, prefix, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
-        if not is_z:
-            a1 = _read(init, is_z, prefix + PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
-            if TILES > 2:
-                a2 = _read(init, is_z, prefix + 2 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
-                a3 = _read(init, is_z, prefix + 3 * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    xs = ring(STAGES, STEP, M)
+    ys = ring(STAGES, STEP, V)
+    fs = ()
+    for _ in gl.static_range(STAGES):
+        fs = fs + (gl.allocate_shared_memory(gl.bfloat16, [TILES * PREFIXES, STEP], flat),)
+    accs = ()
+    for n in gl.static_range(TILES):
+        if INIT:
+            acc = _read(init, is_z, prefix + n * PREFIXES, row0, PREFIXES, WIDTH, ROWS, V, out_layout, mma)
+        else:
+            acc = gl.zeros([M, V], gl.float32, mma)
+        accs = accs + (acc,)
 
-    total = chunks * (R * (CHUNK // STEP))
-    for early in gl.static_range(STAGES - 1):
+    total = chunks * STEPS
+    for early in gl.static_range(AHEAD):
         x_here, f_here, y_here, left = step_pointers(
             chunks * 0 + early, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
         )
         left = gl.where(early < total, left, 0)
         _load_step(
-            early, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP, WARPS
-        )
-    for it in range(total):
-        if it % (R * (CHUNK // STEP)) == 0:
-            chunk = it // (R * (CHUNK // STEP))
-            if REVERSE:
-                chunk = chunks - 1 - chunk
-            here = out + chunk.to(gl.int64) * out_step
-            if products is not None:
-                _multiply_and_write_all(
-                    here, other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, it > 0,
-                    is_z, prefix, row0, last, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, FIRST, TILES, mma, out_layout,
-                )  # fmt: skip
-            else:
-                _write_all(here, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, out_layout)
-            if GATED:
-                decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
-                a0 *= decay
-                a1 *= decay
-                if TILES > 2:
-                    a2 *= decay
-                    a3 *= decay
-        stage = it % STAGES
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        keys = xs.index(stage).permute([1, 0]).load(left_layout)
-        values = ys.index(stage)
-        factors = fs.index(stage)
-        p0 = _times(keys, factors, 0, PREFIXES, STEP, WARPS, left_layout)
-        w0 = warpgroup_mma(p0, values, a0, is_async=True)
-        ahead = it + (STAGES - 1)
-        x_here, f_here, y_here, left = step_pointers(
-            ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
-        )
-        left = gl.where(ahead < total, left, 0)
-        _load_step(
-            ahead % STAGES, x_here, x_st, f_here, stride, y_here, y_st, left, xs, ys, fs, WIDTH, M, V, FACTORS, STEP,
-            WARPS,
+            xs[early], ys[early], fs[early], x_here, x_st, f_here, stride, y_here, y_st, left,
+            WIDTH, M, V, TILES * PREFIXES, STEP, WARPS,
         )  # fmt: skip
-        if is_z:
-            a0 = warpgroup_mma_wait(0, deps=(w0,))
+    for number in range(chunks):
+        chunk = chunks - 1 - number if REVERSE else chunks * 0 + number
+        here = out + chunk.to(gl.int64) * out_step
+        if products is not None:
+            _multiply_and_write_all(
+                here, other + chunk.to(gl.int64) * out_step, products + chunk.to(gl.int64) * products_step, number > 0,
+                is_z, prefix, row0, last, accs, PREFIXES, WIDTH, ROWS, V, FIRST, mma, out_layout,
+            )  # fmt: skip
         else:
-            p1 = _times(keys, factors, 1, PREFIXES, STEP, WARPS, left_layout)
-            w1 = warpgroup_mma(p1, values, a1, is_async=True)
-            if TILES > 2:
-                p2 = _times(keys, factors, 2, PREFIXES, STEP, WARPS, left_layout)
-                w2 = warpgroup_mma(p2, values, a2, is_async=True)
-                p3 = _times(keys, factors, 3, PREFIXES, STEP, WARPS, left_layout)
-                w3 = warpgroup_mma(p3, values, a3, is_async=True)
-                a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=(w0, w1, w2, w3))
-            else:
-                a0, a1 = warpgroup_mma_wait(0, deps=(w0, w1))
+            _write_all(here, is_z, prefix, row0, accs, PREFIXES, WIDTH, ROWS, V, out_layout)
+        if GATED:
+            decay = exp2(gl.load(sums + gl.minimum((chunk + 1) * CHUNK, length) - 1))
+            decayed = ()
+            for n in gl.static_range(TILES):
+                decayed = decayed + (accs[n] * decay,)
+            accs = decayed
+        for first in range(0, STEPS, STAGES):
+            tile = gl.zeros([M, STEP], gl.bfloat16, left_layout)
+            for u in gl.static_range(STAGES):
+                async_copy.wait_group(AHEAD - 1)
+                fence_async_shared()
+                ahead = number * STEPS + (first + (u + AHEAD))
+                x_here, f_here, y_here, left = step_pointers(
+                    ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
+                )
+                left = gl.where(ahead < total, left, 0)
+                _load_step(
+                    xs[(u + AHEAD) % STAGES], ys[(u + AHEAD) % STAGES], fs[(u + AHEAD) % STAGES], x_here, x_st, f_here,
+                    stride, y_here, y_st, left, WIDTH, M, V, TILES * PREFIXES, STEP, WARPS,
+                )  # fmt: skip
+                keys = xs[u].permute([1, 0]).load(left_layout)
+                f = _load_factors(fs[u], 0, PREFIXES, STEP, WARPS, left_layout)
+                for n in gl.static_range(TILES):
+                    # The tensor cores read the registers of a tile until its products are done. So a tile is passed to
+                    # the wait for its products, which run while the next tile is computed.
+                    before = tile
+                    tile = _times(keys, f, PREFIXES, STEP, WARPS, left_layout)
+                    if n + 1 < TILES:
+                        f = _load_factors(fs[u], n + 1, PREFIXES, STEP, WARPS, left_layout)
+                    acc = warpgroup_mma(tile, ys[u], accs[n], is_async=True)
+                    acc, before, tile = warpgroup_mma_wait(1, deps=(acc, before, tile))
+                    accs = accs[:n] + (acc,) + accs[n + 1 :]
+            done = warpgroup_mma_wait(0, deps=accs + (tile,))
+            accs = done[:TILES]
     async_copy.wait_group(0)
     if FINAL:  # in the order of the registers: another order takes so many registers that fewer programs fit on an SM
-        _write_all(final, is_z, prefix, row0, a0, a1, a2, a3, PREFIXES, WIDTH, ROWS, V, TILES, mma)
+        _write_all(final, is_z, prefix, row0, accs, PREFIXES, WIDTH, ROWS, V, mma)
 
 
 def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps: int) -> int:
@@ -323,9 +323,6 @@ def state_pass(
     upper_row: gl.constexpr = FIRST * K
     square_row: gl.constexpr = upper_row + HALF * UPPER
     rows: gl.constexpr = square_row + (2 * FIRST * FIRST if PARTS == 4 else 0)
-    ys = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, STEP, V], gl.NVMMASharedLayout.get_default_for([STEP, V], gl.bfloat16)
-    )
     offset = gl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + n.to(gl.int64) * ALIGN, ALIGN)
     xt_sh = stride * (K + 1)
     part = gl.program_id(0)
@@ -339,46 +336,30 @@ def state_pass(
         z_forward += (chunk0 * G + g) * (K * K)
         products += (chunk0 * G + g) * gl.num_programs(0) + part
     products_step = G * gl.num_programs(0)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if part < UPPER_PART:
-        is_z = part < SLICES
+    if part < SLICES:
+        last = part * WIDTH
+        _walk(
+            x + last, x_st, x_sh, xt + K * stride.to(gl.int64), xt_sh, stride, x, x_st, x_sh, sums,
+            z_out + (chunk0 * G + g) * (K * K), G * K * K, z_init + end * (K * K), z_final + end * (K * K), z_forward,
+            products, products_step, True, part * 0, last, last, chunks, length,
+            WIDTH, K, V, FIRST, R, 1, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+        )  # fmt: skip
+    elif part < UPPER_PART:
         last = (part % SLICES) * WIDTH
         prefix = (part // SLICES - 1) * LOWER_ROWS
-        out = s_out + (chunk0 * G + g) * (rows * V)
-        out_step = G * rows * V
-        init = s_init + end * (rows * V)
-        final = s_final + end * (rows * V)
-        other = s_forward
-        if is_z:
-            prefix = prefix * 0 + K
-            y = x
-            y_st = x_st
-            y_sh = x_sh
-            out = z_out + (chunk0 * G + g) * (K * K)
-            out_step = G * K * K
-            init = z_init + end * (K * K)
-            final = z_final + end * (K * K)
-            other = z_forward
-        xs = gl.allocate_shared_memory(
-            gl.bfloat16, [STAGES, STEP, LOWER_M], gl.NVMMASharedLayout.get_default_for([STEP, LOWER_M], gl.bfloat16)
-        )
-        fs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, LOWER_ROWS, STEP], flat)
         _walk(
-            x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step,
-            init, final, other, products, products_step, is_z, prefix, last, last, chunks, length, xs, ys, fs,
+            x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
+            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
+            s_final + end * (rows * V), s_forward, products, products_step, False, prefix, last, last, chunks, length,
             WIDTH, K, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif part < SQUARE_PART:
         prefix = FIRST + (part - UPPER_PART) * UPPER_ROWS
-        upper_x = gl.allocate_shared_memory(
-            gl.bfloat16, [STAGES, STEP, UPPER_M], gl.NVMMASharedLayout.get_default_for([STEP, UPPER_M], gl.bfloat16)
-        )
-        upper_f = gl.allocate_shared_memory(gl.bfloat16, [STAGES, UPPER_ROWS, STEP], flat)
         _walk(
             x + HALF, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
             s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
             s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
-            upper_row - FIRST * UPPER, HALF, chunks, length, upper_x, ys, upper_f, UPPER, UPPER, V, FIRST, R, TILES,
+            upper_row - FIRST * UPPER, HALF, chunks, length, UPPER, UPPER, V, FIRST, R, TILES,
             STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
     elif PARTS == 4:
@@ -386,14 +367,10 @@ def state_pass(
         square = (part - SQUARE_PART) // (FIRST // SQUARE_ROWS)
         quarter = (1 + 2 * square) * FIRST
         prefix = quarter + (part - SQUARE_PART) % (FIRST // SQUARE_ROWS) * SQUARE_ROWS
-        square_x = gl.allocate_shared_memory(
-            gl.bfloat16, [STAGES, STEP, SQUARE_M], gl.NVMMASharedLayout.get_default_for([STEP, SQUARE_M], gl.bfloat16)
-        )
-        square_f = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SQUARE_ROWS, STEP], flat)
         _walk(
             x + quarter, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
             s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
             s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
-            square_row + (square * FIRST - quarter) * FIRST, quarter, chunks, length, square_x, ys, square_f, FIRST,
+            square_row + (square * FIRST - quarter) * FIRST, quarter, chunks, length, FIRST,
             FIRST, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
