@@ -119,8 +119,10 @@ def make_inputs(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -
     return inputs
 
 
-def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int | None = None) -> dict[str, Tensor]:
-    """Outputs, states and, for random output gradients, the gradient of every input."""
+def forward(
+    case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int | None = None
+) -> dict[str, Tensor]:
+    """Outputs and states."""
     state = None if inputs["s"] is None else PowerState(inputs["s"], inputs["z"], case.p, case.K)
     out, after = power_attention(
         *(inputs[name] for name in ("q", "k", "v", "log_g")),
@@ -133,7 +135,12 @@ def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int
         cu_seqlens=None if case.ends is None else torch.tensor((0, *case.ends), dtype=torch.int32, device=DEVICE),
         impl=impl,
     )
-    results = {"out": out} | ({"s": after.s, "z": after.z} if after else {})
+    return {"out": out} | ({"s": after.s, "z": after.z} if after else {})
+
+
+def run(case: Case, inputs: dict[str, Tensor | None], impl: str, chunk_size: int | None = None) -> dict[str, Tensor]:
+    """Outputs, states and, for random output gradients, the gradient of every input."""
+    results = forward(case, inputs, impl, chunk_size)
     return with_gradients(results, inputs, row_weights_of(case, inputs))
 
 

@@ -30,7 +30,7 @@ class Config:
     query: Launch
     key: Launch
     state: Launch  # block: tiles of rows of a program, 1, 2 or 4
-    # Parts of K in the rows of a state (`rows.py`), in the forward and in the backward. Only p = 2 on Hopper has 4.
+    # Parts of K in the rows of a state (`rows.py`), in the forward and in the backward. Only p = 2 on Hopper has more.
     parts: int = 2
     gradient_parts: int = 2
 
@@ -93,7 +93,7 @@ HOPPER = {
         query=Launch(128, 64, 8, 3, 128),
         key=Launch(128, 32, 8, 2, 128),
         state=Launch(2, 64, 4, 4, 64),
-        parts=4,
+        parts=8,
         gradient_parts=4,
     ),
 }

@@ -56,8 +56,8 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     prefixes, weights = plan.tables[1:3] if levels else (None, None)
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
     numbers |= {"out_scale": plan.out_scale, "eps": eps}
-    constants = plan.hopper_dims(size) | {"P": plan.p}
-    constants |= {"LEVELS": levels, "SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
+    constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
+    constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early(after=plan.gated)
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
@@ -174,7 +174,7 @@ def _state_tiles(plan: Plan) -> int:
     if not plan.hopper:
         return plan.config.state.block
     size = plan.hopper_launches.state
-    programs = hopper_states.programs(plan.K, plan.half, plan.parts, size.block, size.tile, size.warps)
+    programs = hopper_states.programs(plan.K, plan.parts, size.block, size.tile, size.warps)
     # Half the tiles if there would be fewer than two programs for each SM: two programs hide each other's latency.
     few = programs * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
     return 2 if few else size.block
@@ -185,7 +185,7 @@ def _state_programs(plan: Plan, z: bool) -> int:
     tiles = _state_tiles(plan)
     if plan.hopper:
         size = plan.hopper_launches.state
-        return hopper_states.programs(plan.K, plan.half, plan.parts, tiles, size.tile, size.warps)
+        return hopper_states.programs(plan.K, plan.parts, tiles, size.tile, size.warps)
     counts, narrow, least = plan.counts(), plan.K - plan.half, 64  # rows of a product
     programs = int(z) + config.ceil_div(counts["lower"], tiles * max(1, least // plan.K))
     return programs + (config.ceil_div(counts["upper"], tiles * max(1, least // narrow)) if counts["upper"] else 0)
@@ -204,7 +204,7 @@ def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Laun
 def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.state
     numbers, constants = _state_arguments(plan, reverse, init, final)
-    constants |= {"K": plan.K, "V": plan.V, "HALF": plan.half, "PARTS": plan.parts, "TILES": _state_tiles(plan)}
+    constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     if constants["TILES"] == 2 and plan.K <= 64:
         constants["maxnreg"] = config.THREE_PROGRAMS

@@ -111,9 +111,10 @@ def _query_gradient_on_hopper(plan: Plan, init: bool, normalize: bool) -> Launch
     size = plan.hopper_launches.query
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.H)
     numbers |= {"grad_scale": plan.grad_scale * plan.out_scale}
-    constants = plan.hopper_dims(size) | {"KEYS": size.step, "NORMALIZE": normalize, "STATES": plan.chunk > 0}
+    constants = plan.hopper_dims(size) | {"HALF": plan.half, "KEYS": size.step, "NORMALIZE": normalize}
     grid = (plan.layout.blocks(size.block), plan.H)
-    return Launcher(hopper_query_gradient.query_pass, grid, numbers | constants | {"INIT": init} | plan.early())
+    constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early()
+    return Launcher(hopper_query_gradient.query_pass, grid, numbers | constants)
 
 
 def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
@@ -181,9 +182,10 @@ def _key_gradient_on_hopper(plan: Plan, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.key
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.spread(size, plan.G)
     numbers |= {"out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
-    constants = plan.hopper_dims(size) | {"QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final, "Z": z}
+    constants = plan.hopper_dims(size) | {"HALF": plan.half, "QUERIES": size.step, "STATES": plan.chunk > 0}
     grid = (plan.layout.blocks(size.block), plan.G)
-    return Launcher(hopper_key_gradient.key_pass, grid, numbers | constants | plan.early())
+    constants |= {"FINAL": final, "Z": z} | plan.early()
+    return Launcher(hopper_key_gradient.key_pass, grid, numbers | constants)
 
 
 def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:

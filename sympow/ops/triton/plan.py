@@ -230,7 +230,7 @@ class Plan(Shapes):
 
     def hopper_dims(self, launch: config.Launch) -> dict[str, Any]:
         """Returns constants of the kernels for Hopper."""
-        dims = {"K": self.K, "V": self.V, "HALF": self.half, "PARTS": self.parts, "R": self.R, "CHUNK": self.chunk}
+        dims = {"K": self.K, "V": self.V, "PARTS": self.parts, "R": self.R, "CHUNK": self.chunk}
         dims |= {"BLOCK": launch.block, "TILE": launch.tile, "STAGES": launch.stages, "num_warps": launch.warps}
         return dims | {"GATED": self.gated, "PACKED": self.layout.packed}
 

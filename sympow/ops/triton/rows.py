@@ -9,10 +9,10 @@ each token times a contiguous slice of x. Rows are plain decayed sums of the mon
 = sum of weight(row) row(x) row(y) depend only on the prefix, with one exception: a row with a lower prefix and an upper
 j counts for p times as many orderings, so x is multiplied by p there (`base` in the kernels).
 
-For p = 2 the triangle can be cut into quarters (`parts`), 5/8 K^2 rows instead of 3/4. Prefixes of the first quarter
-are multiplied with every j, and those of the two middle quarters with the upper half. Two squares on the diagonal are
-left: the second quarter times itself, and the last quarter times itself. Rows whose prefix is in a lower quarter than j
-count for two orderings.
+For p = 2 the triangle can be cut into more parts, quarters (5/8 K^2 rows instead of 3/4) or eighths (9/16 K^2). A
+prefix is multiplied with every j of its own part and of later parts. These parts are covered by ranges whose widths are
+powers of two (`bands`), because tiles have such widths. Rows whose prefix is in a lower part than j count for two
+orderings.
 """
 
 from __future__ import annotations
@@ -39,10 +39,21 @@ def split(key_dim: int, p: int) -> int:
     return key_dim // 2 if key_dim >= 32 and p > 1 else key_dim
 
 
+def bands(parts: int) -> list[tuple[int, int, int]]:
+    """Returns (i, s, w) of each band of rows of p = 2, in order: prefixes in part i, and last indices in the w parts
+    from s on.
+
+    The parts from i on are covered by ranges whose widths are the binary digits of their number, the smallest first.
+    The widest bands come first.
+    """
+    widths = [parts >> n for n in range(parts.bit_length())]
+    return [(i, parts - (parts - i) // w * w, w) for w in widths for i in range(parts) if (parts - i) & w]
+
+
 def row_count(key_dim: int, p: int, parts: int) -> int:
     """Returns `Rows.count` without making the tables."""
-    if parts == 4:
-        return 5 * key_dim**2 // 8
+    if parts > 2:
+        return (parts + 1) * key_dim**2 // (2 * parts)
     half = split(key_dim, p)
     lower, prefixes = (spow_dim(dim, p - 1) if p > 1 else 1 for dim in (half, key_dim))
     return lower * key_dim + (prefixes - lower) * (key_dim - half)
@@ -114,23 +125,23 @@ class Rows(Basis):
     device.
 
     Args:
-        parts: the number of parts of K that make a triangle, 2, or for p = 2 and K >= 64 also 4.
+        parts: the number of parts of K that make a triangle, 2, or for p = 2 also those with 16 channels or more each.
     """
 
     def __init__(self, key_dim: int, p: int, parts: int = 2):
-        if parts != 2 and (parts != 4 or p != 2 or key_dim < 64):
-            raise ValueError(f"parts is 2, or for p = 2 and K >= 64 also 4; got parts={parts}, p={p}, K={key_dim}")
+        if parts != 2 and (parts not in (4, 8) or p != 2 or key_dim < 16 * parts):
+            allowed = "2, or for p = 2 also 4 (K >= 64) or 8 (K >= 128)"
+            raise ValueError(f"parts is {allowed}; got parts={parts}, p={p}, K={key_dim}")
         self.half = split(key_dim, p)
-        first = self.half if parts == 2 else key_dim // 4
+        first = self.half if parts == 2 else key_dim // parts
         prefixes = spow_indices(key_dim, p - 1) if p > 1 else torch.zeros(1, 0, dtype=torch.int64)
         upper = prefixes[:, -1] >= first if p > 1 else torch.zeros(1, dtype=torch.bool)
         self.prefixes = torch.cat([prefixes[~upper], prefixes[upper]])
         # Of each band of rows: its prefixes, and the range of their last indices.
         self.bands = [(prefixes[~upper], 0, key_dim), (prefixes[upper], self.half, key_dim)]
-        if parts == 4:
-            _, second, third, fourth = prefixes.split(first)
-            self.bands[1] = (torch.cat([second, third]), self.half, key_dim)
-            self.bands += [(second, first, 2 * first), (fourth, 3 * first, key_dim)]
+        if parts > 2:
+            by_part = prefixes.split(first)
+            self.bands = [(by_part[i], s * first, (s + w) * first) for i, s, w in bands(parts)]
         self.lower, self.upper = (len(band[0]) for band in self.bands[:2])
         j = torch.arange(key_dim)
         super().__init__(key_dim, p, torch.cat([self._tuples(prefix, j[a:b]) for prefix, a, b in self.bands]))

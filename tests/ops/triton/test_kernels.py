@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from sympow.ops import power_attention
-from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, make_inputs, run
+from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget, forward, make_inputs, run
 
 gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
@@ -120,6 +120,16 @@ def test_large(name, dtype):
     assert_within_budget(results, case, inputs, 256 if case.p > 2 else None)
     again = run(case, inputs, "triton", 256)
     assert all(torch.equal(x, again[n]) for n, x in results.items()), "two runs differ"
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", [name for name in LARGE if name.startswith("K ")])
+def test_large_without_gradients(name):
+    """States then have other rows (`config.HOPPER`)."""
+    inputs = make_inputs(LARGE[name], dtype=torch.bfloat16)
+    with torch.no_grad():
+        results = forward(LARGE[name], inputs, "triton", 256)
+    assert_within_budget(results, LARGE[name], inputs)
 
 
 @pytest.mark.parametrize("seed", range(100 if GPU else 0))

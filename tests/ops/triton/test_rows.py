@@ -8,7 +8,7 @@ from tests.ops.contract import FLOAT64_TOLERANCE
 
 rows = pytest.importorskip("sympow.ops.triton.rows", reason="needs triton")
 SHAPES = [(16, 1), (64, 1), (16, 2), (32, 2), (64, 2), (128, 2), (16, 3), (32, 3), (16, 4)]
-TABLES = [(*shape, 2) for shape in SHAPES] + [(64, 2, 4), (128, 2, 4)]
+TABLES = [(*shape, 2) for shape in SHAPES] + [(64, 2, 4), (128, 2, 4), (128, 2, 8)]
 
 
 def monomials(table: rows.Rows, x: torch.Tensor) -> torch.Tensor:
@@ -32,20 +32,20 @@ def test_weighted_rows_make_the_power(key_dim, p):
     assert abs(power - (x @ y) ** p) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** p
 
 
-@pytest.mark.parametrize("key_dim", [64, 128])
-def test_quarters_make_the_square(key_dim):
-    table = rows.rows_of(key_dim, 2, 4)
-    assert table.count == 5 * key_dim**2 // 8
+@pytest.mark.parametrize(("key_dim", "parts"), [(64, 4), (128, 4), (128, 8)])
+def test_parts_make_the_square(key_dim, parts):
+    table = rows.rows_of(key_dim, 2, parts)
+    assert table.count == {4: 5 / 8, 8: 9 / 16}[parts] * key_dim**2
     x, y = torch.randn(2, key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    quarter = torch.arange(key_dim) // (key_dim // 4)
+    part = torch.arange(key_dim) // (key_dim // parts)
     weights = [
-        1 + (quarter[prefixes] < quarter[None, first:end]).double().flatten() for prefixes, first, end in table.bands
+        1 + (part[prefixes] < part[None, first:end]).double().flatten() for prefixes, first, end in table.bands
     ]
     square = (torch.cat(weights) * monomials(table, x) * monomials(table, y)).sum()
     assert abs(square - (x @ y) ** 2) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** 2
 
 
-@pytest.mark.parametrize(("key_dim", "p", "parts"), [(32, 2, 4), (64, 3, 4), (64, 2, 3)])
+@pytest.mark.parametrize(("key_dim", "p", "parts"), [(32, 2, 4), (64, 2, 8), (64, 3, 4), (64, 2, 3)])
 def test_parts_that_no_kernel_has(key_dim, p, parts):
     with pytest.raises(ValueError, match=f"got parts={parts}, p={p}, K={key_dim}"):
         rows.Rows(key_dim, p, parts)

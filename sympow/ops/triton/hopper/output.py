@@ -20,6 +20,7 @@ from sympow.ops.triton.hopper.primitives import (
 )
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
+from sympow.ops.triton.hopper.states import bands, first_row
 
 
 @gluon.jit
@@ -138,30 +139,72 @@ def _row_parts(x, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.constexpr_function
-def plain_rows(key_dim, half, parts):
-    """Returns the number of rows of a state for p = 2 (`rows.py`)."""
-    upper = key_dim - half
-    return 5 * key_dim**2 // 8 if parts == 4 else half * key_dim + upper * upper
+def joined_bands(parts):
+    """Returns (first, stop, s, w) of the bands of rows (`rows.bands`), where bands that have all of their last indices
+    in later parts are joined: prefixes in the parts from `first` to `stop` - 1, last indices in the w parts from s on.
+    """
+    joined = []
+    for i, s, w in bands(parts):
+        if joined and i < s and joined[-1][1:] == (i, s, w):
+            joined[-1] = (joined[-1][0], i + 1, s, w)
+        else:
+            joined.append((i, i + 1, s, w))
+    return joined
+
+
+@gluon.constexpr_function
+def joined_count(parts):
+    """Returns the number of `joined_bands`."""
+    return len(joined_bands(parts))
+
+
+@gluon.constexpr_function
+def joined(parts, n, field):
+    """Returns a number of the n-th of `joined_bands`."""
+    return joined_bands(parts)[n][field]
+
+
+@gluon.constexpr_function
+def first_tile(parts, n, size, tile):
+    """Returns the first tile of the n-th of `joined_bands`."""
+    return sum((stop - first) * size * w * size for first, stop, _, w in joined_bands(parts)[:n]) // tile
+
+
+@gluon.jit
+def _through_band(
+    tiles, state, queries_s, columns, acc,
+    FIRST: gl.constexpr, STOP: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, TILE0: gl.constexpr,
+    STEPS: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, layout: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Returns acc plus the queries' products with a band (`joined_bands`), whose rows start at tile TILE0: prefixes in
+    the parts from FIRST to STOP - 1, last indices in WIDTH parts from PART on, where a part has SIZE channels."""
+    ROWS: gl.constexpr = WIDTH * SIZE
+    base = queries_s.slice(PART * SIZE, ROWS, 1).load(layout)
+    # A row whose last index is in a later part than its prefix counts for both orderings.
+    if PART > FIRST:
+        base += base
+    elif WIDTH > 1:
+        last = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        base *= gl.where(last >= SIZE, 2, 1).to(gl.bfloat16)[None, :]
+    COUNT: gl.constexpr = (STOP - FIRST) * SIZE * ROWS // TILE
+    return add_products(
+        tiles, state, base, columns, acc, TILE0, TILE0 + COUNT, STEPS, FIRST * SIZE, ROWS, TILE, V, 0, layout, WARPS
+    )
 
 
 @gluon.jit
 def _through_rows(
     acc, total, queries_s, state, z,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr,
-    TILE: gl.constexpr, STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, score_mma: gl.constexpr,
-    WARPS: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, NORMALIZE: gl.constexpr, mma: gl.constexpr, score_mma: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Returns acc plus the queries' products with a state of p = 2 (`rows.py`), and with NORMALIZE, total plus those
     with z, [BLOCK]."""
     layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     z_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
-    UPPER: gl.constexpr = K - HALF
-    FIRST: gl.constexpr = K // 4 if PARTS == 4 else HALF  # the first last index that is larger than a lower prefix
-    LOWER_STEPS: gl.constexpr = FIRST * K // TILE
-    UPPER_STEPS: gl.constexpr = LOWER_STEPS + HALF * UPPER // TILE
-    SQUARE: gl.constexpr = FIRST * FIRST // TILE
-    STEPS: gl.constexpr = plain_rows(K, HALF, PARTS) // TILE
-    gl.static_assert(plain_rows(K, HALF, PARTS) == STEPS * TILE)
+    SIZE: gl.constexpr = K // PARTS
+    STEPS: gl.constexpr = first_row(K, PARTS, 0) // TILE
     tiles = ring(STAGES, TILE, V)
     if NORMALIZE:  # K = V; Z reuses the memory of the tile that is copied last
         copy_rows(tiles[STAGES - 1], z, K, K, TILE, K, WARPS)
@@ -170,34 +213,11 @@ def _through_rows(
         inner = warpgroup_mma(queries_s, tiles[STAGES - 1].slice(0, K, 0), gl.zeros([BLOCK, K], gl.float32, z_mma))
         inner *= queries_s.load(z_mma).to(gl.float32)
         total = gl.convert_layout(gl.sum(inner, 1), gl.SliceLayout(1, score_mma))
-    base = queries_s.load(layout)
-    columns = stage_columns(base, K, BLOCK)
-    # A row with a lower prefix and an upper last index counts for both orderings.
-    width = gl.arange(0, K, gl.SliceLayout(0, layout))
-    base *= gl.where(width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
-    acc = add_products(tiles, state, base, columns, acc, 0, LOWER_STEPS, STEPS, 0, K, TILE, V, 0, layout, WARPS)
-    upper = queries_s.slice(HALF, UPPER, 1).load(layout)
-    if PARTS == 4:
-        MIDDLE: gl.constexpr = (LOWER_STEPS + UPPER_STEPS) // 2
-        acc = add_products(
-            tiles, state, upper + upper, columns, acc, LOWER_STEPS, MIDDLE, STEPS, FIRST, UPPER, TILE, V, 0,
-            layout, WARPS,
-        )  # fmt: skip
-        upper_width = gl.arange(0, UPPER, gl.SliceLayout(0, layout))
-        upper *= gl.where(upper_width >= FIRST, 2, 1).to(gl.bfloat16)[None, :]
-        acc = add_products(
-            tiles, state, upper, columns, acc, MIDDLE, UPPER_STEPS, STEPS, HALF, UPPER, TILE, V, 0, layout, WARPS
-        )
-        for which in gl.static_range(2):
-            square = queries_s.slice((1 + 2 * which) * FIRST, FIRST, 1).load(layout)
-            acc = add_products(
-                tiles, state, square, columns, acc, UPPER_STEPS + which * SQUARE, UPPER_STEPS + (which + 1) * SQUARE,
-                STEPS, (1 + 2 * which) * FIRST, FIRST, TILE, V, 0, layout, WARPS,
-            )  # fmt: skip
-    elif UPPER > 0:
-        acc = add_products(
-            tiles, state, upper, columns, acc, LOWER_STEPS, UPPER_STEPS, STEPS, HALF, UPPER, TILE, V, 0, layout,
-            WARPS,
+    columns = stage_columns(queries_s.load(layout), K, BLOCK)
+    for n in gl.static_range(joined_count(PARTS)):
+        acc = _through_band(
+            tiles, state, queries_s, columns, acc, joined(PARTS, n, 0), joined(PARTS, n, 1), joined(PARTS, n, 2),
+            joined(PARTS, n, 3), first_tile(PARTS, n, SIZE, TILE), STEPS, SIZE, TILE, V, layout, WARPS,
         )  # fmt: skip
     for n in gl.static_range(STAGES):
         tiles[n]._keep_alive()
@@ -208,8 +228,8 @@ def _through_rows(
 def output_pass(
     q, q_st, q_sh, k, k_st, k_sh, v, v_st, v_sh, sums, s, z, out, norm, prefixes, weights,
     reach, starts, chunk_starts, blocks, T, tokens, spread, H, G, out_scale, eps,
-    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    LEVELS: gl.constexpr, SKIP: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, LEVELS: gl.constexpr,
+    SKIP: gl.constexpr, R: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, NORMALIZE: gl.constexpr, STATES: gl.constexpr, INIT: gl.constexpr, PACKED: gl.constexpr,
     OVERLAP: gl.constexpr, num_warps: gl.constexpr,
@@ -230,7 +250,7 @@ def output_pass(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
-    rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] if len(LEVELS) > 0 else plain_rows(K, HALF, PARTS)
+    rows: gl.constexpr = before_level(LEVELS, len(LEVELS))[0] if len(LEVELS) > 0 else first_row(K, PARTS, 0)
 
     # Products within the chunk read queries from shared memory. Queries that were kept in registers across a loop gave
     # wrong results (Triton 3.6 to 3.7).
@@ -282,8 +302,8 @@ def output_pass(
                 state_s._keep_alive()
             else:
                 acc, total = _through_rows(
-                    acc, total, queries_s, state, z + (chunk * G + g) * (K * K), K, V, HALF, PARTS, BLOCK, TILE,
-                    STAGES, NORMALIZE, mma, score_mma, num_warps,
+                    acc, total, queries_s, state, z + (chunk * G + g) * (K * K), K, V, PARTS, BLOCK, TILE, STAGES,
+                    NORMALIZE, mma, score_mma, num_warps,
                 )  # fmt: skip
     if LATE:
         async_copy.wait_group(0)

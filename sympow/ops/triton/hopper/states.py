@@ -14,6 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sympow.ops.triton.hopper.primitives import exp2, step_pointers
 from sympow.ops.triton.hopper.renamed import barrier, load_async
 from sympow.ops.triton.hopper.ring import ring
+from sympow.ops.triton.rows import bands as bands_of_rows
+
+bands = gluon.constexpr_function(bands_of_rows)
 
 
 @gluon.constexpr_function
@@ -271,29 +274,94 @@ def _walk(
         _write_all(final, is_z, prefix, row0, accs, PREFIXES, WIDTH, ROWS, V, mma)
 
 
-def programs(key_dim: int, half: int, parts: int, tiles: int, width: int, warps: int) -> int:
+def programs(key_dim: int, parts: int, tiles: int, tile: int, warps: int) -> int:
     """Returns the number of programs of `state_pass` for one head of one sequence."""
+    return first_program(key_dim, parts, tiles, tile, warps, 0)
 
-    def groups(prefixes, width):
-        return prefixes // (tiles * max(1, 16 * warps // width))
 
-    first, upper = key_dim // parts, key_dim - half
-    squares = 2 * groups(first, first) if parts == 4 else 0
-    return (1 + groups(first, width)) * (key_dim // width) + groups(half, upper) + squares
+@gluon.constexpr_function
+def first_program(key_dim, parts, tiles, tile, warps, width):
+    """Returns the first program of the bands of a width, in parts; for width 0 the number of all programs."""
+    size = key_dim // parts
+    wider = [w for _, _, w in bands(parts) if w > width]
+    own = [size // prefixes_of_program(size, w, tiles, tile, warps) * across(size, w, tile) for w in wider]
+    return key_dim // tile + sum(own)
+
+
+@gluon.constexpr_function
+def first_row(key_dim, parts, width):
+    """Returns the first row of the bands of a width, in parts; for width 0 the number of all rows."""
+    return sum(w for _, _, w in bands(parts) if w > width) * (key_dim // parts) ** 2
+
+
+@gluon.constexpr_function
+def levels(parts):
+    """Returns the number of widths of bands."""
+    return parts.bit_length()
+
+
+@gluon.constexpr_function
+def across(size, band, tile):
+    """Returns the number of programs that share the prefixes of a band, whose last indices they divide."""
+    return max(1, band * size // tile)
+
+
+@gluon.constexpr_function
+def prefixes_of_program(size, band, tiles, tile, warps):
+    """Returns the number of prefixes of a program of a band."""
+    return tiles * max(1, 16 * warps // min(tile, band * size))
+
+
+@gluon.jit
+def _walk_band(
+    part, x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, out, out_step, init, final, other, products,
+    products_step, chunks, length,
+    K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, BAND: gl.constexpr, R: gl.constexpr,
+    TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+):  # fmt: skip
+    """Does `_walk` if program `part` is one of the bands that are BAND parts of K wide."""
+    SIZE: gl.constexpr = K // PARTS
+    ROWS: gl.constexpr = BAND * SIZE
+    ACROSS: gl.constexpr = across(SIZE, BAND, WIDTH)
+    PREFIXES: gl.constexpr = prefixes_of_program(SIZE, BAND, TILES, WIDTH, WARPS)
+    OWN: gl.constexpr = SIZE // PREFIXES * ACROSS  # programs of a band
+    FROM: gl.constexpr = first_program(K, PARTS, TILES, WIDTH, WARPS, BAND)
+    STOP: gl.constexpr = first_program(K, PARTS, TILES, WIDTH, WARPS, BAND // 2)
+    if (part >= FROM) & (part < STOP):
+        band = (part - FROM) // OWN
+        within = (part - FROM) % OWN
+        # Part i of the prefixes and the first part s of the last indices, as in `rows.bands`: PARTS - i has the binary
+        # digit BAND.
+        i = band * 0
+        s = band * 0
+        if BAND < PARTS:
+            i = band // BAND * (2 * BAND) + band % BAND + 1
+            s = (band // BAND * 2 + 1) * BAND
+        prefix = i * SIZE + within // ACROSS * PREFIXES
+        slice_start = within % ACROSS * WIDTH
+        row0 = first_row(K, PARTS, BAND) + (band - i) * (SIZE * ROWS) + slice_start
+        last = s * SIZE + slice_start
+        _walk(
+            x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums, out, out_step,
+            init, final, other, products, products_step, False, prefix, row0, last, chunks, length,
+            ROWS // ACROSS, ROWS, V, SIZE, R, TILES, STEP, CHUNK, STAGES, WARPS, GATED, REVERSE, INIT, FINAL,
+        )  # fmt: skip
 
 
 @gluon.jit
 def state_pass(
     x, x_st, x_sh, xt, stride, y, y_st, y_sh, sums, s_out, z_out, s_init, z_init, s_final, z_final,
     s_forward, z_forward, products, starts, chunk_starts, T, tokens, G,
-    K: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, WIDTH: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, PACKED: gl.constexpr,
     ALIGN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Computes the states. Grid: parts of the state, key/value heads, sequences. A part is a group of prefixes with
-    WIDTH of the last indices each. The first parts are those of Z, whose values are the keys (so K = V); then the bands
-    of rows follow (`rows.py`). s_forward, z_forward and products are those of `states.state_pass`."""
+    WIDTH of the last indices each, or with all last indices of a band that is narrower. The first parts are those of Z,
+    whose values are the keys (so K = V); then the bands of rows follow (`rows.bands`). s_forward, z_forward and
+    products are those of `states.state_pass`."""
     gl.static_assert(K == V)
     g = gl.program_id(1).to(gl.int64)
     n = gl.program_id(2)
@@ -306,23 +374,9 @@ def state_pass(
         length = T
         chunk0 = n.to(gl.int64) * gl.cdiv(T, CHUNK)
     chunks = gl.cdiv(length, CHUNK)
-    UPPER: gl.constexpr = K - HALF
-    LEAST: gl.constexpr = 16 * num_warps
     SLICES: gl.constexpr = K // WIDTH
-    gl.static_assert(WIDTH >= UPPER)
-    FIRST: gl.constexpr = K // PARTS
-    # Of a band: rows of a tile, prefixes of a program, programs.
-    LOWER_M: gl.constexpr = LEAST if WIDTH < LEAST else WIDTH
-    UPPER_M: gl.constexpr = LEAST if UPPER < LEAST else UPPER
-    SQUARE_M: gl.constexpr = LEAST if FIRST < LEAST else FIRST
-    LOWER_ROWS: gl.constexpr = TILES * (LOWER_M // WIDTH)
-    UPPER_ROWS: gl.constexpr = TILES * (UPPER_M // UPPER)
-    SQUARE_ROWS: gl.constexpr = TILES * (SQUARE_M // FIRST)
-    UPPER_PART: gl.constexpr = SLICES * (1 + FIRST // LOWER_ROWS)
-    SQUARE_PART: gl.constexpr = UPPER_PART + HALF // UPPER_ROWS
-    upper_row: gl.constexpr = FIRST * K
-    square_row: gl.constexpr = upper_row + HALF * UPPER
-    rows: gl.constexpr = square_row + (2 * FIRST * FIRST if PARTS == 4 else 0)
+    SIZE: gl.constexpr = K // PARTS
+    rows: gl.constexpr = first_row(K, PARTS, 0)
     offset = gl.multiple_of((start + (ALIGN - 1)) // ALIGN * ALIGN + n.to(gl.int64) * ALIGN, ALIGN)
     xt_sh = stride * (K + 1)
     part = gl.program_id(0)
@@ -342,35 +396,12 @@ def state_pass(
             x + last, x_st, x_sh, xt + K * stride.to(gl.int64), xt_sh, stride, x, x_st, x_sh, sums,
             z_out + (chunk0 * G + g) * (K * K), G * K * K, z_init + end * (K * K), z_final + end * (K * K), z_forward,
             products, products_step, True, part * 0, last, last, chunks, length,
-            WIDTH, K, V, FIRST, R, 1, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+            WIDTH, K, V, SIZE, R, 1, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
         )  # fmt: skip
-    elif part < UPPER_PART:
-        last = (part % SLICES) * WIDTH
-        prefix = (part // SLICES - 1) * LOWER_ROWS
-        _walk(
-            x + last, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
-            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), s_forward, products, products_step, False, prefix, last, last, chunks, length,
-            WIDTH, K, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
-        )  # fmt: skip
-    elif part < SQUARE_PART:
-        prefix = FIRST + (part - UPPER_PART) * UPPER_ROWS
-        _walk(
-            x + HALF, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
-            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
-            upper_row - FIRST * UPPER, HALF, chunks, length, UPPER, UPPER, V, FIRST, R, TILES,
-            STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
-        )  # fmt: skip
-    elif PARTS == 4:
-        # The squares of the second quarter and of the last quarter with themselves.
-        square = (part - SQUARE_PART) // (FIRST // SQUARE_ROWS)
-        quarter = (1 + 2 * square) * FIRST
-        prefix = quarter + (part - SQUARE_PART) % (FIRST // SQUARE_ROWS) * SQUARE_ROWS
-        _walk(
-            x + quarter, x_st, x_sh, xt + prefix.to(gl.int64) * stride, xt_sh, stride, y, y_st, y_sh, sums,
-            s_out + (chunk0 * G + g) * (rows * V), G * rows * V, s_init + end * (rows * V),
-            s_final + end * (rows * V), s_forward, products, products_step, False, prefix,
-            square_row + (square * FIRST - quarter) * FIRST, quarter, chunks, length, FIRST,
-            FIRST, V, FIRST, R, TILES, STEP, CHUNK, STAGES, num_warps, GATED, REVERSE, INIT, FINAL,
+    for level in gl.static_range(levels(PARTS)):
+        _walk_band(
+            part, x, x_st, x_sh, xt, xt_sh, stride, y, y_st, y_sh, sums, s_out + (chunk0 * G + g) * (rows * V),
+            G * rows * V, s_init + end * (rows * V), s_final + end * (rows * V), s_forward, products, products_step,
+            chunks, length, K, V, PARTS, PARTS >> level, R, TILES, WIDTH, STEP, CHUNK, STAGES, num_warps, GATED,
+            REVERSE, INIT, FINAL,
         )  # fmt: skip
