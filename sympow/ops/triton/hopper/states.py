@@ -1,9 +1,6 @@
 """The state pass for p = 2 on Hopper, in Gluon. It computes the same as `states.state_pass`, with explicit layouts and
-copies.
-
-A tile of rows is computed in the registers from which the tensor cores read it. Transposed keys are read from shared
-memory once for each step. They are multiplied with one factor of each token for each prefix of the program, while the
-products of the previous prefix run.
+copies. A tile of rows is computed in the registers from which the tensor cores read it: transposed keys, which are read
+from shared memory once for each step, times one factor of each token for each prefix, while the previous products run.
 """
 
 from triton.experimental import gluon
@@ -187,11 +184,7 @@ def _walk(
     """Computes TILES tiles of rows, from `prefix` on, through all chunks of a sequence, WIDTH of the ROWS rows of each
     prefix. Pointers are to the first token, chunk and head; `x` is at the first last index, `xt` at the row of the
     prefix too. `other` is part of s_forward or z_forward of `state_pass`. last: the first last index. FIRST: channels
-    of a part of K.
-
-    The loop over steps is unrolled over the buffers, so that every buffer is known at compilation. Otherwise the
-    compiler would insert a barrier before each copy.
-    """
+    of a part of K. The loop over steps is unrolled over the buffers, as in `ring.py`."""
     LEAST: gl.constexpr = 16 * WARPS  # a product has at least so many rows
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
