@@ -67,6 +67,7 @@ class BlockedWindowAttention(WindowMixer):
         batch, time = q.shape[:2]
         width = min(self.window, time)
         missing = -time % width  # filled up at the end, where no token of the sequence looks
-        blocks = (F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, width)).flatten(0, 1) for part in (q, k, v))
+        shape = ((time + missing) // width, width)
+        blocks = (F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, shape).flatten(0, 1) for part in (q, k, v))
         y = attend(*(block.transpose(1, 2) for block in blocks), causal=True)
-        return y.transpose(1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]
+        return y.transpose(1, 2).unflatten(0, (batch, shape[0])).flatten(1, 2)[:, :time]

@@ -169,6 +169,8 @@ def cross_correlation(q: Tensor, k: Tensor) -> Tensor:
     q and k are [B, T, d]. It has no gradient.
     """
     dtype, length = torch.promote_types(q.dtype, torch.float32), 2 * q.shape[1]
+    if not q.numel():  # which the FFT refuses
+        return q.new_zeros(q.shape[:2], dtype=dtype)
     spectrum = torch.fft.rfft(q.to(dtype), n=length, dim=1) * torch.fft.rfft(k.to(dtype), n=length, dim=1).conj()
     return torch.fft.irfft(spectrum.sum(-1), n=length, dim=1)[:, : q.shape[1]]
 

@@ -174,7 +174,7 @@ class SelectiveAttention(AttentionMixer):
         rows = (~selected).long().argsort(dim=1, stable=True)[:, :most]
         asking = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:])).to(k.dtype)
         position = torch.arange(total, device=q.device)
-        step = max(1, MASK_ELEMENTS // (batch * total))
+        step = max(1, MASK_ELEMENTS // max(1, batch * total))
         outs = [asking.new_empty(batch, 0, self.n_heads, self.value_dim)]
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
@@ -193,7 +193,7 @@ def most_rows(selected: Tensor) -> int:
     """
     if selected.is_cuda and torch.cuda.is_current_stream_capturing():
         return selected.shape[1]
-    return int(selected.sum(1).max())
+    return int(selected.sum(1).max()) if len(selected) else 0
 
 
 def running_top_k(score: Tensor, state: TopKState) -> tuple[Tensor, TopKState]:

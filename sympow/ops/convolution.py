@@ -40,7 +40,7 @@ def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
         shapes = f"{list(x.shape)} and {list(h.shape)}"
         raise ValueError(f"x must be [B, T, ...] and h [S, ...] of one axis less, or [B, S, ...]; got {shapes}")
     h = h if h.ndim == x.ndim else h[None]
-    taps = min(h.shape[1], x.shape[1])
+    taps = min(h.shape[1], x.shape[1]) if x.numel() else 1  # the transforms refuse an empty batch
     dtype = torch.promote_types(torch.promote_types(x.dtype, h.dtype), torch.float32)
     x, h, given = x.to(dtype), h[:, :taps].to(dtype), x.dtype
     return fastest_form(x, h)(x, h).to(given)

@@ -144,6 +144,18 @@ def sees_itself_only(case: tuple[str, dict]) -> bool:
     return case[1].get("window") == 1 or case[1].get("width") == 1
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_empty_batch(case):
+    mixer, x = make(case), sequence(batch=0).requires_grad_()
+    y = run(mixer, x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    if mixer.causal:
+        with torch.no_grad():
+            assert in_steps(mixer, x, [T - 1, 1]).shape == x.shape
+
+
 def test_every_mixer_is_covered():
     assert set(OPTIONS) == set(MIXERS)
     assert [name for name, mixer in MIXERS.items() if not mixer.causal] == NOT_CAUSAL
