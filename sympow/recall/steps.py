@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from sympow.models import RecallModel
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
-from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
+from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure_or_fail
 from sympow.training.config import TrainingConfig
+from sympow.training.divergence import shows_divergence
 from sympow.training.optimizer import learning_rate, parameter_groups
 from sympow.training.step import autocast, backward, move
 
@@ -86,6 +87,7 @@ class RecallTraining:
         self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=graphs)
 
         self.validation = load(config.train, config.validation_examples, (config.data_seed, VALIDATION), str(device))
+        self.diverged = False  # a component has refused numbers out of range
         self.train_loss = math.nan
         self.validated = Measured(math.nan, math.nan)
         self.history: list[float] = []
@@ -97,16 +99,22 @@ class RecallTraining:
         if self.steps_summed == 0:
             self.model.train()
             self.loss_sum.zero_()
-        self._advance(int(self.schedule[step % len(self.schedule)]))
+        try:
+            self._advance(int(self.schedule[step % len(self.schedule)]))
+        except Exception as error:
+            if not shows_divergence(error):
+                raise
+            self.loss_sum += math.nan
+            self.diverged = True
         self.steps_summed += 1
 
     def end(self, done: int) -> str | None:
         """Measures the validation where that is due, and returns "diverged" or "solved" where the run ends early."""
-        while len(self.history) < len(self.borders) and self.borders[len(self.history)] == done:
+        while len(self.history) < len(self.borders) and (self.diverged or self.borders[len(self.history)] == done):
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
             self.steps_summed = 0
-            self.validated = measure(self.model, self.validation, self.config)
+            self.validated = measure_or_fail(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
             self._tell(done)
             if not math.isfinite(self.train_loss):

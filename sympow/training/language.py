@@ -25,6 +25,7 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.config import RunConfig
+from sympow.training.divergence import shows_divergence
 from sympow.training.interrupt import StopRequest
 from sympow.training.loop import run_steps
 from sympow.training.metrics import MetricsWriter
@@ -36,9 +37,6 @@ from sympow.training.step import Pass, RowSource, StepNumbers, held_out_loss, ma
 from sympow.training.throughput import peak_flops, token_flops, trace
 
 T = TypeVar("T")
-
-# Words of the errors by which components refuse numbers that have grown too far. On a CPU some look at their inputs.
-_OUT_OF_RANGE = ("must be finite", "leave the range", "without overflow")
 
 
 class NonFiniteError(RuntimeError):
@@ -262,8 +260,8 @@ class _Training:
         """Raises NonFiniteError if a component refuses numbers in the block that are out of range."""
         try:
             yield
-        except (ValueError, RuntimeError) as error:
-            if not any(words in str(error) for words in _OUT_OF_RANGE):
+        except Exception as error:
+            if not shows_divergence(error):
                 raise
             line = str(error).split("\n")[0]
             raise self._diverged(f"numbers of the model are out of range ({line})", step, rate) from error

@@ -75,9 +75,23 @@ def test_training_stops_where_validation_is_good_enough(small, device):
     assert row["epochs_run"] < 2 and row["steps"] == pytest.approx(row["epochs_run"] * 62, abs=1)
 
 
-def test_a_run_that_diverges_says_so(small):
+@pytest.mark.parametrize("mixer", ["attention", "power"])
+def test_a_run_that_diverges_says_so(small, mixer):
+    """Also where a component refuses the numbers, as the gate of power attention does on a CPU."""
+    if mixer == "power":
+        small = replace(small, architecture=Architecture("power", (MixerConfig("power"),), mlp_ratio=0))
     (row,) = run(replace(small, examples=640, learning_rate=1e30), device="cpu")
     assert row["ended"] == "diverged" and not math.isfinite(row["train_loss"]) and row["test_accuracy"] < 0.5
+    assert row["validation_accuracy"] < 0.5 and row["steps"] <= 20
+
+
+def test_an_error_is_not_taken_for_divergence(small, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("x must be [B, T]")
+
+    monkeypatch.setattr(RecallModel, "query_logits", broken)
+    with pytest.raises(ValueError, match="x must be"):
+        run(small, device="cpu")
 
 
 def test_splits_and_seeds_are_different_rows(small):

@@ -1,0 +1,14 @@
+"""Recognises training that has diverged where a component refuses the numbers first.
+
+On a CPU, power attention refuses gates that are not finite and states that leave their range, and AdamW a learning rate
+beyond float32. All other components pass numbers on that are not finite, up to the loss.
+"""
+
+from __future__ import annotations
+
+_OUT_OF_RANGE = ("must be finite", "leave the range", "without overflow")  # words of the messages
+
+
+def shows_divergence(error: Exception) -> bool:
+    """Returns whether an error is that of a component which refuses numbers out of range."""
+    return isinstance(error, ValueError | RuntimeError) and any(words in str(error) for words in _OUT_OF_RANGE)
