@@ -224,8 +224,8 @@ def main() -> None:
     parser = options("benchmarks.ops", __doc__)
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}, with commas; default sdpa on the CPU, cudnn on a GPU")
-    parser.add_argument("--times", help="only cases of so many tokens, with commas; other rows of --json are kept")
-    parser.add_argument("--powers", help="only cases of these p, with commas; other rows of --json are kept")
+    parser.add_argument("--times", type=int, nargs="+", help="only cases of so many tokens; other rows are kept")
+    parser.add_argument("--powers", type=int, nargs="+", help="only cases of these p; other rows are kept")
     parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw --plot from the rows of --json")
     args = parser.parse_args()
@@ -240,7 +240,11 @@ def main() -> None:
         parser.error(f"unknown peer {unknown[0]!r}; there are {', '.join(PEERS)}")
     torch.set_num_threads(args.threads)
     cases = CASES[args.device]
-    chosen = [case for case in cases if _among(case.T, args.times) and _among(case.p, args.powers)]
+    times, powers = ({getattr(case, name) for case in cases} for name in ("T", "p"))
+    for name, given, known in (("--times", args.times, times), ("--powers", args.powers, powers)):
+        if set(given or ()) - known:
+            parser.error(f"{name} are of {sorted(known)}; got {given}")
+    chosen = [case for case in cases if case.T in (args.times or times) and case.p in (args.powers or powers)]
     if not chosen:
         parser.error(f"no case has --times {args.times} and --powers {args.powers}")
     rows: list[dict] = []
@@ -266,10 +270,6 @@ def _order(row: dict) -> tuple:
     titles = [title for title, _ in PEERS.values()]
     shape = (row["p"], row["K"], row["G"] / row["H"], row["G"], row["T"])
     return (*shape, MODES.index(row["mode"]), not row["gated"], titles.index(row["peer"]))
-
-
-def _among(number: int, listed: str | None) -> bool:
-    return listed is None or number in map(int, listed.split(","))
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -95,8 +95,9 @@ def gpu_table(rows: list[dict]) -> str:
     row = rows[0]
     shape = f"{row['dtype']}; up to T = 4,096 as CUDA graphs"
     measured = dict.fromkeys(row["cold_start_s"] for row in rows if row["cold_start_s"])
-    cold = " and ".join(f"{seconds:.1f}" for seconds in measured)
-    shape += f"; a first forward and backward, with nothing compiled before: {cold} s"
+    if measured:
+        cold = " and ".join(f"{seconds:.1f}" for seconds in measured)
+        shape += f"; a first forward and backward, with nothing compiled before: {cold} s"
     return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 

@@ -1,4 +1,4 @@
-"""The tests that need a GPU run in several stays: those that have passed are left out."""
+"""The tests that need a GPU run in several calls: those that have passed are left out."""
 
 import csv
 import subprocess
@@ -25,6 +25,7 @@ def test_passed_tests_are_left_out(tmp_path, monkeypatch, capfd):
     assert gpu.main() == 0
     assert lines(record) == ["test_a", "test_b", "test_of_other_code"]
     assert "1 passed, 2 deselected" in capfd.readouterr().out
+    assert gpu.main() == 0, "no test is left"
 
 
 def test_time_runs_out(tmp_path, monkeypatch, capfd):

@@ -52,10 +52,13 @@ class Measured(NamedTuple):
     accuracy: float
 
 
-def measure_or_fail(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
-    """Measures as `measure`. A model that refuses its own numbers, because they are out of range, answers no query."""
+def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
+    """Measures the mean loss in nats and the share of queries answered right, over all queries of all parts.
+
+    A model that has diverged may refuse its own numbers. Then the loss is NaN, and no query is answered right.
+    """
     try:
-        return measure(model, parts, config)
+        return _measured(model, parts, config)
     except Exception as error:
         if not shows_divergence(error):
             raise
@@ -63,8 +66,7 @@ def measure_or_fail(model: RecallModel, parts: Sequence[Part], config: RecallCon
 
 
 @torch.no_grad()
-def measure(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
-    """Measures the mean loss in nats and the share of queries answered right, over all queries of all parts."""
+def _measured(model: RecallModel, parts: Sequence[Part], config: RecallConfig) -> Measured:
     model.eval()
     device = parts[0].tokens.device
     loss, right, asked = torch.zeros((), device=device), torch.zeros((), device=device), 0

@@ -15,7 +15,7 @@ from sympow.fields import unknown
 from sympow.models import RecallModel
 from sympow.progress import Progress
 from sympow.recall.config import AnyTask, RecallConfig
-from sympow.recall.rows import TEST, load, measure_or_fail
+from sympow.recall.rows import TEST, load, measure
 from sympow.recall.steps import RecallTraining
 from sympow.training.config import TRACKERS
 from sympow.training.loop import run_steps
@@ -74,7 +74,7 @@ def run(
         rows = []
         for stream, task in enumerate(config.tests):
             key = (config.data_seed, TEST, stream)
-            tested = measure_or_fail(model, load((task,), config.test_examples, key, str(where)), config)
+            tested = measure(model, load((task,), config.test_examples, key, str(where)), config)
             result = {
                 "steps": steps,
                 "epochs_run": len(training.history) / config.validations,

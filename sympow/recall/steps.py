@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sympow.models import RecallModel
 from sympow.progress import Progress
 from sympow.recall.config import RecallConfig
-from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure_or_fail
+from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
 from sympow.training.config import TrainingConfig
 from sympow.training.divergence import shows_divergence
 from sympow.training.optimizer import learning_rate, parameter_groups
@@ -114,7 +114,7 @@ class RecallTraining:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
             self.steps_summed = 0
-            self.validated = measure_or_fail(self.model, self.validation, self.config)
+            self.validated = measure(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
             self._tell(done)
             if not math.isfinite(self.train_loss):

@@ -28,12 +28,12 @@ def test_rows(monkeypatch, tmp_path):
     assert 0 < rows[1]["err"] < 1e-5
 
 
-def test_some_cases_leave_other_rows(monkeypatch, tmp_path):
+def test_some_cases_leave_other_rows(monkeypatch, tmp_path, capsys):
     """And replace their own."""
     monkeypatch.setitem(CASES, "cpu", [SMALL, replace(SMALL, T=80)])
     file = tmp_path / "ops.json"
     command = ["ops", "--device", "cpu", "--threads", "1", "--json", str(file)]
-    for more in ([], ["--times", "80,90", "--powers", "2"]):
+    for more in ([], ["--times", "80", "--powers", "2"]):
         monkeypatch.setattr("sys.argv", command + more)
         ops.main()
         rows = json.loads(file.read_text())
@@ -42,9 +42,10 @@ def test_some_cases_leave_other_rows(monkeypatch, tmp_path):
         ]  # fmt: skip
         monkeypatch.setattr(ops, "milliseconds", lambda calls, device, rounds=7: [2.0] * len(calls))
     assert [row["ms"] for row in rows] == [1.0, 1.0, 2.0, 2.0]
-    monkeypatch.setattr("sys.argv", [*command, "--times", "3"])
+    monkeypatch.setattr("sys.argv", [*command, "--times", "80", "90"])
     with pytest.raises(SystemExit):
         ops.main()
+    assert r"--times are of [70, 80]; got [80, 90]" in capsys.readouterr().err
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
