@@ -72,7 +72,7 @@ class Call:
         # The call keeps the copy of log_g. With overlapping launches, a later kernel may write before this kernel has
         # read everything, so the memory of the copy must not be reused.
         self.log_g = log_g.float().contiguous()
-        plan.launcher(_gate_sums)(
+        plan.once(_gate_sums)(
             log_g=self.log_g, sums=sums, begins=begins, ends=ends, starts=self.cu_seqlens,
             chunks=self.table(plan.chunk or plan.layout.length),
         )  # fmt: skip

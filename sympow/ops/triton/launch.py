@@ -17,6 +17,7 @@ from sympow.ops.triton.hopper import powers
 from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.plan import Plan
+from sympow.ops.triton.segments import Segments, join_launcher, product_parts, segments_of
 
 
 def output(
@@ -30,11 +31,11 @@ def output(
     tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "out": out, "norm": norm}
     tensors |= {"sums": call.gate.sums, "reach": call.gate.begins}
     if plan.hopper or plan.leveled:
-        launch = plan.launcher(_output_on_hopper, init, normalize, eps, wide)
+        launch = plan.once(_output_on_hopper, init, normalize, eps, wide)
         s, z = out if s is None else s, out if z is None else z
         launch(**tensors, s=s, z=z, **call.sequences(plan.hopper_launches.output.block))
         return out, norm
-    launch = plan.launcher(_output, init, normalize, eps, wide)
+    launch = plan.once(_output, init, normalize, eps, wide)
     launch(**tensors, s=s, z=z, **call.sequences(plan.config.output.block))
     return out, norm
 
@@ -64,10 +65,11 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     return Launcher(hopper_output.output_pass, grid, numbers | constants | tables)
 
 
-def new_ends(call: Call, z: bool) -> tuple[Tensor, Tensor]:
-    """Allocates the last S [N, G, rows, V] and Z [N, G, K, K], float32."""
+def new_ends(call: Call, z: bool, segments: int = 1) -> tuple[Tensor, Tensor]:
+    """Allocates the last S [N segments, G, rows, V] and Z [N segments, G, K, K], float32."""
     s_end, z_end = (
-        torch.empty(shape, device=call.plan.device, dtype=torch.float32) for shape in call.plan.end_shapes(z)
+        torch.empty(count * segments, *shape, device=call.plan.device, dtype=torch.float32)
+        for count, *shape in call.plan.end_shapes(z)
     )
     return s_end, z_end
 
@@ -92,8 +94,10 @@ class ForwardStates(NamedTuple):
 
 def new_products(call: Call, z: bool) -> Tensor:
     """Allocates the products of `ForwardStates`: the gradient of the gate's sums at the ends of chunks, in parts."""
-    shape = (call.plan.layout.blocks(call.plan.chunk), call.plan.G, _state_programs(call.plan, z))
-    return torch.empty(shape, device=call.plan.device, dtype=torch.float64)
+    plan = call.plan
+    divided = plan.once(_segments, z).count > 1
+    parts = product_parts(plan, z or plan.hopper) if divided else _state_programs(plan, z)
+    return torch.empty(plan.layout.blocks(plan.chunk), plan.G, parts, device=plan.device, dtype=torch.float64)
 
 
 def states(
@@ -105,42 +109,82 @@ def states(
     The last ones are written to `ends`.
 
     If `gradient` is given, (dout, factor, delta), the pass runs in reverse and computes the gradients of the states. S
-    and Z of `forward` may be `room`; the gradients then replace them.
+    and Z of `forward` may be `room`; the gradients then replace them, unless rows are divided into segments.
     """
+    plan = call.plan
+    segments, reverse = plan.once(_segments, z), gradient is not None
+    divided = segments.count > 1
+    # `join` multiplies the states of the forward with those of whole rows, so it must not find them replaced.
+    s, zs = new_states(call, z) if room is None or (divided and forward is not None) else room
+    if not divided:
+        _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward)
+        return s, zs
+    finals = new_ends(call, z, segments.count)
+    _state_pass(call, s, zs, None, None, finals, z, gradient, None)
+    s_end, z_end = ends or (None, None)
+    s_other, z_other, products = forward or (None, None, None)
+    parts = 0 if products is None else products.shape[2]
+    for x, last, given, end, other in (
+        (s, finals[0], s_init, s_end, s_other), (zs, finals[1], z_init, z_end, z_other)
+    ):  # fmt: skip
+        if x.numel():
+            launch = plan.once(_join, z, x is zs, reverse, given is not None, end is not None, parts)
+            launch(
+                states=x, finals=last, init=given, end=end, other=other, products=products, sums=call.gate.sums,
+                weights=plan.rows.shares_on(plan.device) if x is s and parts else None,
+            )  # fmt: skip
+    return s, zs
+
+
+def _join(plan: Plan, z: bool, of_z: bool, reverse: bool, init: bool, end: bool, parts: int) -> Launcher:
+    columns, rows = (plan.K, plan.K) if of_z else (plan.V, plan.row_count)
+    first = product_parts(plan, z=False) if of_z else 0
+    flags = {"INIT": init, "END": end, "PRODUCTS": parts > 0, "WEIGHTED": parts > 0 and not of_z}
+    segments = plan.once(_segments, z)
+    return join_launcher(plan, segments, columns, rows * columns, first, parts, reverse, **flags)
+
+
+def _state_pass(
+    call: Call, s: Tensor, zs: Tensor, s_init: Tensor | None, z_init: Tensor | None,
+    ends: tuple[Tensor, Tensor] | None, z: bool, gradient: tuple[Tensor, Tensor, Tensor] | None,
+    forward: ForwardStates | None,
+) -> None:  # fmt: skip
+    """Computes what `states` returns into s and zs, for segments instead of rows if rows are divided."""
     plan = call.plan
     x, y = (call.k, call.v) if gradient is None else (call.q, gradient[0])
     norm, delta = (None, None) if gradient is None else gradient[1:]
-    block, reverse = _weigh_block(plan), gradient is not None
-    xt = torch.empty(_weighed_shape(plan, reverse), device=plan.device, dtype=plan.dtype)
-    weigh = plan.launcher(_weigh, reverse)
-    blocks = call.table(block)
-    weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=call.cu_seqlens, blocks=blocks)
+    reverse, segments = gradient is not None, plan.once(_segments, z)
+    starts, chunk_starts, blocks = segments.starts, segments.chunk_starts, segments.blocks
+    if segments.count == 1:
+        starts, chunk_starts, blocks = call.cu_seqlens, call.chunk_starts(), call.table(_weigh_block(plan))
+    xt = torch.empty(_weighed_shape(plan, reverse, z), device=plan.device, dtype=plan.dtype)
+    weigh = plan.once(_weigh, reverse, z)
+    weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=starts, blocks=blocks)
 
-    s, zs = new_states(call, z) if room is None else room
     init, final = s_init is not None, ends is not None
     s_init, z_init = (s, zs) if s_init is None else (s_init, zs if z_init is None else z_init)
     s_final, z_final = (s, zs) if ends is None else ends
     tensors: dict[str, Tensor | None] = {"xt": xt, "y": y, "sums": call.gate.sums}
     tensors |= {"s_out": s, "s_init": s_init, "s_final": s_final}
-    tensors |= {"starts": call.cu_seqlens, "chunk_starts": call.chunk_starts()}
+    tensors |= {"starts": starts, "chunk_starts": chunk_starts}
     if plan.leveled:  # whose rows have the transposed keys, and which have no Z
-        plan.launcher(_states_by_levels, reverse, init, final)(**tensors)
-        return s, zs
+        plan.once(_states_by_levels, reverse, init, final, z)(**tensors)
+        return
     tensors |= {"x": x, "z_out": zs, "z_init": z_init, "z_final": z_final}
     tensors |= dict(zip(("s_forward", "z_forward", "products"), forward or (None,) * 3, strict=True))
     make = _states_on_hopper if plan.hopper else _states
-    plan.launcher(make, reverse, init, final, z)(**tensors)
-    return s, zs
+    plan.once(make, reverse, init, final, z)(**tensors)
 
 
 def _weigh_block(plan: Plan) -> int:
     return min(config.WEIGH_BLOCK, plan.chunk)
 
 
-def _weighed_shape(plan: Plan, reverse: bool) -> tuple[int, int]:
+def _weighed_shape(plan: Plan, reverse: bool, z: bool) -> tuple[int, int]:
     """Returns the shape of the transposed keys (queries in reverse). The state pass may read past the last row."""
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
-    stride = (config.ceil_div(plan.layout.tokens, block) + plan.layout.sequences) * block
+    sequences = plan.layout.sequences * plan.once(_segments, z).count
+    stride = (config.ceil_div(plan.layout.tokens, block) + sequences) * block
     return heads * (2 * plan.K + 1 if plan.p > 2 else plan.K + 1) + 16, stride
 
 
@@ -152,37 +196,62 @@ def _sources(plan: Plan, reverse: bool) -> dict[str, Any]:
     return {"x_st": own["k_st"], "x_sh": own["k_sh"], "y_st": own["v_st"], "y_sh": own["v_sh"]}
 
 
-def _weigh(plan: Plan, reverse: bool) -> Launcher:
+def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
-    sources = _sources(plan, reverse)
+    sources, segments = _sources(plan, reverse), plan.once(_segments, z)
     numbers = plan.sequences() | {"x_st": sources["x_st"], "x_sh": sources["x_sh"], "R": heads // plan.G}
-    numbers |= {"stride": _weighed_shape(plan, reverse)[1], "weight": plan.out_scale}
+    numbers |= {"stride": _weighed_shape(plan, reverse, z)[1], "weight": plan.out_scale}
     constants = {"K": plan.K, "P": plan.p, "BLOCK": block, "CHUNK": plan.chunk, "GATED": plan.gated}
-    constants |= {"REVERSE": reverse, "PACKED": plan.layout.packed}
-    return Launcher(plain_states.weigh, (plan.layout.blocks(block), heads), numbers | constants)
+    constants |= {"REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
+    count = plan.layout.blocks(block) if segments.blocks is None else len(segments.blocks)
+    return Launcher(plain_states.weigh, (count, heads), numbers | constants)
 
 
-def _state_arguments(plan: Plan, reverse: bool, init: bool, final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the numbers and constants that all state passes take."""
-    numbers = plan.sequences() | {"G": plan.G, "stride": _weighed_shape(plan, reverse)[1]}
-    constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": plan.layout.packed, "INIT": init}
+def _state_arguments(
+    plan: Plan, reverse: bool, init: bool, final: bool, z: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the numbers and constants that all state passes take. Segments are documents to them."""
+    segments = plan.once(_segments, z)
+    numbers = plan.sequences() | {"G": plan.G, "stride": _weighed_shape(plan, reverse, z)[1]}
+    packed = plan.layout.packed or segments.count > 1
+    constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": packed, "INIT": init}
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}
 
 
-def _state_tiles(plan: Plan) -> int:
+def _state_grid(plan: Plan, programs: int, z: bool) -> tuple[int, int, int]:
+    return programs, plan.G, plan.layout.sequences * plan.once(_segments, z).count
+
+
+def _segments(plan: Plan, z: bool) -> Segments:
+    """Returns the segments of rows in the state pass, chosen by its number of programs with all their tiles."""
+    return segments_of(plan, _programs_of_tiles(plan, z, _most_tiles(plan)), _weigh_block(plan))
+
+
+def _most_tiles(plan: Plan) -> int:
+    if plan.leveled:
+        return min(plan.hopper_launches.state.block, 128 // plan.V)
+    return (plan.hopper_launches if plan.hopper else plan.config).state.block
+
+
+def _state_tiles(plan: Plan, z: bool) -> int:
     """Returns the number of tiles of rows of a program of the state pass."""
-    if not plan.hopper:
-        return plan.config.state.block
-    size = plan.hopper_launches.state
-    programs = hopper_states.programs(plan.K, plan.parts, size.block, size.tile, size.warps)
+    most = _most_tiles(plan)
+    if not plan.hopper or plan.once(_segments, z).count > 1:
+        return most
     # Half the tiles if there would be fewer than two programs for each SM: two programs hide each other's latency.
-    few = programs * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
-    return 2 if few else size.block
+    few = _programs_of_tiles(plan, z, most) * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
+    return 2 if few else most
 
 
 def _state_programs(plan: Plan, z: bool) -> int:
     """Returns the number of programs of the state pass for one key/value head of one sequence."""
-    tiles = _state_tiles(plan)
+    return _programs_of_tiles(plan, z, _state_tiles(plan, z))
+
+
+def _programs_of_tiles(plan: Plan, z: bool, tiles: int) -> int:
+    """Returns the number of these programs if each has so many tiles."""
+    if plan.leveled:
+        return powers.programs(plan.levels.shape, tiles, plan.hopper_launches.state.warps)
     if plan.hopper:
         size = plan.hopper_launches.state
         return hopper_states.programs(plan.K, plan.parts, tiles, size.tile, size.warps)
@@ -193,32 +262,31 @@ def _state_programs(plan: Plan, z: bool) -> int:
 
 def _states(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
     size = plan.config.state
-    numbers, constants = _state_arguments(plan, reverse, init, final)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z)
     numbers |= _sources(plan, reverse) | plan.counts()
-    constants = plan.dims() | constants | {"TILES": _state_tiles(plan), "STEP": size.step, "Z": z}
+    constants = plan.dims() | constants | {"TILES": _state_tiles(plan, z), "STEP": size.step, "Z": z}
     arguments = numbers | constants | {"prefixes": plan.tables[0]} | size.options
-    grid = (_state_programs(plan, z), plan.G, plan.layout.sequences)
-    return Launcher(plain_states.state_pass, grid, arguments)
+    return Launcher(plain_states.state_pass, _state_grid(plan, _state_programs(plan, z), z), arguments)
 
 
 def _states_on_hopper(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
     size = plan.hopper_launches.state
-    numbers, constants = _state_arguments(plan, reverse, init, final)
-    constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan)}
+    numbers, constants = _state_arguments(plan, reverse, init, final, z)
+    constants |= {"K": plan.K, "V": plan.V, "PARTS": plan.parts, "TILES": _state_tiles(plan, z)}
     constants |= {"WIDTH": size.tile, "STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
     if constants["TILES"] == 2 and plan.K <= 64:
         constants["maxnreg"] = config.THREE_PROGRAMS
-    grid = (_state_programs(plan, z), plan.G, plan.layout.sequences)
+    grid = _state_grid(plan, _state_programs(plan, z), z)
     return Launcher(hopper_states.state_pass, grid, numbers | _sources(plan, reverse) | constants)
 
 
-def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool) -> Launcher:
+def _states_by_levels(plan: Plan, reverse: bool, init: bool, final: bool, z: bool) -> Launcher:
     size, levels = plan.hopper_launches.state, plan.levels.shape
-    tiles = min(size.block, 128 // plan.V)
-    numbers, constants = _state_arguments(plan, reverse, init, final)
+    tiles = _most_tiles(plan)
+    numbers, constants = _state_arguments(plan, reverse, init, final, z)
     sources = _sources(plan, reverse)
     numbers |= {"y_st": sources["y_st"], "y_sh": sources["y_sh"]}
     constants |= {"K": plan.K, "V": plan.V, "P": plan.p, "LEVELS": levels, "TILES": tiles}
     constants |= {"STEP": size.step, "STAGES": size.stages, "num_warps": size.warps}
-    grid = (powers.programs(levels, tiles, size.warps), plan.G, plan.layout.sequences)
+    grid = _state_grid(plan, _programs_of_tiles(plan, z, tiles), z)
     return Launcher(powers.state_pass, grid, numbers | constants | {"prefixes": plan.tables[0]})

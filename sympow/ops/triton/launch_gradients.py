@@ -37,7 +37,7 @@ def row_factors(
     plan = call.plan
     factor, delta = plan.new_rows(plan.H), plan.new_rows(plan.H)
     scales, near = (plan.new_rows(plan.H), plan.new_rows(plan.H)) if plan.quadratic else (factor, factor)
-    launch = plan.launcher(_row_factors, normalize, early)
+    launch = plan.once(_row_factors, normalize, early)
     launch(
         out=out, dout=dout, norm=norm, sums=call.gate.sums, factor=factor, scales=scales, near=near, delta=delta,
         starts=call.cu_seqlens, blocks=call.table(config.WEIGH_BLOCK),
@@ -66,21 +66,21 @@ def query_gradient(
     tensors: dict[str, Tensor | None] = {"q": q, "dout": dout, "sums": call.gate.sums, "dq": dq, "dsums": dsums}
     if plan.quadratic:
         factor, delta = factors.factor, factors.delta
-        launch = plan.launcher(_quadratic_query_gradient)
+        launch = plan.once(_quadratic_query_gradient)
         launch(keys=k, values=v, **tensors, factor=factor, delta=delta, reach=call.gate.begins)
         return dq, dsums
     tensors |= {"k": k, "v": v}
     if plan.chunk and plan.leveled:
         sequences = call.sequences(plan.hopper_launches.query.block)
-        plan.launcher(_query_gradient_by_levels, init)(**tensors, s=s, **sequences)
+        plan.once(_query_gradient_by_levels, init)(**tensors, s=s, **sequences)
         return call.own_channels(dq), dsums
     tensors |= {"factor": factors.factor, "delta": factors.delta, "reach": call.gate.begins}
     if plan.hopper:
-        launch = plan.launcher(_query_gradient_on_hopper, init, normalize)
+        launch = plan.once(_query_gradient_on_hopper, init, normalize)
         s, z = dq if s is None else s, dq if z is None else z
         launch(**tensors, s=s, z=z, **call.sequences(plan.hopper_launches.query.block))
     else:
-        launch = plan.launcher(_query_gradient, init, normalize)
+        launch = plan.once(_query_gradient, init, normalize)
         launch(**tensors, s=s, z=z, **call.sequences(plan.config.query.block))
     return call.own_channels(dq), dsums
 
@@ -141,21 +141,21 @@ def key_gradient(
     tensors |= {"dk": dk, "dv": dv, "dsums": dsums}
     if plan.chunk and plan.leveled:
         sequences = call.sequences(plan.hopper_launches.key.block)
-        plan.launcher(_key_gradient_by_levels, final)(**tensors, ds=ds, **sequences)
+        plan.once(_key_gradient_by_levels, final)(**tensors, ds=ds, **sequences)
         return call.own_channels(dk), dv, dsums
     tensors |= {"delta": factors.delta, "reach": call.gate.ends}
     if plan.quadratic:
         sequences = call.sequences(plan.hopper_launches.key.block)
-        launch = plan.launcher(_quadratic_key_gradient)
+        launch = plan.once(_quadratic_key_gradient)
         launch(**tensors, scales=factors.scales, near=factors.near, **sequences)
     elif plan.hopper:
         sequences = call.sequences(plan.hopper_launches.key.block)
-        launch = plan.launcher(_key_gradient_on_hopper, final, z)
+        launch = plan.once(_key_gradient_on_hopper, final, z)
         ds, dz = dk if ds is None else ds, dk if dz is None else dz
         launch(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
     else:
         sequences = call.sequences(plan.config.key.block)
-        plan.launcher(_key_gradient, final, z)(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
+        plan.once(_key_gradient, final, z)(**tensors, factor=factors.factor, ds=ds, dz=dz, **sequences)
     return call.own_channels(dk), dv, dsums
 
 
@@ -204,7 +204,7 @@ def through_states(call: Call, s: Tensor, z: Tensor | None, ds: Tensor, dz: Tens
     STATE_PARTS], from the states before each chunk and the gradients of those after."""
     plan = call.plan
     through = torch.empty(s.shape[0], plan.G, STATE_PARTS, device=plan.device, dtype=torch.float64)
-    launch = plan.launcher(_through_states, reads_z)
+    launch = plan.once(_through_states, reads_z)
     launch(s=s, ds=ds, z=z, dz=dz, through=through, starts=call.cu_seqlens, chunks=call.table(plan.chunk))
     return through
 
@@ -231,7 +231,7 @@ def gate_gradient(
     dlog_g = plan.new(*call.k.shape[:3], dtype=torch.float32)
     terms = {"dq_sums": dsums_q, "dk_sums": dsums_k}
     if through is not None:
-        launch = plan.launcher(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
+        launch = plan.once(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
         tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
         launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
         return dlog_g
@@ -240,8 +240,8 @@ def gate_gradient(
     totals = torch.empty(plan.G, blocks, device=plan.device, dtype=torch.float64)
     tables = {"starts": call.cu_seqlens, "blocks": call.table(GATE_BLOCK)}
     if many:
-        plan.launcher(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
-    launch = plan.launcher(_gate_gradient, last is not None, GATE_BLOCK)
+        plan.once(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
+    launch = plan.once(_gate_gradient, last is not None, GATE_BLOCK)
     launch(**terms, totals=totals, last=last, dlog_g=dlog_g, **tables)
     return dlog_g
 

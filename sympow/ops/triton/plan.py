@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from triton import knobs
 
 from sympow.ops.triton import config
-from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import Levels, level_count, levels_of, padded_key_dim
 from sympow.ops.triton.rows import Rows, row_count, rows_of
+
+T = TypeVar("T")
 
 LAST_PROGRAMS = 4  # programs for each SM that start first because they take longest
 _MOST = 256  # plans that are kept: a server sees many lengths
@@ -155,7 +156,7 @@ class Plan(Shapes):
         self.restarts = gated and chunk > 0 and p <= 2
         # Whether the gradient of positions does, by `turn.py`.
         self.turns = 0 < chunk < self.layout.length and p <= 2 and not self.layout.packed
-        self._launchers: dict[tuple, Launcher] = {}
+        self._made: dict[tuple, Any] = {}
 
     def new(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns an uninitialized tensor, of the dtype of q unless another is given.
@@ -168,12 +169,12 @@ class Plan(Shapes):
         """Returns an uninitialized float32 tensor [heads, B T]."""
         return self.new(heads, self.layout.tokens, dtype=torch.float32)
 
-    def launcher(self, make: Callable[..., Launcher], *options: Any) -> Launcher:
-        """Returns make(self, *options), which is called once for the same options."""
+    def once(self, make: Callable[..., T], *options: Any) -> T:
+        """Returns make(self, *options), such as a launcher, which is made once for the same options."""
         key = (make, options)
-        found = self._launchers.get(key)
+        found = self._made.get(key)
         if found is None:
-            found = self._launchers[key] = make(self, *options)
+            found = self._made[key] = make(self, *options)
         return found
 
     @property

@@ -152,7 +152,7 @@ def products_with_states(
     """
     plan = call.plan
     products = torch.zeros(plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS, device=s.device, dtype=torch.float64)
-    plan.launcher(_turned_states, reads_z)(s=s, ds=ds, z=z, dz=dz, frequencies=frequencies, products=products)
+    plan.once(_turned_states, reads_z)(s=s, ds=ds, z=z, dz=dz, frequencies=frequencies, products=products)
     return products.sum(2).neg_().view(plan.layout.sequences, -1, plan.G)
 
 

@@ -8,6 +8,7 @@ it spills to and its registers, null where the toolchain does not tell.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -78,19 +79,20 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     """Of the states that a rank forms and sends, and of what comes in from other ranks, added to states and to their
-    gradients; with a gate and without."""
+    gradients; with a gate and without, of rows of one chunk and of rows that are divided into segments."""
     config.on_hopper = lambda device: hopper
     plan.forget_plans()
     few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
     with few, recording() as recorded:
-        k = torch.empty(2, 2048, 2, key_dim, dtype=torch.bfloat16)
-        for log_g in (torch.empty(2, 2048, 2), None):
+        for time, gated in itertools.product((512, 2048), (True, False)):
+            k = torch.empty(2, time, 2, key_dim, dtype=torch.bfloat16)
+            log_g = torch.empty(2, time, 2) if gated else None
             call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
-            for gradient in (None, (k, torch.empty(2, 4096), torch.empty(2, 4096))):
+            for gradient in (None, (k, torch.empty(2, 2 * time), torch.empty(2, 2 * time))):
                 s, z, decays, message = split_rows.own_states(call, gradient)
                 split_rows.all_states(call, s, z, decays, message)
             split_rows.launch_gradients.through_states(call, s, z, s, z, True)
-    names = ("state_pass", "sum_decays", "carry_states", "through_states")
+    names = ("state_pass", "join_segments", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
 

@@ -19,7 +19,7 @@ def test_kernels_compile(target):
         results = compile_record.compiled(target)
     passes = {"state_pass", "output_pass", "query_pass", "key_pass", "weigh"}
     passes |= {"gate_sums", "gate_totals", "gate_gradient", "sum_decays", "carry_states"}
-    passes |= {"through_states", "gate_gradient_by_chunk", "turn_terms", "turned_states"}
+    passes |= {"join_segments", "through_states", "gate_gradient_by_chunk", "turn_terms", "turned_states"}
     passes |= {"decode", "turn_heads", "convolve", "convolve_backward", "convolve_step"}
     passes |= {"norm_gate", "norm_gate_backward", "token_losses"}
     assert passes <= {row["kernel"].rpartition(".")[2] for row in results}

@@ -1,0 +1,93 @@
+"""Shows where the GPU's time in a training step goes: `python -m benchmarks.training_profile --json FILE`.
+
+The step is that of `benchmarks.training`, compiled. The profiler of PyTorch records every kernel of a few steps after
+the first ones. A row of FILE is a kernel: its launches and its milliseconds in a step, the largest first. The profiler
+slows the host, so the time of a whole step is that of `benchmarks.training`, without the profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import measured
+from benchmarks.training import MIXERS, Shape, attention
+from sympow.models import LanguageModel
+from sympow.training.optimizer import make_optimizer
+from sympow.training.ranks import Ranks, prepare
+from sympow.training.step import StepNumbers, make_pass, train_step
+
+WARM_UP = 4  # steps before those that are recorded; the first compiles
+SHOWN = 40  # kernels that are printed
+
+
+def step_of(shape: Shape, mixer: str, device: torch.device) -> Any:
+    """Returns a function that launches a training step of the compiled model."""
+    config = shape.config(mixer, "compile", device.type, 1)
+    model = LanguageModel(config.model, seed=0).to(device)
+    prepare(model, config, Ranks())
+    optimizer = make_optimizer(model, config.training)
+    rows = [make_pass(part, model, device) for part in shape.passes(0, Ranks())]
+
+    def step() -> StepNumbers:
+        with attention(mixer, device):
+            return train_step(model, optimizer, rows, 1e-4, config.training, device)
+
+    return step
+
+
+def kernels(step: Any, count: int) -> tuple[list[dict], float, float]:
+    """Returns the kernels of a step, the milliseconds in which the GPU computes, and those from its first kernel to its
+    last; all as means over `count` steps, of which each is launched before the one before it has ended."""
+    for _ in range(WARM_UP):
+        step().read()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        following = step()
+        for _ in range(count - 1):
+            current, following = following, step()
+            current.read()
+        following.read()
+        torch.cuda.synchronize()
+    on_gpu = [x for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    times: dict[str, list[float]] = defaultdict(list)
+    busy, end = 0.0, -float("inf")
+    for event in sorted(on_gpu, key=lambda x: x.time_range.start):
+        times[event.name].append(event.time_range.elapsed_us())
+        busy += max(0.0, event.time_range.end - max(event.time_range.start, end))
+        end = max(end, event.time_range.end)
+    span = end - min(x.time_range.start for x in on_gpu)
+    rows = [
+        {"kernel": name, "launches": round(len(us) / count, 2), "ms": round(sum(us) / count / 1e3, 3)}
+        for name, us in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"]), busy / count / 1e3, span / count / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_profile", description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="small", help="shape of the model (default: small)")
+    parser.add_argument("--vocabulary", type=int, default=50_257, help="(default: 50257)")
+    parser.add_argument("--context", type=int, default=65_536, help="(default: 65536)")
+    parser.add_argument("--rows", type=int, default=1, help="of a step (default: 1)")
+    parser.add_argument("--mixer", choices=MIXERS, default="power", help="(default: power)")
+    parser.add_argument("--steps", type=int, default=4, help="that are recorded (default: 4)")
+    parser.add_argument("--json", type=Path, required=True, help="file of the rows")
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    shape = Shape(args.preset, args.vocabulary, args.context, args.rows, args.rows)
+    rows, busy, span = kernels(step_of(shape, args.mixer, device), args.steps)
+    for row in rows[:SHOWN]:
+        print(f"{row['ms']:>9.3f} ms {row['launches']:>7.1f}  {row['kernel'][:110]}")
+    print(f"{busy:.1f} ms of kernels in {span:.1f} ms a step")
+    about = {"preset": args.preset, "context": args.context, "rows": args.rows, "mixer": args.mixer}
+    whole = about | {"busy_ms": round(busy, 3), "span_ms": round(span, 3)} | measured("cuda")
+    args.json.write_text(json.dumps([whole, *rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
