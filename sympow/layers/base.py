@@ -197,3 +197,8 @@ def state_options(
         raise TypeError(f"the dtype of a state must be a floating-point type; got {dtype}")
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}
+
+
+def is_product(linear: nn.Module) -> bool:
+    """Tells whether calling `linear` is a product and its bias alone: no adapter in its place, and no hook on it."""
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks

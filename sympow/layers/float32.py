@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sympow.layers.initial import draw_normal
-from sympow.ops.autocast import autocast_dtype, without_autocast
+from sympow.ops.float32_product import product_float32
 
 
 class Float32Linear(nn.Module):
@@ -46,23 +45,16 @@ class Float32Linear(nn.Module):
 
 def linear_float32(linear: nn.Linear | Float32Linear, x: Tensor) -> Tensor:
     """Returns linear(x) in float32 at least, also under autocast: decays and positions add up over the context."""
-    dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    if x.dtype == linear.weight.dtype == dtype and autocast_dtype(x) is None:
-        return F.linear(x, linear.weight, linear.bias)  # casts would cost a decoded token time, and change nothing
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    with without_autocast(x):
-        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
+    return product_float32(x, linear.weight, linear.bias)
 
 
 def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> tuple[Tensor, ...]:
     """Returns `linear_float32` of x [B, T, d] for each layer, computed in one product so that x is read only once."""
     if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
         return tuple(linear_float32(linear, x) for linear in linears)
-    dtype = torch.promote_types(linears[0].weight.dtype, torch.float32)
-    weight = torch.cat([linear.weight for linear in linears]).to(dtype)
-    biases = [x.new_zeros(len(n.weight), dtype=dtype) if n.bias is None else n.bias.to(dtype) for n in linears]
-    with without_autocast(x):
-        return F.linear(x.to(dtype), weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
+    weight = torch.cat([linear.weight for linear in linears])
+    biases = [x.new_zeros(len(n.weight), dtype=n.weight.dtype) if n.bias is None else n.bias for n in linears]
+    return product_float32(x, weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
 
 
 def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:

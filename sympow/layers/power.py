@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import state_options
+from sympow.layers.base import is_product, state_options
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
@@ -142,7 +142,7 @@ class PowerAttention(AttentionMixer):
         """Projects x [B, T, d] and adds `qkv_start`, the source of the initial score: [B, T, H K + G K + G V]."""
         if self.qkv_start is None:
             return self.qkv(x)
-        if _is_product(self.qkv):
+        if is_product(self.qkv):
             return F.linear(x, self.qkv.weight, self.qkv.bias + self.qkv_start)  # without another pass over all tokens
         y = self.qkv(x)
         return y + self.qkv_start.to(y.dtype)
@@ -228,11 +228,6 @@ class PowerAttention(AttentionMixer):
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("p", "normalize", "eps", "chunk_size", "impl")}
-
-
-def _is_product(linear: nn.Module) -> bool:
-    """Tells whether calling `linear` is a product and its bias alone: no adapter in its place, and no hook on it."""
-    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Tensor:

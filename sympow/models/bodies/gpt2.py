@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sympow.layers.base import is_product
 from sympow.models.bodies.base import PreNormBlock
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
+from sympow.ops.autocast import autocast_dtype
+from sympow.ops.availability import has_kernels
 
 
 class GPT2Block(PreNormBlock):
@@ -35,6 +39,20 @@ class GPT2Block(PreNormBlock):
     def other_weights(config: ModelConfig) -> int:
         """Counts the elements of the two matrices of the MLP."""
         return 2 * config.d_model * config.mlp_width
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Computes the MLP's output for x [B, T, d]; on a GPU the gradients of the GELU are one kernel."""
+        if not self._has_kernels(x):
+            return super().mlp(x)
+        from sympow.ops.triton.gelu_linear import gelu_linear
+
+        hidden = F.linear(self.mlp_norm(x), self.mlp_in.weight)  # without the bias, whose gradient the kernel sums up
+        return gelu_linear(hidden, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)
+
+    def _has_kernels(self, x: Tensor) -> bool:
+        """Returns whether the MLP is two products with a kernel between them, and there are gradients to compute."""
+        products = is_product(self.mlp_in) and is_product(self.mlp_out)
+        return products and torch.is_grad_enabled() and has_kernels(x.device, autocast_dtype(x) or x.dtype)
 
     def _narrowed(self, hidden: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(hidden, approximate="tanh"))

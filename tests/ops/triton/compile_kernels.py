@@ -31,6 +31,8 @@ from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
 from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
 from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
+from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
+from sympow.ops.triton.narrow_linear import narrow_linear, narrow_linear_backward
 from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
 from sympow.ops.triton.short_convolution import (
     short_convolution,
@@ -124,8 +126,8 @@ def rotation_launches(key_dim: int) -> list[tuple]:
 
 
 def block_launches() -> list[tuple]:
-    """Forward and backward of the short convolution and of the norm with the gate, a step of the convolution, and the
-    losses of logits."""
+    """Forward and backward of the short convolution, of the norm with the gate, of the GELU and of linear maps to a few
+    channels, a step of the convolution, and the losses of logits."""
     with recording() as recorded:
         for dtype in (torch.bfloat16, torch.float32):
             y, weight = torch.empty(1, 2048, 12, 64, dtype=dtype), torch.empty(64)
@@ -136,6 +138,11 @@ def block_launches() -> list[tuple]:
             short_convolution(x, weight, bias, None)
             short_convolution_backward(x, x, weight, bias, None)
             short_convolution_step(x[:, :1], x[:, 1:4], weight, bias)
+            hidden, bias, weight = torch.empty(2048, 3072, dtype=dtype), torch.empty(3072), torch.empty(768, 3072)
+            gelu_linear(hidden, bias, weight, None)
+            gelu_linear_backward(x[0], hidden, bias, weight)
+        x, weight = torch.empty(2048, 768, dtype=torch.bfloat16), torch.empty(12, 768)
+        narrow_linear_backward(narrow_linear(x, weight), x, weight)
     return recorded
 
 
