@@ -82,6 +82,26 @@ def gelu_backward(
     tl.store(part + col, tl.sum(total, 0), mask=col < D)
 
 
+@triton.jit(do_not_specialize=["N"])
+def column_sums(
+    x,  # [N, D]
+    out,  # float32 [programs, D]: a part of the sum for each program of the second axis
+    N,
+    D,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums COLUMNS columns of every num_programs(1)-th block of ROWS rows. Grid: as of `gelu_backward`."""
+    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
+        row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (row < N)[:, None] & (col < D)[None, :]
+        total += tl.load(x + row[:, None] * D + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    part = out + tl.cast(tl.program_id(1), tl.int64) * D
+    tl.store(part + col, tl.sum(total, 0), mask=col < D)
+
+
 def _gelu(hidden: Tensor, bias: Tensor) -> Tensor:
     """Returns gelu(hidden + bias) of hidden [N, D]."""
     out, (rows, columns) = torch.empty_like(hidden), hidden.shape
@@ -96,17 +116,33 @@ def _gelu(hidden: Tensor, bias: Tensor) -> Tensor:
 def _gelu_backward(grad: Tensor, hidden: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Returns gelu(hidden + bias) of hidden [N, D], and the gradient of the bias in float32. Overwrites `grad`, the
     gradient of the result, with that of hidden."""
-    out, (rows, columns) = torch.empty_like(hidden), hidden.shape
-    blocks = config.ceil_div(columns, BACKWARD_COLUMNS)
-    shared = min(config.ceil_div(rows, BACKWARD_ROWS), max(1, PROGRAMS * config.processors(hidden.device) // blocks))
-    if not rows:
-        return out, torch.zeros(columns, device=hidden.device)
-    dbias = torch.empty(shared, columns, device=hidden.device, dtype=torch.float32)
-    numbers = {"N": rows, "D": columns, "ROWS": BACKWARD_ROWS, "COLUMNS": BACKWARD_COLUMNS, "num_warps": WARPS}
+    out, (grid, numbers) = torch.empty_like(hidden), _shared(hidden)
+    if not len(hidden):
+        return out, torch.zeros(hidden.shape[1], device=hidden.device)
+    dbias = torch.empty(grid[1], hidden.shape[1], device=hidden.device, dtype=torch.float32)
     with torch.cuda.device_of(hidden):
-        launch(gelu_backward, (blocks, shared), numbers, grad=grad, hidden=hidden, bias=bias, out=out, dbias=dbias)
+        launch(gelu_backward, grid, numbers, grad=grad, hidden=hidden, bias=bias, out=out, dbias=dbias)
     return out, dbias.sum(0)
 
+
+def _column_sums(x: Tensor) -> Tensor:
+    """Returns the sum of x [N, D] over N, in float32."""
+    if not len(x):
+        return torch.zeros(x.shape[1], device=x.device)
+    grid, numbers = _shared(x)
+    parts = torch.empty(grid[1], x.shape[1], device=x.device, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        launch(column_sums, grid, numbers, x=x, out=parts)
+    return parts.sum(0)
+
+
+def _shared(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Returns the grid and the numbers of a kernel whose programs share the rows of x [N, D]."""
+    rows, columns = x.shape
+    blocks = config.ceil_div(columns, BACKWARD_COLUMNS)
+    shared = min(config.ceil_div(rows, BACKWARD_ROWS), max(1, PROGRAMS * config.processors(x.device) // blocks))
+    numbers = {"N": rows, "D": columns, "ROWS": BACKWARD_ROWS, "COLUMNS": BACKWARD_COLUMNS, "num_warps": WARPS}
+    return (blocks, shared), numbers
 
 
 def _like_gradients(dy, hidden, bias, weight):
@@ -118,12 +154,11 @@ def gelu_linear_backward(
     dy: Tensor, hidden: Tensor, bias: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of hidden, bias, weight, and the bias of the output."""
-    flat, dy = hidden.reshape(-1, hidden.shape[-1]).contiguous(), dy.reshape(-1, dy.shape[-1])
+    flat, dy = (x.reshape(-1, x.shape[-1]).contiguous() for x in (hidden, dy))
     dhidden = dy @ cast(weight, dy.dtype)
     out, dbias = _gelu_backward(dhidden, flat, bias.contiguous())
     dweight = cast(dy.t() @ out, weight.dtype)
-    dout_bias = dy.sum(0, dtype=torch.float32).to(weight.dtype)
-    return dhidden.view(hidden.shape), cast(dbias, bias.dtype), dweight, dout_bias
+    return dhidden.view(hidden.shape), cast(dbias, bias.dtype), dweight, cast(_column_sums(dy), weight.dtype)
 
 
 def _keep(ctx, inputs, output):

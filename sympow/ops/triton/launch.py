@@ -17,7 +17,7 @@ from sympow.ops.triton.hopper import powers
 from sympow.ops.triton.hopper import states as hopper_states
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.plan import Plan
-from sympow.ops.triton.segments import Segments, join_launcher, product_parts, segments_of
+from sympow.ops.triton.segments import Segments, few, join_blocks, join_launcher, segments_of
 
 
 def output(
@@ -94,10 +94,11 @@ class ForwardStates(NamedTuple):
 
 def new_products(call: Call, z: bool) -> Tensor:
     """Allocates the products of `ForwardStates`: the gradient of the gate's sums at the ends of chunks, in parts."""
-    plan = call.plan
-    divided = plan.once(_segments, z).count > 1
-    parts = product_parts(plan, z or plan.hopper) if divided else _state_programs(plan, z)
-    return torch.empty(plan.layout.blocks(plan.chunk), plan.G, parts, device=plan.device, dtype=torch.float64)
+    plan, device = call.plan, call.plan.device
+    shape = (plan.layout.blocks(plan.chunk), plan.G)
+    if plan.once(_segments, z).count > 1:  # part 0 is that of the state pass, and others may change nothing
+        return torch.zeros(*shape, 1 + join_blocks(plan, z or plan.hopper), device=device, dtype=torch.float64)
+    return torch.empty(*shape, _state_programs(plan, z), device=device, dtype=torch.float64)
 
 
 def states(
@@ -119,29 +120,28 @@ def states(
     if not divided:
         _state_pass(call, s, zs, s_init, z_init, ends, z, gradient, forward)
         return s, zs
-    finals = new_ends(call, z, segments.count)
-    _state_pass(call, s, zs, None, None, finals, z, gradient, None)
-    s_end, z_end = ends or (None, None)
-    s_other, z_other, products = forward or (None, None, None)
-    parts = 0 if products is None else products.shape[2]
-    for x, last, given, end, other in (
-        (s, finals[0], s_init, s_end, s_other), (zs, finals[1], z_init, z_end, z_other)
-    ):  # fmt: skip
-        if x.numel():
-            launch = plan.once(_join, z, x is zs, reverse, given is not None, end is not None, parts)
-            launch(
-                states=x, finals=last, init=given, end=end, other=other, products=products, sums=call.gate.sums,
-                weights=plan.rows.shares_on(plan.device) if x is s and parts else None,
-            )  # fmt: skip
+    finals, own = new_ends(call, z, segments.count), forward
+    if forward is not None:
+        shape = (*forward.products.shape[:2], _state_programs(plan, z))
+        own = forward._replace(products=torch.zeros(shape, device=plan.device, dtype=torch.float64))
+    _state_pass(call, s, zs, None, None, finals, z, gradient, own)
+    if forward is not None and own is not None:
+        forward.products[..., 0] = own.products.sum(2)
+    (s_end, z_end), (s_other, z_other, products) = ends or (None, None), forward or (None, None, None)
+    has_z = zs.numel() > 0
+    inits = s_init is not None, z_init is not None and has_z
+    launch = plan.once(_join, z, has_z, *inits, ends is not None, products is not None, reverse)
+    launch(
+        s=s, z=zs if has_z else None, s_finals=finals[0], z_finals=finals[1] if has_z else None,
+        s_init=s_init, z_init=z_init if has_z else None, s_end=s_end, z_end=z_end if has_z else None,
+        s_other=s_other, z_other=z_other if has_z else None, products=products, sums=call.gate.sums,
+        weights=None if products is None else plan.rows.shares_on(plan.device),
+    )  # fmt: skip
     return s, zs
 
 
-def _join(plan: Plan, z: bool, of_z: bool, reverse: bool, init: bool, end: bool, parts: int) -> Launcher:
-    columns, rows = (plan.K, plan.K) if of_z else (plan.V, plan.row_count)
-    first = product_parts(plan, z=False) if of_z else 0
-    flags = {"INIT": init, "END": end, "PRODUCTS": parts > 0, "WEIGHTED": parts > 0 and not of_z}
-    segments = plan.once(_segments, z)
-    return join_launcher(plan, segments, columns, rows * columns, first, parts, reverse, **flags)
+def _join(plan: Plan, z: bool, *given: bool) -> Launcher:
+    return join_launcher(plan, plan.once(_segments, z), *given)
 
 
 def _state_pass(
@@ -238,9 +238,8 @@ def _state_tiles(plan: Plan, z: bool) -> int:
     most = _most_tiles(plan)
     if not plan.hopper or plan.once(_segments, z).count > 1:
         return most
-    # Half the tiles if there would be fewer than two programs for each SM: two programs hide each other's latency.
-    few = _programs_of_tiles(plan, z, most) * plan.G * plan.layout.sequences < 2 * config.processors(plan.device)
-    return 2 if few else most
+    programs = _programs_of_tiles(plan, z, most) * plan.G * plan.layout.sequences
+    return 2 if few(programs, config.processors(plan.device)) else most
 
 
 def _state_programs(plan: Plan, z: bool) -> int:

@@ -48,17 +48,19 @@ def narrow(
     row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLUMNS)
     d = tl.arange(0, STEP)
+    # The tensor cores cut off sums. So the large products have a sum of their own, with few additions.
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, D, STEP, num_stages=STAGES):
         inside = first + d < D
         xs = tl.load(x + row[:, None] * D + (first + d)[None, :], mask=(row < N)[:, None] & inside[None, :], other=0.0)
         w = tl.load(weight + col[None, :] * D + (first + d)[:, None], mask=inside[:, None] & (col < WIDTH)[None, :],
                     other=0.0)  # fmt: skip
         high, middle, low = _parts(w.to(tl.float32))
-        acc = tl.dot(xs, low, acc)
-        acc = tl.dot(xs, middle, acc)
+        rest = tl.dot(xs, low, rest)
+        rest = tl.dot(xs, middle, rest)
         acc = tl.dot(xs, high, acc)
-    tl.store(y + row[:, None] * WIDTH + col[None, :], acc, mask=(row < N)[:, None] & (col < WIDTH)[None, :])
+    tl.store(y + row[:, None] * WIDTH + col[None, :], acc + rest, mask=(row < N)[:, None] & (col < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -83,6 +85,7 @@ def narrow_backward(
     w = tl.load(weight + col[:, None] * D + d[None, :], mask=kept, other=0.0).to(tl.float32)
     w_high, w_middle, _ = _parts(w)
     total = tl.zeros([STEP, COLUMNS], tl.float32)
+    rest = tl.zeros([STEP, COLUMNS], tl.float32)
     for block in range(tl.program_id(1), tl.cdiv(N, ROWS), tl.num_programs(1)):
         row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row < N)[:, None] & (d < D)[None, :]
@@ -90,15 +93,15 @@ def narrow_backward(
                         other=0.0)  # fmt: skip
         high, middle, low = _parts(given)
         xs = tl.trans(tl.load(x + row[:, None] * D + d[None, :], mask=mask, other=0.0))
-        total = tl.dot(xs, low, total)
-        total = tl.dot(xs, middle, total)
+        rest = tl.dot(xs, low, rest)
+        rest = tl.dot(xs, middle, rest)
         total = tl.dot(xs, high, total)
         grad = tl.dot(middle, w_high)  # rounded to bfloat16, so products of smaller parts do not count
         grad = tl.dot(high, w_middle, grad)
         grad = tl.dot(high, w_high, grad)
         tl.store(dx + row[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), mask=mask)
     part = dweight + tl.cast(tl.program_id(1), tl.int64) * (WIDTH * D)
-    tl.store(part + col[None, :] * D + d[:, None], total, mask=tl.trans(kept))
+    tl.store(part + col[None, :] * D + d[:, None], total + rest, mask=tl.trans(kept))
 
 
 def _constants(x: Tensor, weight: Tensor) -> dict[str, int]:

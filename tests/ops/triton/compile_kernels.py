@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
-from sympow.ops.triton import attention, config, plan, split_rows, step_with_tail
+from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
 from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
 from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
 from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
@@ -85,7 +85,8 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
     config.on_hopper = lambda device: hopper
     plan.forget_plans()
     few = mock.patch.object(config, "processors", lambda device: 132)  # the state pass of an H200, for few heads
-    with few, recording() as recorded:
+    divided = mock.patch.object(segments, "number", lambda chunks, *_: min(chunks, 2))
+    with few, divided, recording() as recorded:
         for time, gated in itertools.product((512, 2048), (True, False)):
             k = torch.empty(2, time, 2, key_dim, dtype=torch.bfloat16)
             log_g = torch.empty(2, time, 2) if gated else None

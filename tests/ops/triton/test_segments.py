@@ -48,19 +48,13 @@ def results(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_segments_change_nothing(case, dtype, monkeypatch):
-    counts, choose = [], segments.number
-
-    def note(*numbers: int) -> int:
-        counts.append(choose(*numbers))
-        return counts[-1]
-
-    monkeypatch.setattr(segments, "number", note)
+def test_segments_change_nothing(case, dtype, count, monkeypatch):
+    monkeypatch.setattr(segments, "number", lambda chunks, *_: -(-chunks // -(-chunks // count)))
     divided = results(case, dtype)
-    assert max(counts) > 1
-    monkeypatch.setattr(segments, "number", lambda *numbers: 1)
+    monkeypatch.setattr(segments, "number", lambda *_: 1)
     plan.forget_plans()
     whole = results(case, dtype)
     allowed = ROUNDINGS * torch.finfo(dtype).eps + case.T**0.5 * torch.finfo(torch.float32).eps
@@ -72,17 +66,22 @@ def test_segments_change_nothing(case, dtype, monkeypatch):
 @pytest.mark.parametrize(("chunks", "programs", "count"), [(64, 156, 5), (64, 78, 13), (16, 156, 8), (64, 312, 5)])
 def test_few_programs_make_segments(chunks, programs, count):
     """A row of 65,536 tokens with 12 or 6 heads of K = 64, one of 16,384, and two rows, on 132 SMs."""
-    assert segments.number(chunks, programs, 264) == count
+    assert segments.number(chunks, programs, 132) == count
 
 
 @pytest.mark.parametrize(("chunks", "programs"), [(64, 1248), (64, 264), (1, 10), (512, 5280)])
 def test_many_programs_and_single_chunks_do_not(chunks, programs):
-    assert segments.number(chunks, programs, 264) == 1
+    assert segments.number(chunks, programs, 132) == 1
+
+
+def test_narrow_keys_have_more_programs_at_once():
+    """Eight rows of 65,536 tokens with 12 heads of K = 32."""
+    assert segments.number(256, 384, 132, segments.NARROW_PROGRAMS) == 1
 
 
 def test_no_segment_is_empty():
     for chunks in range(1, 40):
         for programs in (1, 7, 100, 300):
-            count = segments.number(chunks, programs, 264)
+            count = segments.number(chunks, programs, 132)
             each = -(-chunks // count)
             assert 1 <= count <= segments.MOST and (count - 1) * each < chunks <= count * each
