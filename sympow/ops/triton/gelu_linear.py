@@ -16,8 +16,8 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
-ROWS, COLUMNS, BACKWARD_ROWS, BACKWARD_COLUMNS, WARPS = 8, 512, 8, 256, 4  # of a tile
-PROGRAMS = 16  # programs of the backward for each SM; each writes a part of the gradient of the bias
+ROWS, COLUMNS, BACKWARD_ROWS, BACKWARD_COLUMNS, WARPS = 8, 1024, 4, 256, 4  # of a tile
+PROGRAMS = 8  # programs of the backward for each SM; each writes a part of the gradient of the bias
 
 _SLOPE = tl.constexpr(2 * 0.7978845608028654)  # twice sqrt(2 / pi)
 _CUBE = tl.constexpr(0.044715)

@@ -17,9 +17,9 @@ from sympow.ops.triton.launcher import launch
 from sympow.ops.triton.registration import cast, operator
 
 LEAST = 16  # channels of a product, at least
-ROWS, STEP, STAGES = 128, 64, 3  # of the forward: rows of a program, and inputs of an iteration
-BACKWARD_ROWS, BACKWARD_STEP, WARPS = 64, 128, 4  # rows of an iteration, and inputs of a program
-PROGRAMS = 4  # programs of the backward for each SM; each writes a part of the gradient of the weights
+ROWS, STEP, STAGES = 64, 64, 4  # of the forward: rows of a program, and inputs of an iteration
+BACKWARD_ROWS, BACKWARD_STEP, WARPS = 128, 64, 4  # rows of an iteration, and inputs of a program
+PROGRAMS = 2  # programs of the backward for each SM; each writes a part of the gradient of the weights
 
 
 @triton.jit

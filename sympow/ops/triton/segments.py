@@ -21,7 +21,7 @@ from sympow.ops.triton import config
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.plan import Plan
 
-BLOCK, WARPS = 2048, 4  # elements of a state in a program of `join_segments`
+BLOCK, WARPS = 1024, 4  # elements of a state in a program of `join_segments`
 MOST = 16  # segments of a row
 # Programs of the state pass that an SM runs at the same time, by registers: for K above 32, and for others.
 PROGRAMS, NARROW_PROGRAMS = 2, 3
