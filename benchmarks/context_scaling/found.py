@@ -22,7 +22,7 @@ from sympow.recall.results import read_rows
 class Found:
     """Holds rows of finished runs, by run and seed, of one corpus in each setting.
 
-    The corpus of a setting is the one with the most rows in it, see `of`.
+    The corpus of a setting is the one with most of the runs in it, see `of`.
 
     Args:
         folder: of runs.csv, positions.csv and speed.csv; what is missing counts as empty.
@@ -44,22 +44,24 @@ class Found:
         self._times = {(row["variant"], row["context"], row["mode"]): row for row in times}
 
     def of(self, study: str) -> Found:
-        """Returns the same with the corpora of a study: in each setting that of most of the study's runs there, and of
-        most of its runs where that is the same."""
+        """Returns the same with the corpora of a study: in each setting that of most of the study's runs there."""
         other = copy(self)
         other._corpora = self._chosen(set(runs_of(study)))
         return other
 
     def _chosen(self, runs: Set[Run]) -> dict[tuple, str]:
-        """Returns the corpus of every setting, by the number of rows of these runs."""
-        counts: Counter[str] = Counter()
-        within: dict[tuple, Counter[str]] = {}
+        """Returns the corpus of every setting: that of most of these runs in the setting. If two have as many, it is
+        the one with most rows in all settings, and if that is equal too, with most rows in this one."""
+        totals: Counter[str] = Counter()
+        within: dict[tuple, dict[str, list[int]]] = {}
         for (run, corpus), rows in sorted(self._rows.items(), key=lambda each: each[0][1]):
             if run in runs:
-                counts[corpus] += len(rows)
-                within.setdefault(setting_of(run), Counter())[corpus] += len(rows)
-        return {setting: max(here, key=lambda corpus: (here[corpus], counts[corpus]))
-                for setting, here in within.items()}  # fmt: skip
+                totals[corpus] += len(rows)
+                within.setdefault(setting_of(run), {}).setdefault(corpus, []).append(len(rows))
+        return {
+            setting: max(here, key=lambda corpus: (len(here[corpus]), totals[corpus], sum(here[corpus])))
+            for setting, here in within.items()
+        }
 
     def corpora(self) -> list[str]:
         """Returns the corpora of all settings, each once, sorted."""
