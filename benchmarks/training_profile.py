@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ WARM_UP = 4  # steps before those that are recorded; the first compiles
 SHOWN = 40  # kernels that are printed
 
 
-def step_of(shape: Shape, mixer: str, device: torch.device) -> Any:
+def step_of(shape: Shape, mixer: str, device: torch.device) -> Callable[[], StepNumbers]:
     """Returns a function that launches a training step of the compiled model."""
     config = shape.config(mixer, "compile", device.type, 1)
     model = LanguageModel(config.model, seed=0).to(device)
@@ -41,31 +43,38 @@ def step_of(shape: Shape, mixer: str, device: torch.device) -> Any:
     return step
 
 
-def kernels(step: Any, count: int) -> tuple[list[dict], float, float]:
-    """Returns the kernels of a step, the milliseconds in which the GPU computes, and those from its first kernel to its
-    last; all as means over `count` steps, of which each is launched before the one before it has ended."""
+def profiled(step: Callable[[], StepNumbers], count: int) -> list[Any]:
+    """Returns the events of the GPU in `count` steps, of which each is launched before the one before it has ended."""
     for _ in range(WARM_UP):
         step().read()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         following = step()
         for _ in range(count - 1):
             current, following = following, step()
             current.read()
         following.read()
         torch.cuda.synchronize()
-    on_gpu = [x for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return [x for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def kernels(events: Sequence[Any], count: int) -> tuple[list[dict[str, Any]], float, float]:
+    """Returns the rows of kernels, the milliseconds in which the GPU computes, and those from the begin of the first
+    kernel to the end of the last; all of one step, as means over `count` steps."""
+    if not events:
+        raise RuntimeError("the profiler saw no kernel on the GPU")
     times: dict[str, list[float]] = defaultdict(list)
-    busy, end = 0.0, -float("inf")
-    for event in sorted(on_gpu, key=lambda x: x.time_range.start):
-        times[event.name].append(event.time_range.elapsed_us())
-        busy += max(0.0, event.time_range.end - max(event.time_range.start, end))
-        end = max(end, event.time_range.end)
-    span = end - min(x.time_range.start for x in on_gpu)
+    busy, end = 0.0, -math.inf
+    for event in sorted(events, key=lambda x: x.time_range.start):
+        span = event.time_range
+        times[event.name].append(span.end - span.start)
+        busy += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
     rows = [
         {"kernel": name, "launches": round(len(us) / count, 2), "ms": round(sum(us) / count / 1e3, 3)}
         for name, us in times.items()
     ]
-    return sorted(rows, key=lambda row: -row["ms"]), busy / count / 1e3, span / count / 1e3
+    whole = end - min(x.time_range.start for x in events)
+    return sorted(rows, key=lambda row: -row["ms"]), busy / count / 1e3, whole / count / 1e3
 
 
 def main() -> None:
@@ -80,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda")
     shape = Shape(args.preset, args.vocabulary, args.context, args.rows, args.rows)
-    rows, busy, span = kernels(step_of(shape, args.mixer, device), args.steps)
+    rows, busy, span = kernels(profiled(step_of(shape, args.mixer, device), args.steps), args.steps)
     for row in rows[:SHOWN]:
         print(f"{row['ms']:>9.3f} ms {row['launches']:>7.1f}  {row['kernel'][:110]}")
     print(f"{busy:.1f} ms of kernels in {span:.1f} ms a step")

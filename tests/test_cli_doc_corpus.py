@@ -1,21 +1,18 @@
 """`sympow doc-corpus`: a corpus with a tokenizer of its own or one that is given."""
 
-from functools import partial
-
 import pytest
 
-from sympow.cli import commands, main
-from sympow.data import build_doc_corpus, load_tokenizer
+from sympow.cli import main
+from sympow.data import load_tokenizer
 from sympow.data.tokens import BPETokenizer
 from tests.data.test_doc_corpus import write_packages
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def words(tmp_path):
     """The command, for rows of 64 tokens."""
-    monkeypatch.setattr(commands, "build_doc_corpus", partial(build_doc_corpus, row_tokens=64))
     source = write_packages(tmp_path / "debs")
-    return ["doc-corpus", "--out", f"{tmp_path}/docs", "--source", str(source), "--quiet"]
+    return ["doc-corpus", "--out", f"{tmp_path}/docs", "--source", str(source), "--row-tokens", "64", "--quiet"]
 
 
 def test_the_corpus_is_made_with_the_given_tokenizer_and_drawn(words, tmp_path, capsys):

@@ -3,22 +3,21 @@
 import io
 import sys
 import threading
-from functools import partial
 
 import pytest
 
 from sympow import progress
-from sympow.cli import commands, main
-from sympow.data import build_kernel_corpus, kernel_corpus
+from sympow.cli import main
+from sympow.data import kernel_corpus
 from tests.data.trees import source_tree, write_archive
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def words(tmp_path):
     """The command, for rows of 64 tokens."""
-    monkeypatch.setattr(commands, "build_kernel_corpus", partial(build_kernel_corpus, row_tokens=64))
     archive = write_archive(tmp_path / "linux.tar.xz", source_tree())
-    return ["kernel-corpus", "--out", f"{tmp_path}/kernel", "--source", str(archive), "--vocab-size", "300"]
+    sizes = ["--vocab-size", "300", "--row-tokens", "64"]
+    return ["kernel-corpus", "--out", f"{tmp_path}/kernel", "--source", str(archive), *sizes]
 
 
 def test_the_corpus_is_made_drawn_and_trained_on(words, tmp_path, capsys):

@@ -280,6 +280,7 @@ def parser() -> argparse.ArgumentParser:
                              "(default: the package is fetched).")  # fmt: skip
     corpus.add_argument("--vocab-size", metavar="N", type=_positive,
                         help="Train a BPE of N tokens (default: 16,384).")  # fmt: skip
+    corpus.add_argument("--row-tokens", metavar="N", type=_positive, help=about.ROW_TOKENS)
     corpus.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
     corpus.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
@@ -291,6 +292,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--vocab-size", metavar="N", type=_positive, help="Train a BPE of N tokens (default: 16,384).")
     words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
                        help="Use this tokenizer.json, or that in this folder, such as a teacher's.")  # fmt: skip
+    docs.add_argument("--row-tokens", metavar="N", type=_positive, help=about.ROW_TOKENS)
     docs.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
     docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 

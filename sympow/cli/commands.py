@@ -32,7 +32,7 @@ from sympow.data import (
     open_corpus,
     plot_document_lengths,
 )
-from sympow.data.corpus_folder import SPLITS, VOCAB_SIZE
+from sympow.data.corpus_folder import ROW_TOKENS, SPLITS, VOCAB_SIZE
 from sympow.data.tokenizer_files import end_tokens
 from sympow.evaluation import Curve, context_losses, plot_ar_hits, plot_context_losses, size_tables, write_csv
 from sympow.evaluation.ar_hits_text import to_html, to_terminal
@@ -251,7 +251,11 @@ def kernel_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow kernel-corpus`."""
     _check_image(options.plot)
     made = build_kernel_corpus(
-        options.out, options.source, vocab_size=options.vocab_size or VOCAB_SIZE, progress=not options.quiet
+        options.out,
+        options.source,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
     )
     _tell_corpus(made, options)
 
@@ -264,6 +268,7 @@ def doc_corpus(options: argparse.Namespace) -> None:
         options.source,
         vocab_size=options.vocab_size or VOCAB_SIZE,
         tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        row_tokens=options.row_tokens or ROW_TOKENS,
         progress=not options.quiet,
     )
     _tell_corpus(made, options)

@@ -66,13 +66,17 @@ same command continues a sweep that was stopped, and repeats no run that has fin
 MQAR_FIGURES = """Draws accuracy against width, pairs, heads, state size and learning rate, and the number of pairs
 against the state size. Figures for which the results have no data are left out."""
 
+ROW_TOKENS = (
+    "Cut documents into rows of N tokens. Small directories are joined until a document fills a row (default: 65,536)."
+)
+
 KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64. A document is a directory,
-cut into rows of 65,536 tokens; whole subtrees are held out. The source is Debian's package linux-source-6.1, which
+cut into rows; whole subtrees are held out. The source is Debian's package linux-source-6.1, which
 apt-get fetches, or the path of --source. The same command continues interrupted work, and does not change a finished
 corpus."""
 
 DOC_CORPUS = """Makes a corpus of English manuals in the layout of LongCrawl64. A document is a directory of a manual,
-cut into rows of 65,536 tokens; whole packages are held out. The source is documentation packages of Debian, which
+cut into rows; whole packages are held out. The source is documentation packages of Debian, which
 apt-get fetches, or the folder of --source. The same command continues interrupted work, and does not change a finished
 corpus."""
 
