@@ -3,7 +3,6 @@
 import gc
 import re
 import shutil
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from sympow.cli import commands
 from sympow.conversion import swap_mixers
-from sympow.data import DataConfig, build_doc_corpus, build_kernel_corpus
+from sympow.data import DataConfig, build_kernel_corpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import RunConfig, TrainingConfig
 from sympow.training.run_folder import write_run_folder
@@ -45,8 +44,7 @@ def world(tmp_path_factory):
         (folder / "my_sweep.py").write_text(sweep_of_the_page())
         write_folder(folder / "linux", source_tree())
         write_packages(folder / "debs")
-        for name, build in (("build_kernel_corpus", build_kernel_corpus), ("build_doc_corpus", build_doc_corpus)):
-            patch.setattr(commands, name, partial(build, row_tokens=64))
+        patch.setattr(commands, "ROW_TOKENS", 64)
         build_kernel_corpus(folder / "kernel", folder / "linux", vocab_size=300, row_tokens=64, progress=False)
         tokenizer = (folder / "kernel" / "tokenizer.json").read_text("utf-8")
         softmax = MixerConfig("softmax", {"bias": False})

@@ -23,7 +23,7 @@ CASES = {
     "no state": Case(B=1, T=6 * CHUNK + 1, H=1, G=1, K=K, V=K, return_state=False),
     "not normalized": Case(B=1, T=6 * CHUNK + 1, H=1, G=1, K=K, V=K, normalize=False),
     "p 1": Case(B=1, T=9 * CHUNK + 1, H=1, G=1, K=K, V=K, p=1, normalize=False, state=True),
-    "p 3": Case(B=1, T=9 * CHUNK + 1, H=1, G=1, K=16, V=16, p=3, normalize=False, state=True),
+    "p 3": Case(B=1, T=2 * CHUNK + 1, H=1, G=1, K=16, V=16, p=3, normalize=False, state=True),
 }
 
 
