@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/speed.md", "results/training.md",
          "serving.md", "transformers.md")  # fmt: skip
 MISSING = "Not measured yet."
+LONG_TEXT_FROM = 1024  # the first end of a range of positions in the table of long text
 PAGES = [ROOT / "docs" / name for name in NAMES]
 
 
@@ -231,6 +232,28 @@ def long_row_table(result: dict) -> str:
     return "\n".join([*lines, "", f"{run}; {end}; {measured_on([result])}."])
 
 
+def long_text_table(rows: list[dict]) -> str:
+    """Returns losses by position, and the gain from the far context, a row for each range of positions."""
+    lines = [
+        "| trained on rows of | seed | positions | loss | in rows, late | whole, late | gain from the far context |"
+    ]
+    lines.append("|---:|---:|---|" + "---:|" * 4)
+    for row in rows:
+        if row["gain"] is None and row["end"] < LONG_TEXT_FROM:
+            continue
+        cells = [f"{row['trained_context']:,}", str(row["seed"]), f"{row['start']:,} to {row['end'] - 1:,}"]
+        cells += ["" if row[name] is None else f"{row[name]:.4f}" for name in ("loss", "loss_in_rows", "loss_late")]
+        half = "" if row["gain_half"] is None else f" ± {row['gain_half']:.4f}"
+        cells.append("" if row["gain"] is None else f"{row['gain']:+.4f}{half}")
+        lines.append(f"| {' | '.join(cells)} |")
+    row = rows[0]
+    run = (
+        f"{row['recipe']}, {row['tokens']:,} tokens of training, {row['documents']} held-out documents of "
+        f"{row['length']:,} tokens"
+    )
+    return "\n".join([*lines, "", f"{run}; {measured_on(rows)}."])
+
+
 def hf_generate_table(rows: list[dict]) -> str:
     """Returns a row for each dtype and batch: the rate in transformers, and its share of that of sympow."""
     lines = ["| dtype | rows | tokens/s in transformers | of `sympow generate` | its loop with an empty model |"]
@@ -269,6 +292,7 @@ TABLES = {
     "training_ranks_recipe_h200.json": ranks_table,
     "training_ranks_learning_h200.json": ranks_table,
     "long_row_h200.json": long_row_table,
+    "long_text_h200.json": long_text_table,
     "hf_generate_h200.json": hf_generate_table,
     "serving_cpu.json": serving_table,
     "serving_h200.json": serving_table,
