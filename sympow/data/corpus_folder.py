@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sympow.data.files import atomic_write, digest
+from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, load_tokenizer
 
@@ -134,6 +134,7 @@ def write_corpus(
     _write_summary(partial, summary)
     _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
     partial.replace(out)
+    sync(out.parent)
     return summary
 
 
@@ -263,6 +264,9 @@ class _Writer:
         start = sum(entry.rows for entry in self._entries if entry.split == document.split)
         if len(rows):
             self._arrays[document.split][start : start + len(rows)] = rows
+            folder = self._folder / f"{document.split}.zarr"
+            for name in (".zarray", *(f"{row}.0" for row in range(start, start + len(rows))), "."):
+                sync(folder / name)  # no document in the list whose rows a loss of power would take away
         entry = Entry(
             document.directory,
             document.split,
@@ -274,6 +278,7 @@ class _Writer:
         )
         self._file.write((json.dumps(entry._asdict()) + "\n").encode())
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._entries.append(entry)
 
     def finish(self) -> dict[str, Any]:
@@ -285,6 +290,8 @@ class _Writer:
             if not rows:
                 raise ValueError(f"the source gives no row of {self._row_tokens:,} tokens for {split}.zarr")
             self._arrays[split].resize((rows, self._row_tokens))
+            for name in (".zarray", ".zattrs"):
+                sync(self._folder / f"{split}.zarr" / name)
             chunks = {f"{row}.0" for row in range(rows)}
             _keep_only(self._folder / f"{split}.zarr", {".zarray", ".zattrs"} | chunks)
             summary[split] = {
@@ -374,5 +381,4 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    with atomic_write(folder / SUMMARY) as file:
-        file.write((json.dumps(summary, indent=2) + "\n").encode())
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

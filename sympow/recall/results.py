@@ -6,11 +6,10 @@ import csv
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from io import StringIO
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from sympow.training.checkpoint import atomic_write
+from sympow.data.files import write_text
 
 Row = Mapping[str, Any]
 
@@ -27,8 +26,7 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with atomic_write(Path(path)) as file:
-        file.write(text.getvalue().encode())
+    write_text(path, text.getvalue())
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sympow.training.checkpoint import atomic_write
+from sympow.data.files import write_text
 from sympow.training.config import RunConfig
 
 
@@ -33,8 +33,7 @@ class MetricsWriter:
         self._tracker = _open_tracker(run_dir, tracked) if tracked else None
         path = run_dir / "metrics.jsonl"
         lines = [json.dumps(row) for row in read_metrics(run_dir) if row["step"] <= step]
-        with atomic_write(path) as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
+        write_text(path, "".join(f"{line}\n" for line in lines))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 

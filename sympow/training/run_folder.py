@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sympow.data.files import write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
     Checkpoint,
-    atomic_write,
     is_checkpoint,
     latest,
     load_checkpoint,
@@ -93,8 +93,7 @@ def _write_config(path: Path, config: RunConfig) -> None:
             check_config(stored, config, path)
         elif without_execution(stored) != without_execution(config.to_dict()):
             clear_run_folder(path)
-    with atomic_write(file) as out:
-        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    write_text(file, json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def _names(path: Path) -> list[str]:
@@ -161,13 +160,12 @@ def write_run_folder(
     path = new_folder(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        (path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        write_text(path / "tokenizer.json", tokenizer)
     write_beside(beside or {}, path)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
-    with atomic_write(path / "config.json") as out:  # last: a folder without it is no run
-        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")  # last: without it it is no run
     return path
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data import text as text_module
-from sympow.data.files import atomic_write, default_cache_dir
+from sympow.data.files import atomic_write, default_cache_dir, write_text
 from sympow.data.text import (
     cut_document,
     measure_documents,
@@ -209,9 +209,10 @@ def test_default_cache_dir(monkeypatch, tmp_path):
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     write(tmp_path, {"file": "old"})
-    with pytest.raises(OSError, match="no space"), atomic_write(tmp_path / "file") as file:
-        file.write(b"half")
-        raise OSError("no space")
+    for error in (OSError("no space"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), atomic_write(tmp_path / "file") as file:
+            file.write(b"half")
+            raise error
     assert read(text_documents(tmp_path)) == {"file": "old"} and len(list(tmp_path.iterdir())) == 1
 
 
@@ -228,3 +229,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with atomic_write(path) as file:
         file.write(b"whole")
     assert synced == [5, "folder"]
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path):
+    """Such as two launchers of a sweep, which both write its results: the last one has its way."""
+    path = tmp_path / "file"
+    with atomic_write(path) as first:
+        with atomic_write(path) as second:
+            second.write(b"second")
+        first.write(b"first")
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_the_permissions_that_the_user_wants(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
