@@ -105,10 +105,15 @@ def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], kee
         reason = cause.strerror or cause if cause else error
         raise CheckpointError(f"cannot save checkpoint {path}: {reason}; {kept}") from error
     if ranks.main:
-        unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote or removed
-        for old in [*unfinished, *list_checkpoints(run_dir)[:-keep]]:
-            _remove(old)
+        keep_newest(run_dir, keep)
     return path
+
+
+def keep_newest(run_dir: str | os.PathLike[str], keep: int) -> None:
+    """Removes all checkpoints of a run folder but the newest `keep`, and what killed processes left unfinished."""
+    unfinished = (Path(run_dir) / "checkpoints").glob(".step-*.tmp")  # killed while it wrote or removed
+    for old in [*unfinished, *list_checkpoints(run_dir)[:-keep]]:
+        _remove(old)
 
 
 def _save_file(checkpoint: Checkpoint, path: Path) -> None:

@@ -30,7 +30,8 @@ class TrainingConfig:
         seed: of the initial weights, the order of the data and the generators of torch.
         log_every: steps from one line of metrics to the next.
         checkpoint_every: steps from one checkpoint to the next.
-        keep_checkpoints: how many checkpoints stay on disk.
+        keep_checkpoints: how many checkpoints stay on disk. One more stays until the newest one has given a finite
+            loss, in the next step or in an evaluation.
         evaluate_every: steps from one held-out loss to the next.
         evaluation_batches: batches of a held-out loss.
         device: "auto" (CUDA where there is one, else the CPU) or a torch device.
