@@ -392,7 +392,8 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in fails("generate", power, "--prompt-file", tmp_path / "binary")
     assert (
-        fails("generate", power, "--prompt", "x", "--temperature", "-1") == "temperature must be at least 0; got -1.0"
+        fails("generate", power, "--prompt", "x", "--temperature", "-1")
+        == "temperature must be a finite number of at least 0; got -1.0"
     )
     assert fails("generate", power, "--prompt", "x", "--seed", "-1").startswith("seed must be an integer from 0 ")
     assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")
