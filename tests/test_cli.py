@@ -108,6 +108,21 @@ def test_evaluate_compares_runs(folder, tmp_path, capsys):
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_fraction_beside_a_path_of_held_out_documents_is_refused(folder, tmp_path, capsys):
+    """As it would be ignored. A recipe may have one."""
+    (tmp_path / "other.txt").write_text("something else " * 60)
+    path = f"held_out_path={tmp_path}/other.txt"
+    words = ["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet", f"data.{path}"]
+    line = f" chooses held-out documents, which {{}}held_out_path = '{tmp_path}/other.txt' gives already: leave one "
+    for key in ("held_out=0.3", "seed=4"):
+        assert main([*words, f"data.{key}"]) == 2
+        assert f"error: data.{key.partition('=')[0]}" + line.format("data.") in capsys.readouterr().err
+        for command in ("evaluate", "ar-hits"):
+            assert main([command, str(folder / "power"), "--data", path, "--data", key]) == 2
+            assert f"error: {key.partition('=')[0]}" + line.format("") in capsys.readouterr().err
+    assert main([*words, "training.steps=2"]) == 0
+
+
 def test_evaluate_on_other_data_and_by_default_beyond_the_trained_context(folder, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("other words than those " * 100)
     assert main(["evaluate", str(folder / "power"), "--data", f"held_out_path={tmp_path}/other.txt"]) == 0

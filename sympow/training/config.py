@@ -279,9 +279,16 @@ class RunConfig:
             raise ValueError("distillation does not split rows over ranks: execution.context_parallel must be 1")
 
 
-def without_execution(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `RunConfig.to_dict` without `execution`."""
-    return {name: value for name, value in values.items() if name != "execution"}
+def decisive(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `RunConfig.to_dict` with which a run must continue.
+
+    `execution` is left out, and so are the fields of `data` that have no effect beside its `held_out_path`.
+    """
+    kept = {name: value for name, value in values.items() if name != "execution"}
+    data = kept.get("data")
+    if isinstance(data, dict) and data.get("held_out_path") is not None:
+        kept["data"] = {name: value for name, value in data.items() if name not in ("held_out", "seed")}
+    return kept
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:

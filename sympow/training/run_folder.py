@@ -23,7 +23,7 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.claim import claim
-from sympow.training.config import RunConfig, first_difference, without_execution
+from sympow.training.config import RunConfig, decisive, first_difference
 from sympow.training.ranks import ALONE, Ranks
 
 _OWN = ("tokenizer.json", *BESIDE, "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
@@ -38,8 +38,8 @@ def open_run_folder(
     Every rank calls it. No other process can open the folder in the meantime, unless its file system has no locks: then
     a line on stderr says so.
 
-    A folder of another config without a checkpoint is made again. The `execution` part of the config may change at any
-    time. With `restart`, an earlier run in the folder is removed first.
+    A folder of another config without a checkpoint is made again. The fields of the config that change nothing in the
+    run may differ (see `decisive`). With `restart`, an earlier run in the folder is removed first.
 
     Raises RuntimeError if another process has opened the folder, ValueError if there is a checkpoint of another config,
     FileExistsError if the folder contains something other than a run, and FileNotFoundError if another rank does not
@@ -91,7 +91,7 @@ def _write_config(path: Path, config: RunConfig) -> None:
             return
         if latest(path):
             check_config(stored, config, path)
-        elif without_execution(stored) != without_execution(config.to_dict()):
+        elif decisive(stored) != decisive(config.to_dict()):
             clear_run_folder(path)
     write_text(file, json.dumps(config.to_dict(), indent=2) + "\n")
 
@@ -221,7 +221,7 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
     older = _is_older(stored)
     stored = _with_all_fields(stored)
-    difference = first_difference(without_execution(stored), without_execution(config.to_dict()))
+    difference = first_difference(decisive(stored), decisive(config.to_dict()))
     if difference:
         field, old, new = difference
         kind = "a run of version 0.1" if older else "a run"

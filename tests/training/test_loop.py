@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from sympow.data import DataConfig
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
 from sympow.training import (
@@ -376,6 +377,19 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
         with pytest.raises(ValueError, match=rf"holds a run with training.{field} = .*, not {value}: ") as caught:
             train(other, make_batches(other), tmp_path / "run", quiet=True)
         assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_without_the_fraction_that_has_no_effect(tmp_path, make_config, make_batches):
+    """Of held-out documents, beside their path: commands refuse it now, and older runs were started with it."""
+    data = DataConfig(kind="text", path="a", held_out_path="b", tokenizer="bytes")
+    config = dataclasses.replace(make_config(steps=8, checkpoint_every=4), data=data)
+    older = dataclasses.replace(config, data=dataclasses.replace(data, held_out=0.3, seed=4))
+    assert train(older, StopAfter(make_batches(older), 5), tmp_path / "run", quiet=True).step < 8
+    assert train(config, make_batches(config), tmp_path / "run", quiet=True).step == 8
+    assert load_model(tmp_path / "run").config == config
+    other = dataclasses.replace(config, data=dataclasses.replace(data, held_out_path="c", held_out=0.3))
+    with pytest.raises(ValueError, match=r"holds a run with data\.held_out_path = 'b', not 'c'"):
+        train(other, make_batches(other), tmp_path / "run", quiet=True)
 
 
 def test_an_older_run_goes_on(tmp_path, make_config, make_batches):
