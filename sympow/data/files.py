@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -28,7 +29,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(partial, "xb") as file:
+        with naming(path), open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -37,6 +38,17 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the name of the file at `path` to an error in the block that says that the disk takes no more of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

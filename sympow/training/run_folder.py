@@ -241,7 +241,8 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _is_older(config: dict[str, Any]) -> bool:
     """Returns whether the config of a run is of version 0.1, which had no bodies."""
-    return "body" not in config.get("model", {})
+    model = config.get("model", {})
+    return isinstance(model, dict) and "body" not in model
 
 
 def _read_json(file: Path) -> dict[str, Any]:

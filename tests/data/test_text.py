@@ -1,3 +1,4 @@
+import errno
 import os
 import sysconfig
 from pathlib import Path
@@ -229,6 +230,14 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with atomic_write(path) as file:
         file.write(b"whole")
     assert synced == [5, "folder"]
+
+
+def test_a_full_disk_is_told_with_the_file_that_does_not_fit(tmp_path):
+    """Other errors in the block may be of other files."""
+    for number, name in ((errno.ENOSPC, str(tmp_path / "file")), (errno.EIO, None)):
+        with pytest.raises(OSError) as caught, atomic_write(tmp_path / "file"):
+            raise OSError(number, os.strerror(number))
+        assert (caught.value.errno, caught.value.filename) == (number, name)
 
 
 def test_two_writers_of_a_file_do_not_meet(tmp_path):
