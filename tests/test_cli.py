@@ -265,6 +265,12 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"
 
 
+def test_a_binary_file_is_no_recipe(fails, tmp_path):
+    """Which Python refuses without a name and a line."""
+    (tmp_path / "binary.py").write_bytes(b"\x00\x01")
+    assert fails("train", tmp_path / "binary.py").startswith(f"{tmp_path / 'binary.py'}: SyntaxError: source code ")
+
+
 @pytest.mark.parametrize(
     ("source", "line"),
     [
