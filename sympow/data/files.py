@@ -6,11 +6,13 @@ import errno
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_DAY = 24 * 3600.0  # seconds
 
 def default_cache_dir() -> Path:
     """Returns the folder for caches: `$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
@@ -38,6 +40,17 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what `atomic_write` left in a folder where its process was killed, once it is a day old.
+
+    A younger file may be one that another process is writing.
+    """
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):  # another process removes it too, or it belongs to another user
+            if time.time() - path.stat().st_mtime > _DAY:
+                path.unlink()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 import errno
 import os
 import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,19 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with atomic_write(path) as file:
         file.write(b"whole")
     assert synced == [5, "folder"]
+
+
+def test_what_killed_processes_left_in_the_cache_is_removed_after_a_day(folder, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for name, hours in ((".a.tokens.npy.0123.tmp", 25), (".b.tokens.npy.4567.tmp", 23), ("bpe-1.json", 99)):
+        (cache / name).write_bytes(b"half")
+        then = time.time() - 3600 * hours
+        os.utime(cache / name, (then, then))
+    documents, _, hashes = measure_documents(text_documents(folder))
+    tokenize_documents(documents, hashes, ByteTokenizer(), cache)
+    left = {path.name for path in cache.iterdir() if not path.name.endswith(".npy")}
+    assert left == {".b.tokens.npy.4567.tmp", "bpe-1.json"}
 
 
 def test_a_full_disk_is_told_with_the_file_that_does_not_fit(tmp_path):
