@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sympow.data.claim import locked
 from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, load_tokenizer
@@ -108,7 +109,7 @@ def write_corpus(
 
     Returns the content of `corpus.json`. Raises ValueError for options out of range, for a corpus in `out` that was
     started with other options, and for a source that gives no row; FileExistsError if `out` contains something else;
-    ImportError naming the missing extra.
+    RuntimeError if another process makes the corpus; ImportError naming the missing extra.
     """
     out = Path(out)
     if not 256 <= vocab_size <= _LARGEST_VOCABULARY:
@@ -121,21 +122,22 @@ def write_corpus(
         return _finished(out, settings)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    source = open_source(partial)
-    _begin(partial, settings | {"source": source.survey()})
-    documents = source.plan()
-    tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
-    with _Writer(partial, documents, row_tokens) as writer:
-        for document, text in source.texts(documents, writer.finished):
-            writer.add(document, tokenizer.encode(text))
-        counts = writer.finish()
-    known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    summary = read_summary(partial) | {"tokenizer": known} | counts
-    _write_summary(partial, summary)
-    _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
-    partial.replace(out)
-    sync(out.parent)
-    return summary
+    with locked(partial, "makes a corpus"):
+        source = open_source(partial)
+        _begin(partial, settings | {"source": source.survey()})
+        documents = source.plan()
+        tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
+        with _Writer(partial, documents, row_tokens) as writer:
+            for document, text in source.texts(documents, writer.finished):
+                writer.add(document, tokenizer.encode(text))
+            counts = writer.finish()
+        known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+        summary = read_summary(partial) | {"tokenizer": known} | counts
+        _write_summary(partial, summary)
+        _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
+        partial.replace(out)
+        sync(out.parent)
+        return summary
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:

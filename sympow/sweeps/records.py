@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sympow.data.claim import claim
 from sympow.data.files import write_text
-from sympow.training.claim import claim
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sympow.data.claim import locked
 from sympow.data.files import write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
@@ -22,7 +22,6 @@ from sympow.training.checkpoint import (
     restore_model,
     save_checkpoint,
 )
-from sympow.training.claim import claim
 from sympow.training.config import RunConfig, decisive, first_difference
 from sympow.training.ranks import ALONE, Ranks
 
@@ -51,7 +50,7 @@ def open_run_folder(
             if ranks.main:
                 _check_run_folder(path)
                 path.mkdir(parents=True, exist_ok=True)
-                _lock(path, stack)
+                stack.enter_context(locked(path, "trains"))
                 if restart:
                     clear_run_folder(path)
                 _write_config(path, config)
@@ -61,18 +60,6 @@ def open_run_folder(
                     f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it"
                 )
         yield path
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    """Locks a run folder until `stack` is closed. Raises RuntimeError if another process has locked it."""
-    try:
-        ours = stack.enter_context(claim(path / ".lock"))
-    except (OSError, ImportError) as error:  # no locks on some network file systems and on Windows
-        reason = getattr(error, "strerror", None) or error
-        print(f"{path} cannot be locked ({reason}): do not start its run twice at the same time", file=sys.stderr)
-        return
-    if not ours:
-        raise RuntimeError(f"{path} is in use, another process trains there: wait for it, or give another folder")
 
 
 def _check_run_folder(path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import zarr
 
 from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_tokenizer, open_corpus
+from sympow.data.claim import locked
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.debian_package import fetch_package
 from sympow.data.kernel_corpus import plan_documents
@@ -176,6 +177,19 @@ def test_a_finished_corpus_is_left_as_it_is(corpus):
     assert summary["train"]["rows"] > 0
     with pytest.raises(ValueError, match=r"kernel holds a corpus of vocab_size 300, not 301: remove it or give "):
         build_kernel_corpus(corpus, "not read", vocab_size=301, row_tokens=ROW)
+
+
+def test_a_corpus_that_another_process_makes_is_left_to_it(tmp_path, archive, corpus):
+    out, partial = tmp_path / "kernel", tmp_path / "kernel.partial"
+    partial.mkdir()
+    with (
+        locked(partial, "makes a corpus"),
+        pytest.raises(RuntimeError, match=f"^{partial} is in use, another process makes a corpus there: wait "),
+    ):
+        build_kernel_corpus(out, archive, **OPTIONS)
+    assert os.listdir(partial) == [".lock"]
+    build_kernel_corpus(out, archive, **OPTIONS)
+    assert contents(out) == contents(corpus)
 
 
 def test_another_source_or_option_does_not_continue_a_build(tmp_path, archive):
