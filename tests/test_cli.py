@@ -108,6 +108,21 @@ def test_evaluate_compares_runs(folder, tmp_path, capsys):
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_fraction_beside_a_path_of_held_out_documents_is_refused(folder, tmp_path, capsys):
+    """As it would be ignored. A recipe may have one."""
+    (tmp_path / "other.txt").write_text("something else " * 60)
+    path = f"held_out_path={tmp_path}/other.txt"
+    words = ["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet", f"data.{path}"]
+    line = f" chooses held-out documents, which {{}}held_out_path = '{tmp_path}/other.txt' gives already: leave one "
+    for key in ("held_out=0.3", "seed=4"):
+        assert main([*words, f"data.{key}"]) == 2
+        assert f"error: data.{key.partition('=')[0]}" + line.format("data.") in capsys.readouterr().err
+        for command in ("evaluate", "ar-hits"):
+            assert main([command, str(folder / "power"), "--data", path, "--data", key]) == 2
+            assert f"error: {key.partition('=')[0]}" + line.format("") in capsys.readouterr().err
+    assert main([*words, "training.steps=2"]) == 0
+
+
 def test_evaluate_on_other_data_and_by_default_beyond_the_trained_context(folder, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("other words than those " * 100)
     assert main(["evaluate", str(folder / "power"), "--data", f"held_out_path={tmp_path}/other.txt"]) == 0
@@ -248,6 +263,12 @@ def test_unknown_recipes(folder, fails):
     assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
     known = "describe_recipes, load_recipe, load_sweep, recipe_names"
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"
+
+
+def test_a_binary_file_is_no_recipe(fails, tmp_path):
+    """Which Python refuses without a name and a line."""
+    (tmp_path / "binary.py").write_bytes(b"\x00\x01")
+    assert fails("train", tmp_path / "binary.py").startswith(f"{tmp_path / 'binary.py'}: SyntaxError: source code ")
 
 
 @pytest.mark.parametrize(
@@ -392,7 +413,8 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in fails("generate", power, "--prompt-file", tmp_path / "binary")
     assert (
-        fails("generate", power, "--prompt", "x", "--temperature", "-1") == "temperature must be at least 0; got -1.0"
+        fails("generate", power, "--prompt", "x", "--temperature", "-1")
+        == "temperature must be a finite number of at least 0; got -1.0"
     )
     assert fails("generate", power, "--prompt", "x", "--seed", "-1").startswith("seed must be an integer from 0 ")
     assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")

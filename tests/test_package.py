@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "data": {"progress", "fields"},
     "evaluation": {"progress", "ops", "layers", "models"},
     "training": {"progress", "fields", "ops", "layers", "models", "data"},
-    "sweeps": {"fields", "training"},
+    "sweeps": {"fields", "data", "training"},
     "integrations": {"progress", "ops", "layers", "models", "data", "training"},
     "serving": {"data", "models"},
     "conversion": {"ops", "layers", "models", "training", "integrations"},
@@ -93,6 +93,26 @@ def test_no_bare_assert_in_the_package():
         if isinstance(node, ast.Assert)
     ]
     assert found == [], "raise an error that says what was expected and what came"
+
+
+def test_one_function_writes_the_files_of_corpora_runs_and_sweeps():
+    """`sympow.data.files.atomic_write`: a kill or a loss of power leaves no part of a file under its name."""
+    found = [
+        f"{path.relative_to(PACKAGE).as_posix()}:{node.lineno}"
+        for path in FILES
+        if part(path) in ("data", "training", "sweeps", "recall")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and writes_a_new_file(node)
+    ]
+    assert found == []
+
+
+def writes_a_new_file(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("write_text", "write_bytes"):
+        return True
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    words = [*call.args, *(each.value for each in call.keywords)]
+    return name == "open" and any(isinstance(x, ast.Constant) and x.value in ("w", "wt", "wb") for x in words)
 
 
 def test_every_part_imports_without_optional_packages_and_leaves_no_trace():

@@ -19,7 +19,7 @@ from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.reading import read_text
 from sympow.cli.recalling import measure, probe_runs
-from sympow.cli.runs import check_data_tokenizer, check_tokenizers, labels_of
+from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
 from sympow.cli.writing import draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
@@ -53,6 +53,7 @@ from sympow.training.step import resolve_device
 def train(options: argparse.Namespace) -> int | None:
     """Runs `sympow train`."""
     config = override(load_recipe(options.recipe), options.overrides)
+    check_held_out(config.data, options.overrides, "data.")
     return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
 
 
@@ -195,7 +196,9 @@ def convert(options: argparse.Namespace) -> None:
 def distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
     run = distillation_run(read_config(options.run), options.run, options.teacher)
-    return _train(override(run, options.overrides), Path(options.out), options.quiet)
+    config = override(run, options.overrides)
+    check_held_out(config.data, options.overrides, "data.")
+    return _train(config, Path(options.out), options.quiet)
 
 
 def sizes(options: argparse.Namespace) -> None:
@@ -367,6 +370,7 @@ def _evaluate(
     curves = []
     for label, run in runs.items():
         config = override(run.config.data, data)
+        check_held_out(config, data)
         check_data_tokenizer(config.tokenizer, run.tokenizer, label)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):

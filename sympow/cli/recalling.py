@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sympow.cli.runs import check_data_tokenizer
+from sympow.cli.runs import check_data_tokenizer, check_held_out
 from sympow.cli.scored import Scored
 from sympow.data import Corpus, DataConfig, Tokenizer, open_corpus
 from sympow.evaluation import BigramCounts, HitLosses, Share, choose_rows, count_bigrams, gap_shares, hit_losses
@@ -187,6 +187,7 @@ def _data_config(first: Scored, assignments: Sequence[str]) -> DataConfig:
     if first.data is None and not assignments:
         raise ValueError("what the first model was trained on is not known: --data kind=text --data path=... names it")
     config = override(first.data or DataConfig(), assignments)
+    check_held_out(config, assignments)
     if first.tokenizer is None and config.tokenizer == "bpe":
         raise ValueError("the first model has no tokenizer.json: --data tokenizer=... names one")
     check_data_tokenizer(config.tokenizer, first.tokenizer, "the first model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sympow.data import ByteTokenizer, Tokenizer, load_tokenizer
+from sympow.data import ByteTokenizer, DataConfig, Tokenizer, load_tokenizer
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
@@ -41,3 +41,21 @@ def check_data_tokenizer(named: str, own: Tokenizer | None, label: str) -> None:
     other = ByteTokenizer() if named == "bytes" else load_tokenizer(named)
     if list(other.token_bytes) != list(own.token_bytes):
         raise ValueError(f"the data name the tokenizer {named}, but {label} reads text by its own, another one")
+
+
+def check_held_out(data: DataConfig, assignments: Sequence[str], group: str = "") -> None:
+    """Raises ValueError if the user sets a field of a data config that has no effect beside its `held_out_path`.
+
+    A recipe may set such a field, so the config itself allows it.
+
+    Args:
+        data: the config, with the assignments.
+        assignments: what the user has set, key=value.
+        group: what precedes the names of the config's fields in the keys, such as "data.".
+    """
+    for key in (assignment.partition("=")[0] for assignment in assignments):
+        if data.held_out_path is not None and key in (f"{group}held_out", f"{group}seed"):
+            raise ValueError(
+                f"{key} chooses held-out documents, which {group}held_out_path = {data.held_out_path!r} gives already: "
+                "leave one of them out"
+            )

@@ -38,7 +38,7 @@ class DataConfig:
         group: "text": a document per "file", or per "folder" (the files directly in it, in sorted order).
         suffixes: "text": file name endings to read, such as (".py", ".md"); empty: every text file.
         held_out: fraction of the documents kept for evaluation, above 0 and below 1. With `held_out_path` it
-            has no effect: a recipe may set a fraction, and a user the path.
+            has no effect: a recipe may set a fraction, and a user the path. A command refuses a user's own fraction.
         seed: chooses the held-out documents, if `held_out` does; the order of training is the trainer's seed.
         pack: whether batches also hold documents and document tails shorter than the context, see `Batches`.
         storage_options: "zarr": for fsspec, JSON values such as {"token": "anon"}. Tuples become lists.

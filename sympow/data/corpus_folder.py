@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sympow.data.files import atomic_write, digest
+from sympow.data.claim import locked
+from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
 from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, load_tokenizer
 
@@ -108,7 +109,7 @@ def write_corpus(
 
     Returns the content of `corpus.json`. Raises ValueError for options out of range, for a corpus in `out` that was
     started with other options, and for a source that gives no row; FileExistsError if `out` contains something else;
-    ImportError naming the missing extra.
+    RuntimeError if another process makes the corpus; ImportError naming the missing extra.
     """
     out = Path(out)
     if not 256 <= vocab_size <= _LARGEST_VOCABULARY:
@@ -121,20 +122,22 @@ def write_corpus(
         return _finished(out, settings)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    source = open_source(partial)
-    _begin(partial, settings | {"source": source.survey()})
-    documents = source.plan()
-    tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
-    with _Writer(partial, documents, row_tokens) as writer:
-        for document, text in source.texts(documents, writer.finished):
-            writer.add(document, tokenizer.encode(text))
-        counts = writer.finish()
-    known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    summary = read_summary(partial) | {"tokenizer": known} | counts
-    _write_summary(partial, summary)
-    _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
-    partial.replace(out)
-    return summary
+    with locked(partial, "makes a corpus"):
+        source = open_source(partial)
+        _begin(partial, settings | {"source": source.survey()})
+        documents = source.plan()
+        tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
+        with _Writer(partial, documents, row_tokens) as writer:
+            for document, text in source.texts(documents, writer.finished):
+                writer.add(document, tokenizer.encode(text))
+            counts = writer.finish()
+        known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+        summary = read_summary(partial) | {"tokenizer": known} | counts
+        _write_summary(partial, summary)
+        _keep_only(partial, {SUMMARY, DOCUMENTS, TOKENIZER_FILE, *(f"{split}.zarr" for split in SPLITS), *kept})
+        partial.replace(out)
+        sync(out.parent)
+        return summary
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:
@@ -263,6 +266,9 @@ class _Writer:
         start = sum(entry.rows for entry in self._entries if entry.split == document.split)
         if len(rows):
             self._arrays[document.split][start : start + len(rows)] = rows
+            folder = self._folder / f"{document.split}.zarr"
+            for name in (".zarray", *(f"{row}.0" for row in range(start, start + len(rows))), "."):
+                sync(folder / name)  # no document in the list whose rows a loss of power would take away
         entry = Entry(
             document.directory,
             document.split,
@@ -274,6 +280,7 @@ class _Writer:
         )
         self._file.write((json.dumps(entry._asdict()) + "\n").encode())
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._entries.append(entry)
 
     def finish(self) -> dict[str, Any]:
@@ -285,6 +292,8 @@ class _Writer:
             if not rows:
                 raise ValueError(f"the source gives no row of {self._row_tokens:,} tokens for {split}.zarr")
             self._arrays[split].resize((rows, self._row_tokens))
+            for name in (".zarray", ".zattrs"):
+                sync(self._folder / f"{split}.zarr" / name)
             chunks = {f"{row}.0" for row in range(rows)}
             _keep_only(self._folder / f"{split}.zarr", {".zarray", ".zattrs"} | chunks)
             summary[split] = {
@@ -374,5 +383,4 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    with atomic_write(folder / SUMMARY) as file:
-        file.write((json.dumps(summary, indent=2) + "\n").encode())
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

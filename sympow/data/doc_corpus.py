@@ -35,7 +35,7 @@ from sympow.data.corpus_folder import (
 )
 from sympow.data.debian_package import fetch_package
 from sympow.data.doc_packages import PACKAGES
-from sympow.data.files import atomic_write, digest
+from sympow.data.files import digest, write_text
 from sympow.data.manuals import Manuals, read_manuals
 from sympow.data.tokens import Tokenizer
 from sympow.progress import Progress
@@ -129,8 +129,7 @@ class _Packages:
                 })  # fmt: skip
         if not self.sizes:
             raise ValueError("the source is empty: no page of English text in its packages")
-        with atomic_write(self._partial / MANIFEST) as file:
-            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+        write_text(self._partial / MANIFEST, "".join(f"{json.dumps(line)}\n" for line in lines))
         return digest([json.dumps(lines)])
 
     def plan(self) -> list[SourceDocument]:
@@ -181,8 +180,7 @@ def keep_manuals(package: Path, folder: Path) -> Path:
     with package.open("rb") as file:
         kept = folder / f"{hashlib.file_digest(file, 'blake2b').hexdigest()[:32]}.json"
     if not kept.exists():
-        with atomic_write(kept) as written:
-            written.write(json.dumps(asdict(read_manuals(package))).encode())
+        write_text(kept, json.dumps(asdict(read_manuals(package))))
     return kept
 
 

@@ -1,15 +1,18 @@
-"""Small file helpers of the data package: the cache folder, atomic writes, digests."""
+"""Small file helpers: the cache folder, atomic writes, which all files of runs and sweeps use too, and digests."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import tempfile
+import secrets
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_DAY = 24 * 3600.0  # seconds
 
 def default_cache_dir() -> Path:
     """Returns the folder for caches: `$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
@@ -21,33 +24,60 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a binary file that appears at `path` when the block ends, and never appears if the block raises.
 
     The file is on the disk before it has its name, so that no loss of power leaves a part of it there. It is first
-    written beside `path` under another name, so that several processes can write the same file at
+    written beside `path` under another name, `.NAME.*.tmp`, so that several processes can write the same file at
     the same time. The folder is made if it is missing. Raises OSError as the file system does.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o644)  # mkstemp makes it private; a corpus or a tokenizer is no secret
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Writes the names of the files in a folder to the disk."""
+def remove_leftovers(folder: Path) -> None:
+    """Removes what `atomic_write` left in a folder where its process was killed, once it is a day old.
+
+    A younger file may be one that another process is writing.
+    """
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):  # another process removes it too, or it belongs to another user
+            if time.time() - path.stat().st_mtime > _DAY:
+                path.unlink()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the name of the file at `path` to an error in the block that says that the disk takes no more of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file of UTF-8 text as `atomic_write` does, with the line ends that `text` has."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def sync(path: Path) -> None:
+    """Writes a file to the disk, or the names of the files in a folder."""
     if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
-        folder = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)
 
 
 def digest(parts: Iterable[bytes | str]) -> str:

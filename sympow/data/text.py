@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sympow.data.corpus import TokenCorpus
-from sympow.data.files import atomic_write, default_cache_dir, digest
+from sympow.data.files import atomic_write, default_cache_dir, digest, remove_leftovers
 from sympow.data.tokens import BPETokenizer, Tokenizer
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
@@ -242,6 +242,7 @@ def _write_tokens(
     documents: Sequence[Document], tokenizer: Tokenizer, tokens_file: Path, offsets_file: Path
 ) -> None:
     """Write the cache one document at a time: the corpus need not fit in memory."""
+    remove_leftovers(tokens_file.parent)
     offsets = [0]
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     with atomic_write(tokens_file) as file:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sympow.data.files import write_text
 from sympow.data.tokens import Tokenizer
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -22,7 +23,7 @@ def read_beside(folder: Path) -> dict[str, str]:
 def write_beside(files: Mapping[str, str], folder: Path) -> None:
     """Writes texts by name, as `read_beside` returns them, into a folder."""
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:

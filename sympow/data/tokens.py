@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from sympow.data.files import atomic_write, digest
+from sympow.data.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
 _BYTES_TAG = {"type": "sympow.bytes", "version": 1}
@@ -258,8 +258,7 @@ def _file_at(path: str | os.PathLike[str]) -> Path:
 
 
 def _save(path: str | os.PathLike[str], text: str) -> None:
-    with atomic_write(_file_at(path)) as file:
-        file.write(text.encode("utf-8"))
+    write_text(_file_at(path), text)
 
 
 def _join(token_bytes: Sequence[bytes], ids: Iterable[int]) -> bytes:

@@ -11,6 +11,7 @@ one, about a thousandth of the bytes.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +33,7 @@ class ZarrCorpus:
     The fingerprint is of the array's shape and dtype and of a few documents, as reading all would take hours:
     it is the same for a copy elsewhere. Safe to fork and to pickle: each process opens the store for itself.
     Raises FileNotFoundError for a missing store, ValueError or TypeError for one that does not fit or lacks chunks,
-    OSError for one that cannot be reached, ImportError naming the package that a protocol needs.
+    OSError for one that cannot be reached or has damaged chunks, ImportError naming the package that a protocol needs.
     """
 
     def __init__(self, url: str, vocab_size: int, storage_options: Mapping[str, Any] | None = None):
@@ -60,7 +61,11 @@ class ZarrCorpus:
 
     def __getitem__(self, index: int) -> np.ndarray:
         check_index(index, len(self))
-        document = np.asarray(self._array()[int(index)])
+        try:
+            document = np.asarray(self._array()[int(index)])
+        except Exception as error:  # each codec and each protocol of fsspec has others
+            reason = f"{type(error).__name__} {error}".split("\n")[0]
+            raise OSError(f"zarr corpus {self.url}: document {index} cannot be read: {reason}") from error
         self._check_chunks(document, index)
         check_tokens(document, self.vocab_size, f"zarr corpus {self.url}: document {index}")
         return document
@@ -102,6 +107,8 @@ def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
         node = zarr.open(url, mode="r", storage_options=storage_options or None)
     except FileNotFoundError:
         raise FileNotFoundError(f"no zarr array or group at {url}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"zarr corpus {url} is damaged: its metadata are no JSON ({error})") from None
     except (OSError, ValueError, TypeError, ImportError):  # with a line of their own
         raise
     except Exception as error:  # each protocol of fsspec has others

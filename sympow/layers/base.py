@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, MixerState, check_batch, try_by_copies
+from sympow.layers.state import After, Kind, MixerState, check_batch, check_kind, state_kind, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 
 
@@ -169,9 +169,17 @@ class Mixer(nn.Module, ABC):
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
-        """Refuses what `check_input` refuses, and what is no state of as many sequences as x has."""
+        """Refuses what `check_input` refuses, and what is no state of this kind of mixer for the sequences of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
+        check_kind(state, self._state_kind())
+
+    def _state_kind(self) -> Kind:
+        """Returns the classes of this mixer's state; they are looked up once, on the meta device."""
+        found: Kind | None = self.__dict__.get("_kind")
+        if found is None:
+            found = self._kind = state_kind(self.init_state(1, device="meta"))
+        return found
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:
         """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""

@@ -13,6 +13,9 @@ from torch import Tensor
 from sympow.ops import DecodingState, PowerState
 
 S = TypeVar("S")
+
+# The class of a mixer's state, and the kinds of the states in its fields.
+Kind = tuple[type, tuple[Any, ...]]
 # after(n) is the state after the first n of the tokens that a `try_step` has read. The other tokens are taken back, as
 # if they had never been read. It can be called only once, because it may overwrite the tensors from which it is made.
 After = Callable[[int], Any]
@@ -96,6 +99,24 @@ def check_batch(state: object, batch: int) -> None:
     held = _batch(state)
     if held not in (None, batch):
         raise ValueError(f"the state must be of as many sequences as the input, {batch}; got a state of {held}")
+
+
+def state_kind(state: MixerState) -> Kind:
+    """Returns the class of a state, and the kinds of the states in its fields."""
+    return type(state), tuple([state_kind(item) for item in vars(state).values() if isinstance(item, MixerState)])
+
+
+def check_kind(state: MixerState, expected: Kind) -> None:
+    """Refuses the state of another kind of mixer, whose fields have other names or another meaning."""
+    found = state_kind(state)
+    if found != expected:
+        raise TypeError(f"state must be that of this mixer, {_kind_name(expected)}; got {_kind_name(found)}")
+
+
+def _kind_name(kind: Kind) -> str:
+    """Returns a name such as "ShortConvolutionState(KVCache)"."""
+    own, nested = kind
+    return own.__name__ + (f"({', '.join(map(_kind_name, nested))})" if nested else "")
 
 
 def _batch(value: Any) -> int | None:

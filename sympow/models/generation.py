@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -127,11 +128,14 @@ def stream(
         drafts: for speculative decoding, which draws the same tokens in fewer steps (`sympow.models.speculation`). The
             prompt has one row, and an object of drafts serves one stream at a time.
 
-    Raises ValueError: for arguments out of range at the call, for tokens outside the vocabulary with the first token.
+    Raises ValueError for arguments out of range and TypeError for a prompt or a context of another type, both at the
+    call; ValueError for tokens outside the vocabulary with the first token.
     """
-    continues = context is not None and context.tokens > 0
     if not isinstance(prompt, Tensor):
         raise TypeError(f"prompt must be a torch.Tensor, int64 [B, T]; got {type(prompt).__name__}")
+    if not isinstance(context, Context | None):
+        raise TypeError(f"context must be a Context, such as load_context returns; got {type(context).__name__}")
+    continues = context is not None and context.tokens > 0
     if prompt.ndim != 2 or 0 in prompt.shape[: 1 if continues else 2]:
         raise ValueError(f"prompt must be [B, T], of at least one token; got {list(prompt.shape)}")
     if context is not None and context.rows != prompt.shape[0]:
@@ -141,13 +145,13 @@ def stream(
     counts = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
     counts |= {name: x for name, x in {"top_k": top_k, "vocab_size": vocab_size}.items() if x is not None}
     for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be at least 0; got {temperature}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be a finite number of at least 0; got {temperature!r}")
+    if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be a number above 0 and at most 1; got {top_p!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be an integer from 0 to 2**63 - 1; got {seed!r}")
     prompt = prompt.to(model.embedding.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(seed)
@@ -194,6 +198,11 @@ def probabilities(
         before = probability.cumsum(-1) - probability  # the likeliest token always stays
         probability.masked_fill_(before >= top_p * probability.sum(-1, keepdim=True), 0)
     return torch.empty_like(probability).scatter_(-1, tokens, probability)
+
+
+def _is_number(value: object) -> bool:
+    """Returns whether a value is a real number, also one of NumPy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _sample_of(vocab_size: int | None, logits: Tensor, **options: Any) -> Tensor:

@@ -6,11 +6,10 @@ import csv
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from io import StringIO
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from sympow.training.checkpoint import atomic_write
+from sympow.data.files import write_text
 
 Row = Mapping[str, Any]
 
@@ -27,8 +26,7 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with atomic_write(Path(path)) as file:
-        file.write(text.getvalue().encode())
+    write_text(path, text.getvalue())
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -44,13 +42,17 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list[dict[str, Any]]:
     """Returns the rows of any file of `write_results`.
 
-    Columns named in `texts` are not read as numbers where they look so.
+    Columns named in `texts` are not read as numbers where they look so. Raises ValueError for a file that is no table.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        return [
-            {name: text if name in texts and text else _value(text) for name, text in row.items()}
-            for row in csv.DictReader(file)
-        ]
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table of results: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():  # as csv tells cells without a column, and columns without a cell
+            raise ValueError(f"{path} is no table of results: row {number} has not as many cells as there are columns")
+    return [{name: text if name in texts and text else _value(text) for name, text in row.items()} for row in rows]
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

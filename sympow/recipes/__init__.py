@@ -95,7 +95,7 @@ def _called(name: str) -> tuple[str, Any]:
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if needed:
         raise TypeError(f"{label} is no recipe: it needs the argument {needed[0]!r}")
-    with _errors_of_recipes():
+    with _errors_of_recipes(place):
         return label, recipe()
 
 
@@ -110,11 +110,11 @@ def _module(place: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
-        with _errors_of_recipes():
+        with _errors_of_recipes(place):
             spec.loader.exec_module(module)
         return module
     if "." in place and all(part.isidentifier() for part in place.split(".")):
-        with _errors_of_recipes():
+        with _errors_of_recipes(place):
             return importlib.import_module(place)
     if place not in recipe_names():
         raise ValueError(unknown("recipe", place, recipe_names()))
@@ -122,12 +122,16 @@ def _module(place: str) -> ModuleType:
 
 
 @contextmanager
-def _errors_of_recipes() -> Iterator[None]:
-    """Converts errors in a recipe's code into a RecipeError with file and line. Other errors are not changed."""
+def _errors_of_recipes(place: str) -> Iterator[None]:
+    """Converts errors in the code of a recipe at `place` into a RecipeError with file and line.
+
+    Other errors are not changed.
+    """
     try:
         yield
     except SyntaxError as error:
-        raise RecipeError(f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}") from error
+        where = place if error.filename is None else f"{error.filename}, line {error.lineno}"  # none for binary files
+        raise RecipeError(f"{where}: {type(error).__name__}: {error.msg}") from error
     except Exception as error:
         # The first frame outside this file and the import system is the recipe's.
         frames = traceback.extract_tb(error.__traceback__)

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sympow.training.checkpoint import atomic_write
-from sympow.training.claim import claim
+from sympow.data.claim import claim
+from sympow.data.files import write_text
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
 
@@ -43,13 +43,11 @@ class Records:
 
     def save(self, name: str, result: Any, seconds: float) -> None:
         """Writes the result of a job atomically."""
-        with atomic_write(self._row(name)) as file:
-            file.write((json.dumps({"seconds": round(seconds, 6), "result": result}, indent=1) + "\n").encode())
+        write_text(self._row(name), json.dumps({"seconds": round(seconds, 6), "result": result}, indent=1) + "\n")
 
     def fail(self, name: str, error: str) -> None:
         """Writes the error of a job that failed."""
-        with atomic_write(self.error_file(name)) as file:
-            file.write(error.encode())
+        write_text(self.error_file(name), error)
 
     def is_done(self, name: str) -> bool:
         """Tells whether a job has a result."""
@@ -76,7 +74,7 @@ class Records:
 
         worker: a name that no other worker has, also none of another launcher in this folder.
         """
-        self._worker(worker).write_text(name, encoding="utf-8")
+        write_text(self._worker(worker), name)
 
     def end(self, worker: str) -> str | None:
         """Forgets a worker that has ended. Returns the job that it started last, or None if it started none."""

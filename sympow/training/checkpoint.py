@@ -9,16 +9,15 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from sympow.data.files import sync_folder
+from sympow.data.files import atomic_write, sync
 from sympow.training.ranks import ALONE, Ranks
 from sympow.training.shards import ShardError, read_shards, write_shards
 
@@ -106,10 +105,15 @@ def save_checkpoint(checkpoint: Checkpoint, run_dir: str | os.PathLike[str], kee
         reason = cause.strerror or cause if cause else error
         raise CheckpointError(f"cannot save checkpoint {path}: {reason}; {kept}") from error
     if ranks.main:
-        unfinished = path.parent.glob(".step-*.tmp")  # of a process that was killed while it wrote or removed
-        for old in [*unfinished, *list_checkpoints(run_dir)[:-keep]]:
-            _remove(old)
+        keep_newest(run_dir, keep)
     return path
+
+
+def keep_newest(run_dir: str | os.PathLike[str], keep: int) -> None:
+    """Removes all checkpoints of a run folder but the newest `keep`, and what killed processes left unfinished."""
+    unfinished = (Path(run_dir) / "checkpoints").glob(".step-*.tmp")  # killed while it wrote or removed
+    for old in [*unfinished, *list_checkpoints(run_dir)[:-keep]]:
+        _remove(old)
 
 
 def _save_file(checkpoint: Checkpoint, path: Path) -> None:
@@ -128,10 +132,10 @@ def _save_folder(checkpoint: Checkpoint, path: Path, ranks: Ranks) -> None:
         if ranks.main:
             groups = {"param_groups": checkpoint.optimizer["param_groups"]}
             _save_file(replace(checkpoint, model={}, optimizer=groups), temporary / HEADER)
-            sync_folder(temporary)
+            sync(temporary)
             _remove(path)
             os.replace(temporary, path)
-            sync_folder(path.parent)
+            sync(path.parent)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -221,22 +225,6 @@ def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) 
     """Returns `state` with the current name of a weight that version 0.1 named differently: the norm of the heads."""
     renamed = {name.replace(".head_norm.", ".out_norm."): name for name in own if ".head_norm." in name}
     return {renamed.get(name, name): tensor for name, tensor in state.items()}
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a binary file that is synced and renamed to `path` when the block ends, or removed if the block raises."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def _remove(path: Path) -> None:

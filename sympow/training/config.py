@@ -30,7 +30,8 @@ class TrainingConfig:
         seed: of the initial weights, the order of the data and the generators of torch.
         log_every: steps from one line of metrics to the next.
         checkpoint_every: steps from one checkpoint to the next.
-        keep_checkpoints: how many checkpoints stay on disk.
+        keep_checkpoints: how many checkpoints stay on disk. One more stays until the newest one has given a finite
+            loss, in the next step or in an evaluation.
         evaluate_every: steps from one held-out loss to the next.
         evaluation_batches: batches of a held-out loss.
         device: "auto" (CUDA where there is one, else the CPU) or a torch device.
@@ -278,9 +279,16 @@ class RunConfig:
             raise ValueError("distillation does not split rows over ranks: execution.context_parallel must be 1")
 
 
-def without_execution(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `RunConfig.to_dict` without `execution`."""
-    return {name: value for name, value in values.items() if name != "execution"}
+def decisive(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `RunConfig.to_dict` with which a run must continue.
+
+    `execution` is left out, and so are the fields of `data` that have no effect beside its `held_out_path`.
+    """
+    kept = {name: value for name, value in values.items() if name != "execution"}
+    data = kept.get("data")
+    if isinstance(data, dict) and data.get("held_out_path") is not None:
+        kept["data"] = {name: value for name, value in data.items() if name not in ("held_out", "seed")}
+    return kept
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:

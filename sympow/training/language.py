@@ -18,7 +18,9 @@ from sympow.progress import Progress
 from sympow.training.checkpoint import (
     Checkpoint,
     CheckpointError,
+    keep_newest,
     latest,
+    list_checkpoints,
     load_checkpoint_into,
     load_header,
     restore_model,
@@ -131,6 +133,8 @@ class _Training:
 
     Attributes:
         launched: the step that was launched last, if it is not read; None: all are read.
+        untested: whether no loss was computed yet with the weights of the newest checkpoint. Until then one more
+            checkpoint is kept, because the step before may have ruined the weights.
         began: when the first step began that was launched after all were read.
         loss, norm, rate: of the step that was read last.
         tokens: targets of all steps that are read.
@@ -163,6 +167,7 @@ class _Training:
         self.tokens, self.seconds = (checkpoint.tokens, checkpoint.seconds) if checkpoint else (0, 0.0)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
         self.launched: _Launched | None = None
+        self.untested = self.continues
         self.began = 0.0
         self.loss: float | None = None
         self.norm = self.rate = 0.0
@@ -227,15 +232,17 @@ class _Training:
         saves = last or stopped_by or done % settings.checkpoint_every == 0
         if logs or saves:
             self._settle()
+        tested = last
         if logs:
             with self._divergence(done, self.rate):
                 row = self._row(done, evaluates)
+            tested = math.isfinite(row["held_out_loss"]) if evaluates else last
             if self.metrics:
                 self.metrics.write(row)
         if saves:
             if self.metrics:
                 self.metrics.sync()  # no checkpoint without the metrics that led to it
-            self._save(done)
+            self._save(done, tested)
         return stopped_by
 
     def _settle(self) -> None:
@@ -252,6 +259,10 @@ class _Training:
         if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
             found = f"the loss is {self.loss} and the norm of its gradient {self.norm}"
             raise self._diverged(found, launched.step + 1, self.rate)
+        if self.untested:
+            self.untested = False
+            if self.ranks.main:
+                keep_newest(self.run_dir, self.settings.keep_checkpoints)
         self.tokens += targets
         self.progress.advance(note=f"loss {self.loss:.4f}")
 
@@ -267,8 +278,17 @@ class _Training:
             raise self._diverged(f"numbers of the model are out of range ({line})", step, rate) from error
 
     def _diverged(self, found: str, step: int, rate: float) -> NonFiniteError:
-        last = latest(self.run_dir) or "none"
-        return NonFiniteError(f"{found} at step {step} (learning rate {rate:.3g}); the last checkpoint: {last}")
+        kept = f"the last checkpoint: {latest(self.run_dir) or 'none'}"
+        if self.untested and len(saved := list_checkpoints(self.run_dir)) > 1:
+            kept = f"the last good checkpoint: {saved[-2]}, because the step began with the weights of {saved[-1]}"
+        return NonFiniteError(f"{found} at step {step} (learning rate {rate:.3g}); {kept}")
+
+    def _check_weights(self, done: int) -> None:
+        """Raises NonFiniteError on all ranks if a weight is not finite on one."""
+        weights = self.model.state_dict().values()
+        own = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
+        if self.ranks.sum(not all(bool(weight.isfinite().all()) for weight in own)):
+            raise self._diverged("weights are not finite", done, self.rate)
 
     def _load(self, index: int) -> list[Pass]:
         first = index * self.settings.passes_per_step
@@ -299,7 +319,9 @@ class _Training:
             self.progress.say(_summary(row, settings.steps))
         return row
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, tested: bool) -> None:
+        """Saves a checkpoint. `tested` tells whether a loss that was computed with its weights is finite."""
+        self._check_weights(done)
         checkpoint = Checkpoint(
             config=self.config.to_dict(),
             model=self.model.state_dict(),
@@ -310,7 +332,8 @@ class _Training:
             data={"batches": self.batches.state(), "position": done * self.settings.passes_per_step},
             rng=_rng_states(self.device),
         )
-        save_checkpoint(checkpoint, self.run_dir, self.settings.keep_checkpoints, self.ranks)
+        save_checkpoint(checkpoint, self.run_dir, self.settings.keep_checkpoints + (not tested), self.ranks)
+        self.untested = not tested
 
 
 def _restore(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sympow.training.checkpoint import atomic_write
+from sympow.data.files import naming, write_text
 from sympow.training.config import RunConfig
 
 
@@ -31,17 +31,18 @@ class MetricsWriter:
         except ImportError as error:
             raise ImportError("training metrics need tensorboard: pip install 'sympow[train]'") from error
         self._tracker = _open_tracker(run_dir, tracked) if tracked else None
-        path = run_dir / "metrics.jsonl"
+        self._path, board = run_dir / "metrics.jsonl", run_dir / "tensorboard"
         lines = [json.dumps(row) for row in read_metrics(run_dir) if row["step"] <= step]
-        with atomic_write(path) as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+        write_text(self._path, "".join(f"{line}\n" for line in lines))
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        with naming(board):
+            self._board = SummaryWriter(str(board), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes metrics; "step" is the number of steps after which the other values were measured."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])
@@ -55,7 +56,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the file, TensorBoard and the tracker."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()  # which writes once more what did not fit
         self._board.close()
         if self._tracker is not None:
             self._tracker.finish()
@@ -92,6 +94,10 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
     except ValueError as error:
         raise ValueError(f"{path} is not a file of JSON lines: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path} is no file of metrics: line {number} has no step")
+    return rows

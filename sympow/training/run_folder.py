@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,19 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sympow.data.claim import locked
+from sympow.data.files import write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
     Checkpoint,
-    atomic_write,
     is_checkpoint,
     latest,
     load_checkpoint,
     restore_model,
     save_checkpoint,
 )
-from sympow.training.claim import claim
-from sympow.training.config import RunConfig, first_difference, without_execution
+from sympow.training.config import RunConfig, decisive, first_difference
 from sympow.training.ranks import ALONE, Ranks
 
 _OWN = ("tokenizer.json", *BESIDE, "metrics.jsonl", "checkpoints", "tensorboard", "profile", "wandb", "config.json")
@@ -38,8 +37,8 @@ def open_run_folder(
     Every rank calls it. No other process can open the folder in the meantime, unless its file system has no locks: then
     a line on stderr says so.
 
-    A folder of another config without a checkpoint is made again. The `execution` part of the config may change at any
-    time. With `restart`, an earlier run in the folder is removed first.
+    A folder of another config without a checkpoint is made again. The fields of the config that change nothing in the
+    run may differ (see `decisive`). With `restart`, an earlier run in the folder is removed first.
 
     Raises RuntimeError if another process has opened the folder, ValueError if there is a checkpoint of another config,
     FileExistsError if the folder contains something other than a run, and FileNotFoundError if another rank does not
@@ -51,7 +50,7 @@ def open_run_folder(
             if ranks.main:
                 _check_run_folder(path)
                 path.mkdir(parents=True, exist_ok=True)
-                _lock(path, stack)
+                stack.enter_context(locked(path, "trains"))
                 if restart:
                     clear_run_folder(path)
                 _write_config(path, config)
@@ -61,18 +60,6 @@ def open_run_folder(
                     f"{path} is not on a disk that all ranks share: rank {ranks.rank} does not see it"
                 )
         yield path
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    """Locks a run folder until `stack` is closed. Raises RuntimeError if another process has locked it."""
-    try:
-        ours = stack.enter_context(claim(path / ".lock"))
-    except (OSError, ImportError) as error:  # no locks on some network file systems and on Windows
-        reason = getattr(error, "strerror", None) or error
-        print(f"{path} cannot be locked ({reason}): do not start its run twice at the same time", file=sys.stderr)
-        return
-    if not ours:
-        raise RuntimeError(f"{path} is in use, another process trains there: wait for it, or give another folder")
 
 
 def _check_run_folder(path: Path) -> None:
@@ -91,10 +78,9 @@ def _write_config(path: Path, config: RunConfig) -> None:
             return
         if latest(path):
             check_config(stored, config, path)
-        elif without_execution(stored) != without_execution(config.to_dict()):
+        elif decisive(stored) != decisive(config.to_dict()):
             clear_run_folder(path)
-    with atomic_write(file) as out:
-        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    write_text(file, json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def _names(path: Path) -> list[str]:
@@ -161,13 +147,12 @@ def write_run_folder(
     path = new_folder(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
-        (path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        write_text(path / "tokenizer.json", tokenizer)
     write_beside(beside or {}, path)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
     save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
-    with atomic_write(path / "config.json") as out:  # last: a folder without it is no run
-        out.write((json.dumps(config.to_dict(), indent=2) + "\n").encode())
+    write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")  # last: without it it is no run
     return path
 
 
@@ -223,7 +208,7 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
     """Raises ValueError at the first field in which the config stored at `where` differs from `config`."""
     older = _is_older(stored)
     stored = _with_all_fields(stored)
-    difference = first_difference(without_execution(stored), without_execution(config.to_dict()))
+    difference = first_difference(decisive(stored), decisive(config.to_dict()))
     if difference:
         field, old, new = difference
         kind = "a run of version 0.1" if older else "a run"
@@ -243,7 +228,8 @@ def _with_all_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _is_older(config: dict[str, Any]) -> bool:
     """Returns whether the config of a run is of version 0.1, which had no bodies."""
-    return "body" not in config.get("model", {})
+    model = config.get("model", {})
+    return isinstance(model, dict) and "body" not in model
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import zarr
 
 from sympow.data import BPETokenizer, DataConfig, build_kernel_corpus, load_tokenizer, open_corpus
+from sympow.data.claim import locked
 from sympow.data.corpus_folder import HELD_OUT, read_entries
 from sympow.data.debian_package import fetch_package
 from sympow.data.kernel_corpus import plan_documents
@@ -146,11 +147,49 @@ def test_a_line_half_written_is_written_again(tmp_path, archive, corpus, monkeyp
     assert contents(out) == whole
 
 
+def test_rows_are_on_the_disk_before_their_document_is_listed(tmp_path, archive, corpus, monkeypatch):
+    """And the corpus is on the disk before it has its name."""
+    out, numbers = tmp_path / "kernel", {}
+    lines: list[set[int]] = []  # the files synced before each line of the list
+
+    def fsync(descriptor):
+        number = os.fstat(descriptor).st_ino
+        listed = tmp_path / "kernel.partial" / "documents.jsonl"
+        if listed.exists() and listed.stat().st_ino == number:
+            lines.append(set(numbers))
+        numbers[number] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    build_kernel_corpus(out, archive, **OPTIONS)
+    assert contents(out) == contents(corpus)
+    found = {path: path.stat() for path in out.rglob("*")}
+    unsynced = [path for path, stat in found.items() if path.is_file() and numbers.get(stat.st_ino) != stat.st_size]
+    assert unsynced == [] and tmp_path.stat().st_ino in numbers
+    done = dict.fromkeys(("train", "heldout"), 0)
+    for entry, synced in zip(read_entries(out), lines, strict=True):
+        for row in range(done[entry.split], done[entry.split] + entry.rows):
+            assert found[out / f"{entry.split}.zarr" / f"{row}.0"].st_ino in synced
+        done[entry.split] += entry.rows
+
+
 def test_a_finished_corpus_is_left_as_it_is(corpus):
     summary = build_kernel_corpus(corpus, "not read", **OPTIONS)
     assert summary["train"]["rows"] > 0
     with pytest.raises(ValueError, match=r"kernel holds a corpus of vocab_size 300, not 301: remove it or give "):
         build_kernel_corpus(corpus, "not read", vocab_size=301, row_tokens=ROW)
+
+
+def test_a_corpus_that_another_process_makes_is_left_to_it(tmp_path, archive, corpus):
+    out, partial = tmp_path / "kernel", tmp_path / "kernel.partial"
+    partial.mkdir()
+    with (
+        locked(partial, "makes a corpus"),
+        pytest.raises(RuntimeError, match=f"^{partial} is in use, another process makes a corpus there: wait "),
+    ):
+        build_kernel_corpus(out, archive, **OPTIONS)
+    assert os.listdir(partial) == [".lock"]
+    build_kernel_corpus(out, archive, **OPTIONS)
+    assert contents(out) == contents(corpus)
 
 
 def test_another_source_or_option_does_not_continue_a_build(tmp_path, archive):

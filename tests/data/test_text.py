@@ -1,5 +1,7 @@
+import errno
 import os
 import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from sympow.data import BPETokenizer, ByteTokenizer
 from sympow.data import text as text_module
-from sympow.data.files import atomic_write, default_cache_dir
+from sympow.data.files import atomic_write, default_cache_dir, write_text
 from sympow.data.text import (
     cut_document,
     measure_documents,
@@ -209,9 +211,10 @@ def test_default_cache_dir(monkeypatch, tmp_path):
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     write(tmp_path, {"file": "old"})
-    with pytest.raises(OSError, match="no space"), atomic_write(tmp_path / "file") as file:
-        file.write(b"half")
-        raise OSError("no space")
+    for error in (OSError("no space"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), atomic_write(tmp_path / "file") as file:
+            file.write(b"half")
+            raise error
     assert read(text_documents(tmp_path)) == {"file": "old"} and len(list(tmp_path.iterdir())) == 1
 
 
@@ -228,3 +231,43 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with atomic_write(path) as file:
         file.write(b"whole")
     assert synced == [5, "folder"]
+
+
+def test_what_killed_processes_left_in_the_cache_is_removed_after_a_day(folder, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for name, hours in ((".a.tokens.npy.0123.tmp", 25), (".b.tokens.npy.4567.tmp", 23), ("bpe-1.json", 99)):
+        (cache / name).write_bytes(b"half")
+        then = time.time() - 3600 * hours
+        os.utime(cache / name, (then, then))
+    documents, _, hashes = measure_documents(text_documents(folder))
+    tokenize_documents(documents, hashes, ByteTokenizer(), cache)
+    left = {path.name for path in cache.iterdir() if not path.name.endswith(".npy")}
+    assert left == {".b.tokens.npy.4567.tmp", "bpe-1.json"}
+
+
+def test_a_full_disk_is_told_with_the_file_that_does_not_fit(tmp_path):
+    """Other errors in the block may be of other files."""
+    for number, name in ((errno.ENOSPC, str(tmp_path / "file")), (errno.EIO, None)):
+        with pytest.raises(OSError) as caught, atomic_write(tmp_path / "file"):
+            raise OSError(number, os.strerror(number))
+        assert (caught.value.errno, caught.value.filename) == (number, name)
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path):
+    """Such as two launchers of a sweep, which both write its results: the last one has its way."""
+    path = tmp_path / "file"
+    with atomic_write(path) as first:
+        with atomic_write(path) as second:
+            second.write(b"second")
+        first.write(b"first")
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_the_permissions_that_the_user_wants(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640

@@ -118,6 +118,18 @@ def test_an_incomplete_copy_is_refused(tmp_path, zarr_format):
         corpus[3]
 
 
+def test_a_damaged_copy_is_refused(tmp_path):
+    path = tmp_path / "a.zarr"
+    zarr.create_array(path, data=TOKENS, chunks=(1, TOKENS.shape[1]), zarr_format=2)
+    corpus = ZarrCorpus(str(path), 50257)
+    (path / "1.0").write_bytes((path / "1.0").read_bytes()[:20])
+    with pytest.raises(OSError, match=rf"^zarr corpus {path}: document 1 cannot be read: \w+ .*$"):
+        corpus[1]
+    (path / ".zarray").write_text("{")
+    with pytest.raises(ValueError, match=rf"^zarr corpus {path} is damaged: its metadata are no JSON \("):
+        ZarrCorpus(str(path), 50257)
+
+
 def test_storage_options_reach_fsspec(tmp_path):
     corpus = ZarrCorpus(f"file://{store(str(tmp_path / 'a'))}", 50257, {"auto_mkdir": False})
     np.testing.assert_array_equal(corpus[0], TOKENS[0])

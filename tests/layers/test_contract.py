@@ -378,6 +378,26 @@ def test_a_state_of_another_batch_is_refused(case):
         mixer.step(x, None, **mixer.extras(tokens_of(x)))
 
 
+@pytest.mark.parametrize("case", STEPPED)
+def test_a_state_of_another_mixer_is_refused(case):
+    mixer, x = make(case), sequence(2)[:, :1]
+    states = {type(state): state for state in (make(other.values[0]).init_state(2) for other in STEPPED)}
+    own = type(mixer.init_state(2))
+    for kind, state in states.items():
+        if kind is not own:
+            message = rf"state must be that of this mixer, {own.__name__}\b.*; got {kind.__name__}\b"
+            for step in (mixer.step, mixer.try_step):
+                with torch.no_grad(), pytest.raises(TypeError, match=message):
+                    step(x, state, **mixer.extras(tokens_of(x)))
+
+
+def test_a_state_of_another_mixer_behind_a_convolution_is_refused():
+    power, softmax = (MIXERS[name](D_MODEL, HEADS, short_convolution=4) for name in ("power", "softmax"))
+    message = r"mixer, ShortConvolutionState\(PowerAttentionState\); got ShortConvolutionState\(KVCache\)$"
+    with pytest.raises(TypeError, match=message):
+        power.step(sequence(2).to(power.qkv.weight), softmax.init_state(2))
+
+
 def test_an_array_is_refused():
     """Its device is called "cpu", as that of the weights."""
     with pytest.raises(TypeError, match=r"x must be a torch.Tensor; got ndarray"):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,10 +130,17 @@ def test_sample_keeps_the_likeliest(options, kept):
         ({"prefill_chunk": 0}, "prefill_chunk must be an integer of at least 1; got 0"),
         ({"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ({"top_k": 1.5}, "top_k must be an integer of at least 1; got 1.5"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
-        ({"top_p": 1.1}, "top_p must be above 0 and at most 1; got 1.1"),
-        ({"temperature": -1}, "temperature must be at least 0; got -1"),
-        ({"temperature": math.nan}, "temperature must be at least 0; got nan"),
+        ({"top_k": "5"}, "top_k must be an integer of at least 1; got '5'"),
+        ({"top_k": True}, "top_k must be an integer of at least 1; got True"),
+        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1; got 0.0"),
+        ({"top_p": 1.1}, "top_p must be a number above 0 and at most 1; got 1.1"),
+        ({"top_p": math.nan}, "top_p must be a number above 0 and at most 1; got nan"),
+        ({"top_p": "0.9"}, "top_p must be a number above 0 and at most 1; got '0.9'"),
+        ({"temperature": -1}, "temperature must be a finite number of at least 0; got -1"),
+        ({"temperature": math.nan}, "temperature must be a finite number of at least 0; got nan"),
+        ({"temperature": math.inf}, "temperature must be a finite number of at least 0; got inf"),
+        ({"temperature": "0.8"}, "temperature must be a finite number of at least 0; got '0.8'"),
+        ({"temperature": None}, "temperature must be a finite number of at least 0; got None"),
         ({"seed": -1}, r"seed must be an integer from 0 to 2\*\*63 - 1; got -1"),
         ({"seed": 2**63}, r"seed must be an integer from 0 to 2\*\*63 - 1; got 9223372036854775808"),
         ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, r"prompt must be \[B, T\], of at least one token"),
@@ -152,6 +160,17 @@ def test_bad_arguments_are_refused(options, message):
 def test_a_prompt_that_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match=r"prompt must be a torch.Tensor, int64 \[B, T\]; got list"):
         generate(model(), [1, 2], 3)
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = [{"temperature": kind(0.5), "top_p": kind(0.5)} for kind in (float, np.float32, np.float64)]
+    first, *others = (generate(model(), prompt(), 4, **each).tokens for each in options)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_path_of_a_context_is_refused():
+    with pytest.raises(TypeError, match="context must be a Context, such as load_context returns; got str"):
+        generate(model(), prompt(), 3, context="text.context")
 
 
 @pytest.mark.parametrize("function", [generate, stream])

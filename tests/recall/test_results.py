@@ -24,6 +24,13 @@ def test_other_files_are_refused(tmp_path):
         read_results(tmp_path / "empty.csv")
 
 
+@pytest.mark.parametrize("content", [b"a,b\n1,2,3\n", b"a,b\n1\n", b"a,b\n\xff,2\n"])
+def test_a_file_that_is_no_table_is_refused(tmp_path, content):
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'text'} is no table of results: "):
+        read_results(tmp_path / "text")
+
+
 def test_validation_chooses_and_the_test_does_not(made_up):
     base = made_up[0]
 

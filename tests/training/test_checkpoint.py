@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from sympow.data import files
 from sympow.training import Checkpoint, CheckpointError, latest, load_checkpoint, save_checkpoint
-from sympow.training import checkpoint as module
-from sympow.training.checkpoint import atomic_write, checkpoint_path, latest_step, list_checkpoints, restore_model
+from sympow.training.checkpoint import checkpoint_path, latest_step, list_checkpoints, restore_model
 
 
 def example(step: int = 3) -> Checkpoint:
@@ -79,7 +79,7 @@ class FullDisk(io.FileIO):
 
 def test_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     good = save_checkpoint(example(1), tmp_path, keep=1)
-    monkeypatch.setattr(module, "open", FullDisk, raising=False)
+    monkeypatch.setattr(files, "open", FullDisk, raising=False)
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(example(2), tmp_path, keep=1)
     path = checkpoint_path(tmp_path, 2)
@@ -91,7 +91,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
 
 
 def test_full_disk_at_the_first_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "open", FullDisk, raising=False)
+    monkeypatch.setattr(files, "open", FullDisk, raising=False)
     with pytest.raises(CheckpointError, match="No space left on device; there is no older one"):
         save_checkpoint(example(2), tmp_path, keep=1)
     assert names(tmp_path) == []
@@ -103,15 +103,6 @@ def test_an_error_that_is_not_the_disks_is_not_called_one(tmp_path):
     with pytest.raises(Exception, match="pickle"):
         save_checkpoint(broken, tmp_path, keep=1)
     assert names(tmp_path) == []
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), atomic_write(path) as file:
-        file.write(b"new")
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def refusal(path) -> str:

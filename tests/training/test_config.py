@@ -7,7 +7,7 @@ import pytest
 
 from sympow.models import MixerConfig
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
-from sympow.training.config import first_difference, without_execution
+from sympow.training.config import decisive, first_difference
 
 
 def test_json_gives_back_an_equal_config(make_config):
@@ -17,7 +17,7 @@ def test_json_gives_back_an_equal_config(make_config):
 
 def test_runs_of_version_0_1_0_have_no_execution(make_config):
     config = make_config()
-    assert RunConfig.from_dict(without_execution(config.to_dict())) == config
+    assert RunConfig.from_dict(decisive(config.to_dict())) == config
 
 
 def test_passes_split_a_batch():

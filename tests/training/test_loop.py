@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from sympow.data import DataConfig
 from sympow.layers.auxiliary import add_auxiliary_loss
 from sympow.models import LanguageModel
 from sympow.training import (
@@ -24,7 +25,7 @@ from sympow.training import (
     read_metrics,
     train,
 )
-from sympow.training.checkpoint import list_checkpoints
+from sympow.training.checkpoint import checkpoint_path, list_checkpoints
 from sympow.training.ranks import Part
 from sympow.training.run_folder import clear_run_folder, open_run_folder
 from sympow.training.step import held_out_loss, make_pass, train_step
@@ -312,6 +313,55 @@ def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tmp_path, make_conf
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+def test_a_checkpoint_that_a_step_has_ruined_does_not_replace_the_good_one(
+    tmp_path, make_config, make_batches, monkeypatch
+):
+    """The loss of step 3 is finite, and the weights after it too, but they are so large that step 4 has no loss."""
+    config = make_config("softmax", checkpoint_every=1, keep_checkpoints=1)
+    real = language.learning_rate
+    monkeypatch.setattr(language, "learning_rate", lambda step, *rest: 1e30 if step == 2 else real(step, *rest))
+    for _ in range(2):  # also where the same command is repeated
+        with pytest.raises(NonFiniteError) as caught:
+            train(config, make_batches(config), tmp_path / "run", quiet=True)
+        good, ruined = list_checkpoints(tmp_path / "run")
+        assert (good.name, ruined.name) == ("step-00000002.pt", "step-00000003.pt")
+        line = f"; the last good checkpoint: {good}, because the step began with the weights of {ruined}"
+        assert "at step 4 " in str(caught.value) and str(caught.value).endswith(line)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, make_config, make_batches, monkeypatch):
+    config = make_config("softmax", steps=4, checkpoint_every=2, keep_checkpoints=1)
+    real, calls = language.train_step, []
+
+    def ruining(model, *arguments):
+        numbers = real(model, *arguments)
+        calls.append(1)
+        if len(calls) == 4:
+            model.embedding.weight.data[0, 0] = math.inf
+        return numbers
+
+    monkeypatch.setattr(language, "train_step", ruining)
+    with pytest.raises(NonFiniteError) as caught:
+        train(config, make_batches(config), tmp_path / "run", quiet=True)
+    good = checkpoint_path(tmp_path / "run", 2)
+    assert list_checkpoints(tmp_path / "run") == [good]
+    assert str(caught.value).startswith("weights are not finite at step 4 ")
+    assert str(caught.value).endswith(f"; the last checkpoint: {good}")
+
+
+def test_checkpoints_are_as_many_as_asked_for_once_the_newest_has_a_loss(tmp_path, make_config, make_batches):
+    """Which it has after the step that follows, or at once where the held-out loss is due too."""
+    config = make_config(steps=7, checkpoint_every=2, evaluate_every=3, keep_checkpoints=1)
+    batches, kept = make_batches(config), {}
+
+    def saved(model, step):
+        kept[step] = [int(path.name[5:13]) for path in list_checkpoints(tmp_path / "run")]
+
+    train(config, batches, tmp_path / "run", held_out=batches, quiet=True, observe=saved)
+    assert kept == {3: [2], 6: [4], 7: [6]}
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000007.pt"]
+
+
 def test_a_step_without_targets_is_refused(make_config, make_batches):
     config = make_config()
     batch = make_batches(config)[0]
@@ -327,6 +377,19 @@ def test_another_config_is_refused_by_its_first_field(tmp_path, make_config, mak
         with pytest.raises(ValueError, match=rf"holds a run with training.{field} = .*, not {value}: ") as caught:
             train(other, make_batches(other), tmp_path / "run", quiet=True)
         assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_without_the_fraction_that_has_no_effect(tmp_path, make_config, make_batches):
+    """Of held-out documents, beside their path: commands refuse it now, and older runs were started with it."""
+    data = DataConfig(kind="text", path="a", held_out_path="b", tokenizer="bytes")
+    config = dataclasses.replace(make_config(steps=8, checkpoint_every=4), data=data)
+    older = dataclasses.replace(config, data=dataclasses.replace(data, held_out=0.3, seed=4))
+    assert train(older, StopAfter(make_batches(older), 5), tmp_path / "run", quiet=True).step < 8
+    assert train(config, make_batches(config), tmp_path / "run", quiet=True).step == 8
+    assert load_model(tmp_path / "run").config == config
+    other = dataclasses.replace(config, data=dataclasses.replace(data, held_out_path="c", held_out=0.3))
+    with pytest.raises(ValueError, match=r"holds a run with data\.held_out_path = 'b', not 'c'"):
+        train(other, make_batches(other), tmp_path / "run", quiet=True)
 
 
 def test_an_older_run_goes_on(tmp_path, make_config, make_batches):
@@ -446,7 +509,7 @@ def test_a_checkpoint_with_an_empty_part_is_refused(tmp_path, make_config, make_
 def test_a_truncated_checkpoint_is_refused_not_skipped(tmp_path, make_config, make_batches):
     config = make_config(steps=12)
     train(config, StopAfter(make_batches(config), 9), tmp_path / "run", quiet=True)
-    older, newest = list_checkpoints(tmp_path / "run")
+    *_, older, newest = list_checkpoints(tmp_path / "run")
     newest.write_bytes(newest.read_bytes()[:-100])
     with pytest.raises(CheckpointError) as caught:
         train(config, make_batches(config), tmp_path / "run", quiet=True)

@@ -1,5 +1,6 @@
 """Metrics on disk: one line a step, also after a kill."""
 
+import errno
 import sys
 import types
 
@@ -47,6 +48,25 @@ def test_foreign_metrics_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("step,loss\n1,2\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl is not a file of JSON lines: "):
         MetricsWriter(tmp_path, 0)
+
+
+@pytest.mark.parametrize("row", ["{}", "[1]", '{"step": null}'])
+def test_rows_without_a_step_are_refused(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{row}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is no file of metrics: line 2 has no step"):
+        read_metrics(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    """Also where the file is closed, which writes again what the disk did not take."""
+    metrics = MetricsWriter(tmp_path, 0)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w")  # noqa: SIM115 - `metrics` closes it
+    for act in (lambda: metrics.write({"step": 1}), metrics.close):
+        with pytest.raises(OSError) as caught:
+            act()
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "metrics.jsonl"))
+    metrics.close()
 
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):

@@ -48,5 +48,5 @@ def test_a_file_system_without_locks_is_told_and_the_run_goes_on(
     monkeypatch.setattr(fcntl, "flock", refuse)
     config = make_config(steps=2)
     assert train(config, make_batches(config), tmp_path / "run", quiet=True).step == 2
-    line = "cannot be locked (No locks available): do not start its run twice at the same time"
+    line = "cannot be locked (No locks available): do not start the same command twice at the same time"
     assert capsys.readouterr().err == f"{tmp_path / 'run'} {line}\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data import load_tokenizer
+from sympow.data.files import write_text
 from sympow.data.tokenizer_files import CONFIG, end_tokens, read_beside, tokenizer_config, write_beside
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
@@ -61,13 +62,11 @@ def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int 
     if source.is_file():
         text = source.read_text(encoding="utf-8")
         run["tokenizer"] = _kind(text)
-        (folder / _TOKENIZER).write_text(
-            _byte_level() if run["tokenizer"] == "bytes" else text, encoding="utf-8"
-        )
+        write_text(folder / _TOKENIZER, _byte_level() if run["tokenizer"] == "bytes" else text)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings = tokenizer_config(loaded.run_dir) | settings
         write_beside(read_beside(loaded.run_dir) | {CONFIG: json.dumps(settings, indent=2) + "\n"}, folder)
-    (folder / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / RUN_FILE, json.dumps(run, indent=2) + "\n")
 
 
 def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:

@@ -153,6 +153,8 @@ class RWKV7Block(Block):
         self, step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: RWKV7BlockState
     ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
         """Returns the block's output, the second result of the mixer's `step`, and the inputs of mixer and MLP."""
+        if not isinstance(state, RWKV7BlockState):
+            raise TypeError(f"state must be that of a block of rwkv7, RWKV7BlockState; got {type(state).__name__}")
         y = self.mixer_norm(x)
         if state.mixer_last is None:
             out, mixer = step(y, state.mixer)
