@@ -259,7 +259,8 @@ def test_unknown_recipes(folder, fails):
         assert fails("train", no_module).startswith("unknown recipe ")
     tiny = f"{folder}/tiny.py"
     assert fails("train", f"{tiny}:pwoer").startswith(f"unknown recipe in {tiny} 'pwoer'; did you mean 'power'?")
-    assert fails("train", f"{tiny}:nothing") == f"nothing in {tiny} is no recipe: it returned int, not RunConfig"
+    no_recipe = f"nothing in {tiny} is no recipe of sympow train: it returned int, not RunConfig"
+    assert fails("train", f"{tiny}:nothing") == no_recipe
     assert fails("train", f"{tiny}:needy") == f"needy in {tiny} is no recipe: it needs the argument 'argument'"
     known = "describe_recipes, load_recipe, load_sweep, recipe_names"
     assert fails("train", "sympow.recipes:x") == f"unknown recipe in sympow.recipes 'x'; known: {known}"

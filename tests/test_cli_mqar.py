@@ -73,8 +73,8 @@ def test_errors_are_one_line(recipe, fails, tmp_path):
     assert fails("mqar", recipe, "architecture.heads=3", *out).startswith("d_model must be a multiple of n_heads")
     assert fails("mqar", recipe, "lr=1", *out).startswith("unknown field 'lr'")
     assert fails("mqar", f"{recipe}:odd", *out).endswith("ValueError: length must be even; got 7")
-    assert fails("mqar", "demo:power", *out).endswith("it returned RunConfig, not RecallConfig or Sweep")
-    assert fails("train", recipe, *out).endswith("is no recipe: it returned RecallConfig, not RunConfig")
+    assert fails("mqar", "demo:power", *out).endswith("sympow mqar: it returned RunConfig, not RecallConfig or Sweep")
+    assert fails("train", recipe, *out).endswith("no recipe of sympow train: it returned RecallConfig, not RunConfig")
     assert fails("mqar", recipe, *out, "--executor", "slurm", "--slurm", "gpus") == (
         "a parameter of Slurm is written key=value, got 'gpus'"
     )

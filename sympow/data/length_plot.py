@@ -18,8 +18,8 @@ def plot_document_lengths(corpus: str | os.PathLike[str], path: str | os.PathLik
     """Draws histograms of a corpus's documents over their tokens before cutting: their number, and their tokens.
 
     Args:
-        corpus: folder that `write_corpus` wrote.
-        path: of the image, whose format follows from its suffix (.png, .svg, .pdf).
+        corpus: the folder that `write_corpus` wrote.
+        path: the path of the image. Its suffix gives the format (.png, .svg, .pdf).
 
     Raises FileNotFoundError where there is no corpus, ValueError for a damaged one, ImportError without matplotlib.
     """

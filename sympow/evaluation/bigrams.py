@@ -83,7 +83,7 @@ def _spaced(corpus: Documents, tokens: int | None) -> np.ndarray:
 def _blocks(
     corpus: Documents, chosen: np.ndarray, vocab_size: int, dtype: np.dtype
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Yields bigrams of several documents or of a part of one, how many documents ended, and their tokens."""
+    """Yields bigrams of several documents or of a part of one, the number of documents that ended, and of tokens."""
     held: list[np.ndarray] = []
     size, documents, length = 0, 0, 0
     for index in chosen:

@@ -35,7 +35,8 @@ class Documents(Protocol):
 class Bin(NamedTuple):
     """Holds the mean loss at positions start..end-1, of which position t is predicted from t + 1 tokens.
 
-    loss: mean in nats; stderr: its standard error over the rows, NaN for a single row; tokens: targets in the bin.
+    loss: the mean in nats; stderr: the standard error of the mean over the rows, NaN for a single row; tokens: the
+    number of targets in the bin.
     """
 
     start: int
@@ -128,7 +129,7 @@ def choose_rows(corpus: Documents, context: int, rows: int, seed: int = 0) -> np
     without replacement, or all if there are no more. The draw depends on the lengths and the arguments
     alone, so every model of one tokenizer is evaluated on the same rows.
 
-    Raises ValueError where no document is long enough, naming the longest.
+    Raises ValueError if no document is long enough; the message names the longest document.
     """
     if context < 1 or rows < 1:
         raise ValueError(f"context and rows must be at least 1, got context={context} and rows={rows}")

@@ -41,8 +41,9 @@ class Words(Protocol):
 class PasskeyRow(NamedTuple):
     """Tells how often a model named the number.
 
-    context: tokens of the text with the answer; depth: of the number, from 0, the beginning, to 1, the end; texts:
-    how many; accuracy: share in which all of the number was right; digits: share of the answer's tokens that were.
+    context: the number of tokens of the text with the answer; depth: the depth of the passkey, from 0, the beginning,
+    to 1, the end; texts: the number of texts; accuracy: the share of texts in which the whole passkey was right;
+    digits: the share of right tokens in the answers.
     """
 
     model: str
@@ -102,7 +103,7 @@ def passkey_recall(
 def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tuple[np.ndarray, np.ndarray]:
     """Makes a text up to its answer, and the answer: tokens, int64 1-D, of `context` together.
 
-    Raises ValueError where they do not fit.
+    Raises ValueError if the number and the question do not fit.
     """
     needle, question, answer = (
         tokenizer.encode(text).astype(np.int64) for text in (NEEDLE.format(key=key), QUESTION, f" {key}")

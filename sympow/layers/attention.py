@@ -60,14 +60,14 @@ class AttentionMixer(Mixer):
         rotation: "fixed" rotates queries and keys by their position (rotary), "none" does not; `rotations` lists the
             rotations of the mixer.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
-        max_length: N of the conformal rule, the longest document in tokens; not taken by the standard one.
+        max_length: N of the conformal rule, the number of tokens of the longest document; for this rule only.
         rotary_fraction: share of the channels of every query and key that are rotated, the first ones, rounded down to
             an even number, at least 2.
-        rope_base: N of the standard rule, 10,000 if None; not taken by the conformal one.
+        rope_base: N of the standard rule, 10,000 if None; for this rule only.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: the number that the norm of queries and keys adds to the mean square.
         bias: biases in the input and output projections.
-        out_bias: a bias in the output projection; None: as `bias` says.
+        out_bias: a bias in the output projection; None: the same as `bias`.
         short_convolution: taps of a causal depthwise convolution of x, before all other parts; 0: no convolution.
         head_norm: RMSNorm over the channels of every head's output.
         output_gate: multiply every head's output by silu(W_g c).
@@ -154,7 +154,7 @@ class AttentionMixer(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draws all weights anew; see `Mixer.reset_parameters`."""
+        """Draws all weights again; see `Mixer.reset_parameters`."""
         super().reset_parameters(std=std, out_std=out_std, generator=generator)
         if self.convolution is not None:
             self.convolution.reset_parameters(generator)
@@ -207,7 +207,7 @@ class AttentionMixer(Mixer):
         return y, ShortConvolutionState(past, behind)
 
     def _step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
-        """Continues sequences by what the convolution made of the input."""
+        """Continues sequences by the output of the convolution."""
         with beside(partial(self.output_gates, x), x.device) as gates:
             y, state = self.mix_step(x, state, **extras)
         return self.gated_output(y, gates()), state
@@ -234,7 +234,7 @@ class AttentionMixer(Mixer):
     def output_gates(self, x: Tensor) -> Tensor | None:
         """Returns the values of the output gate for x [B, T, d], before their activation: [B, T, H V]. None: no gate.
 
-        In a CUDA graph of a step, they are computed beside `mix_step`.
+        A CUDA graph of a step computes them in parallel with `mix_step`.
         """
         return None if self.output_gate is None else self.output_gate(x)
 
@@ -271,7 +271,7 @@ class AttentionMixer(Mixer):
         return 0 if self.context_group is None else dist.get_rank(self.context_group) * x.shape[1]
 
     def rotate(self, q: Tensor, k: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        """Turns q [B, T, H, K] and k [B, T, G, K], (M15).
+        """Rotates q [B, T, H, K] and k [B, T, G, K] by their positions (M15).
 
         `position` is the position of the first token: a number, or int64 [B] with one number for each row. It can also
         be a float64 tensor [B, T, G] with the positions of all tokens. Positions need not start again in each packed
@@ -283,7 +283,7 @@ class AttentionMixer(Mixer):
         return q, k
 
     def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
+        """Returns positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
         if isinstance(position, int):
             end = position + x.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)

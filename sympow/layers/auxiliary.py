@@ -1,4 +1,4 @@
-"""Losses that a mixer adds to that of its task while it trains."""
+"""Auxiliary losses: a mixer adds them to the loss of its task in training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _collected: ContextVar[list[Tensor] | None] = ContextVar("collected", default=No
 
 @contextmanager
 def auxiliary_losses() -> Iterator[list[Tensor]]:
-    """Collects the auxiliary losses of all forward passes inside, each a number with a gradient.
+    """Collects the auxiliary losses of all forward passes in a `with` block, each a scalar with a gradient.
 
-    A training loop runs the model in it and adds their sum to its loss; elsewhere mixers do not compute them:
+    A training loop runs the model in this block and adds the sum of the auxiliary losses to its loss. Outside of such
+    a block, mixers compute no auxiliary losses:
 
         with auxiliary_losses() as extra:
             loss = task_loss(model(tokens))
@@ -35,7 +36,7 @@ def collecting() -> bool:
 
 
 def add_auxiliary_loss(loss: Tensor) -> None:
-    """Adds `loss` to those collected; does nothing where none are."""
+    """Adds `loss` to the collected losses; does nothing outside of `auxiliary_losses`."""
     losses = _collected.get()
     if losses is not None:
         losses.append(loss)

@@ -28,7 +28,7 @@ class Mixer(nn.Module, ABC):
 
     Args:
         d_model: d, the width of the input and of the output.
-        n_heads: H; a mixer without heads takes it all the same, and nothing in it depends on it.
+        n_heads: H. A mixer without heads takes this argument too, but does not use it.
 
     Attributes:
         causal: row t of the output depends on rows 0..t of the input only. A mixer that is not causal cannot be
@@ -71,8 +71,8 @@ class Mixer(nn.Module, ABC):
     ) -> MixerState:
         """Returns the state before the first token, for `batch_size` sequences.
 
-        `device` defaults to that of the weights. `dtype` is that of cached keys and values and defaults to
-        that of the weights; sums over the past are kept in float32 at least.
+        `device` is the device of the weights by default. `dtype` is the dtype of cached keys and values, by default
+        that of the weights. Sums over the past are kept in float32 at least.
         """
 
     @abstractmethod
@@ -86,8 +86,9 @@ class Mixer(nn.Module, ABC):
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back: x [B, T', d] -> (y [B, T', d], `After`).
 
-        y is that of `step`, and after(n) the state after the first n tokens, 0 to T'. The given state is used up.
-        Gradients must be off. By default copies of the state are stepped, token by token.
+        y is the output of `step`. after(n) returns the state after the first n tokens, for n from 0 to T'. The given
+        state must not be used again. Gradients must be off. The method of this class steps copies of the state, token
+        by token.
         """
         return try_by_copies(self.step, x, state, extras)
 
@@ -138,8 +139,8 @@ class Mixer(nn.Module, ABC):
     ) -> None:
         """Draws weights as GPT-2 does: N(0, std), biases 0, norms 1, the output projection `out` N(0, out_std).
 
-        `out_std` defaults to `std`. Drawn on the CPU, so a seed gives the same weights on every device. Then
-        `reset_own_parameters`.
+        `out_std` defaults to `std`. The weights are drawn on the CPU, so that a seed gives the same weights on every
+        device. At the end, the method calls `reset_own_parameters`.
         """
         out = getattr(self, "out", None)
         for module in self.modules():
@@ -153,9 +154,7 @@ class Mixer(nn.Module, ABC):
         self.reset_own_parameters(generator)
 
     def reset_own_parameters(self, generator: torch.Generator | None) -> None:
-        """Fills the parameters whose initialisation is the mixer's own.
-
-        By default there are none.
+        """Fills the parameters that need a special initialisation. By default there are none.
 
         Mixers override this method. They override `reset_parameters` only if none of its rules holds for them.
         """
@@ -169,7 +168,8 @@ class Mixer(nn.Module, ABC):
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
-        """Refuses what `check_input` refuses, and what is no state of this kind of mixer for the sequences of x."""
+        """Raises the errors of `check_input`, and an error if `state` is no state of this kind of mixer for the sequences
+        of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
         check_kind(state, self._state_kind())
@@ -182,7 +182,7 @@ class Mixer(nn.Module, ABC):
         return found
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:
-        """Refuses an x that is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
+        """Raises TypeError or ValueError if x is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}")
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
@@ -208,5 +208,5 @@ def state_options(
 
 
 def is_product(linear: nn.Module) -> bool:
-    """Tells whether calling `linear` is a product and its bias alone: no adapter in its place, and no hook on it."""
+    """Tells whether a call of `linear` computes a product and a bias only: `linear` is no adapter and has no hooks."""
     return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks

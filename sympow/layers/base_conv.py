@@ -20,11 +20,11 @@ class BaseConv(Mixer):
     Args:
         d_model, n_heads: as in `Mixer`.
         max_length: taps of the filter; tokens further back are not seen.
-        filter: "implicit", computed from the position of a tap by Hyena's network, "relu", by that of the paper's
-            Listing 2, or "explicit", a weight a tap. The paper's models alternate a long implicit filter and an
-            explicit one of 3 taps.
+        filter: "implicit": Hyena's network computes each tap from its position. "relu": the network of the paper's
+            Listing 2 does. "explicit": each tap is a weight. The paper's models alternate a long implicit filter and
+            an explicit one of 3 taps.
         order: width of the network of an implicit filter.
-        bands: frequencies of its positional features.
+        bands: number of frequencies in the positional features of this network.
         residual: add x to y within the mixer, as the paper's Listings 1 and 2 do.
     """
 

@@ -17,14 +17,14 @@ Result = TypeVar("Result")
 
 @contextmanager
 def beside(compute: Callable[[], Result], device: torch.device) -> Iterator[Callable[[], Result]]:
-    """Computes beside the body of a `with`, and gives a function that returns the result after it.
+    """Runs `compute` in parallel with the body of a `with` block; yields a function that returns the result.
 
     While a CUDA graph is captured without gradients, the computation becomes a branch of the graph. The branch starts
     before the body and ends with it. In all other cases the given function computes when it is called.
 
     Args:
         compute: launches kernels on the current stream. It reads no tensor that the body changes.
-        device: of the tensors.
+        device: the device of the tensors.
     """
     if device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield compute

@@ -66,7 +66,7 @@ class KVCache(MixerState):
 class WindowCache(KVCache):
     """A `KVCache` with a limit.
 
-    Once it has room for all tokens that it can hold, its rows may differ in length, int64 [B].
+    If the cache has room for all tokens that it can hold, its rows may differ in length: `length` is then int64 [B].
     """
 
     counters: ClassVar[tuple[str, ...] | None] = ("length",)

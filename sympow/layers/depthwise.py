@@ -26,10 +26,10 @@ class DepthwiseConvolution(nn.Module):
         channels: C.
         width: k, the tokens seen, the token itself included.
         identity: start near the identity: 1 is added to the token's own weight, and the bias is 0.
-        bias: whether there is b; else it is 0.
+        bias: whether there is a b; without it b is 0.
 
-    `weight` is [C, k], the token's own weight last, and is drawn as torch's convolutions are: uniform within
-    1 / sqrt(k), the bias [C] too.
+    `weight` is [C, k], and its last tap belongs to the token itself. The weight and the bias [C] are drawn as in
+    torch's convolutions, uniformly within 1 / sqrt(k).
     """
 
     def __init__(self, channels: int, width: int, *, identity: bool = False, bias: bool = True):
@@ -72,7 +72,7 @@ class DepthwiseConvolution(nn.Module):
     def step(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
         """Maps x [B, T', C] after `past` [B, k - 1, C] to y [B, T', C] and the last k - 1 inputs.
 
-        Where gradients are off, these may be written into `past`.
+        If gradients are off, the method may write these inputs into `past`.
         """
         if x.shape[1] <= _FEW and not torch.is_grad_enabled():
             return short_convolution_step(x, past, self.weight, self._offset()), past

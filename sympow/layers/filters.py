@@ -126,15 +126,15 @@ class ImplicitFilter(PositionFilter):
     """Hyena's filter: a network with sines between its layers, and a decay (Poli et al., "Hyena Hierarchy", 2023, 3.3).
 
     h_i = MLP(features of tap i) exp(-decay_c i / (max_length - 1)), with sines of trained frequency between the layers
-    and decays from slow to fast over the channels; h_0 is added a weight per channel, so that the token itself passes.
-    The layers are drawn as torch's are, that weight from N(0, 1), as in the published code.
+    and decays from slow to fast over the channels. A weight for each channel is added to h_0, so that the token itself
+    passes. The layers are drawn as torch draws them, and that weight from N(0, 1), as in the published code.
 
     Args:
         channels: C.
         max_length: taps; tokens further back are not seen.
         order: width of the network.
         bands: frequencies of the positional features.
-        frequency: w, that of the sines at the start.
+        frequency: w, the initial frequency of the sines.
         decays: two shares of the filter, within which the taps of the fastest and of the slowest channel fall to 0.01.
     """
 
@@ -213,7 +213,7 @@ FILTERS = ("implicit", "relu", "explicit")
 
 
 def make_filter(kind: str, channels: int, max_length: int, order: int, bands: int) -> LongFilter:
-    """Returns one of `FILTERS`; `order` and `bands` are of the first two."""
+    """Makes a filter of one of the kinds in `FILTERS`. The first two kinds use `order` and `bands`."""
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
     if kind == "explicit":

@@ -41,12 +41,12 @@ class FlaState(MixerState):
 
 
 class FlaMixer(Mixer):
-    """A layer of flash-linear-attention.
+    """Mixes by a layer of flash-linear-attention.
 
-    Subclasses name it, its arguments, and the elements of its state.
+    A subclass names the layer, its arguments, and the number of elements of its state.
 
-    Its linear weights are drawn as `Mixer.reset_parameters` does, everything else as its constructor does. Packed
-    documents are computed one after another, and so are new tokens on a state.
+    Linear weights are drawn as `Mixer.reset_parameters` does. The constructor of the layer draws all other weights.
+    Packed documents are computed one after another, and so are new tokens on a state.
 
     Args:
         d_model, n_heads: as in `Mixer`.
@@ -75,7 +75,7 @@ class FlaMixer(Mixer):
     ) -> None:
         """Draws all weights anew; see `Mixer.reset_parameters`."""
         if not self.out.weight.is_meta:
-            # Its constructor draws from torch's default generator: seeded from ours, and put back.
+            # The constructor draws from torch's default generator, which is seeded from ours and then restored.
             seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
@@ -121,7 +121,10 @@ class FlaMixer(Mixer):
 
 
 class GLA(FlaMixer):
-    """Gated linear attention (Yang et al., "Gated Linear Attention Transformers", 2023): keys d / 2 wide, values d."""
+    """Computes gated linear attention (Yang et al., "Gated Linear Attention Transformers", 2023).
+
+    All keys together are d / 2 wide, all values d.
+    """
 
     layer_name = "GatedLinearAttention"
 
@@ -130,7 +133,7 @@ class GLA(FlaMixer):
 
 
 class DeltaNet(FlaMixer):
-    """The delta rule (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)."""
+    """Applies the delta rule (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)."""
 
     layer_name = "DeltaNet"
 
@@ -139,10 +142,10 @@ class DeltaNet(FlaMixer):
 
 
 class GatedDeltaNet(FlaMixer):
-    """The delta rule with decay (Yang et al., "Gated Delta Networks", 2024).
+    """Applies the delta rule with decay (Yang et al., "Gated Delta Networks", 2024).
 
-    It has (2 + 3 expand_v) d head_dim H weights and few more. The source has fewer heads than others, of 256 channels,
-    with head_dim H = 3 d / 4.
+    The layer has (2 + 3 expand_v) d head_dim H weights and a few more. The source has fewer heads than other layers.
+    Its heads have 256 channels, with head_dim H = 3 d / 4.
 
     Args:
         d_model, n_heads: as in `Mixer`.
@@ -170,9 +173,10 @@ class GatedDeltaNet(FlaMixer):
 
 
 class Mamba2(FlaMixer):
-    """Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024), twice as wide inside as out.
+    """Mixes by Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024), whose inner width is 2 d.
 
-    Without the package mamba-ssm the layer forms T / 256 squares of 256 x 256 x H x N numbers: slow, and large.
+    Without the package mamba-ssm the layer forms T / 256 tensors of 256 x 256 x H x N numbers. This is slow and needs
+    much memory.
 
     Args:
         d_model, n_heads: as in `Mixer`.

@@ -24,7 +24,7 @@ def suits_flex(q: Tensor, v: Tensor) -> bool:
 
 
 def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Returns softmax attention of each token to the last `window` up to itself.
+    """Returns softmax attention of each token to the last `window` tokens, itself included.
 
     The first call for some shapes compiles a kernel.
 
@@ -51,7 +51,7 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=8)
 def _block_mask(blocks: int, window: int, device: torch.device) -> Any:
-    """Worked out block by block: `create_block_mask` would form a mask of all pairs of tokens."""
+    """Returns the mask, computed block by block: `create_block_mask` would form a mask of all pairs of tokens."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

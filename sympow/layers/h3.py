@@ -26,8 +26,9 @@ class H3State(MixerState):
 class H3(Mixer):
     """Computes W_o (q^T SSM_diag(SSM_shift(k) v^T)) in heads (Fu et al., "Hungry Hungry Hippos", 2022, Algorithm 1).
 
-    A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs: it is
-    computed as that, without a bias. Both models have a skip weight from N(0, 1), which for the shift is its first tap.
+    A shift model with B = e_1 is a convolution whose N taps are its C, and whose state is the last inputs. So it is
+    computed as a convolution, without a bias. Both models have a skip weight from N(0, 1). For the shift model this
+    weight is the first tap.
     Every channel of the diagonal model has an A and a B of its own, as in the published code (`n_ssm=None`).
 
     Args:

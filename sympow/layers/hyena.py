@@ -37,7 +37,7 @@ class Hyena(Mixer):
     Args:
         d_model, n_heads: as in `Mixer`.
         max_length: taps of the filter; tokens further back are not seen.
-        multi_head: n_heads heads; a single filter a channel otherwise.
+        multi_head: whether there are n_heads heads with one filter each; otherwise each channel has a filter.
         order: width of the filter's network.
         bands: of the filter, see `ImplicitFilter`. Zoology's code has 1 band by default.
         frequency, decays: of the filter, see `ImplicitFilter`.

@@ -30,6 +30,6 @@ def draw_orthogonal(weight: Tensor, gain: float, generator: torch.Generator | No
 
 @torch.no_grad()
 def draw_uniform(weight: Tensor, low: float, high: float, generator: torch.Generator | None = None) -> None:
-    """Fills `weight` from [low, high) evenly, as `draw_normal` does."""
+    """Fills `weight` with uniform draws from [low, high), as `draw_normal` does."""
     if not weight.is_meta:
         weight.copy_(torch.empty(weight.shape, device="cpu").uniform_(low, high, generator=generator))

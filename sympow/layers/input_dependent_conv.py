@@ -21,7 +21,7 @@ from sympow.ops.convolution import causal_convolution
 
 
 class _InputDependentConv(Mixer):
-    """Computes (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones, one a sequence.
+    """Computes (x W + b_1) * (h(x) (*) x + b_2): `BaseConv` with a filter of zeros and ones for each row.
 
     The lags that a late token needs are applied to early tokens too. So the mixer is not causal and cannot be stepped.
     It is for tasks whose inputs are known as a whole.

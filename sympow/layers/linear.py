@@ -23,7 +23,7 @@ FEATURE_MAPS = ("identity", "elu+1")
 
 @dataclass
 class LinearAttentionState(MixerState):
-    """Holds the op's state and the tokens so far (int64 [B] where rows differ).
+    """Holds the op's state and the number of tokens so far (int64 [B] if rows differ).
 
     For elu + 1 it also holds the sum of the keys' features [B, G, K].
     """

@@ -32,7 +32,7 @@ class LiquidS4(Mixer):
 
     With a diagonal transition the terms of second order are b**2 a**(t - i - 1) x_i x_j, i < j <= t. As a convolution,
     with S the running sum of x: sum over i < t of h_{t-1-i} x_i (S_t - S_i), h_m = 2 Re(C b**2 a**m). As a recurrence:
-    first_t = a first_{t-1} + b x_t and second_t = a second_{t-1} + b x_t first_{t-1}. They agree.
+    first_t = a first_{t-1} + b x_t and second_t = a second_{t-1} + b x_t first_{t-1}. Both forms agree.
 
     Args:
         d_model, n_heads: as in `Mixer`.

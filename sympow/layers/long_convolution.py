@@ -15,8 +15,8 @@ from sympow.layers.filters import ExplicitFilter
 class LongConvolution(Mixer):
     """Computes GLU(W gelu(h * x)), h explicit (Fu et al., "Simple Hardware-Efficient Long Convolutions", 2023).
 
-    The output layer is that of S4. Left out: the squashing and the dropout of the filter, which regularize. There is
-    no recurrence: stepping keeps the inputs and costs O(max_length) a token.
+    The output layer is that of S4. The squashing and the dropout of the filter, which regularize, are left out. There
+    is no recurrence: stepping keeps the inputs and costs O(max_length) a token.
 
     Args:
         d_model, n_heads: as in `Mixer`.

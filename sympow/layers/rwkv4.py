@@ -34,7 +34,7 @@ class RWKV4State(MixerState):
 
 
 class RWKV4(Mixer):
-    """The time mixing of RWKV-4 (Peng et al., "RWKV", 2023, (11) to (17)), stable for any length and any k.
+    """Computes the time mixing of RWKV-4 (Peng et al., "RWKV", 2023, (11) to (17)), stable for any length and any k.
 
     A whole sequence is computed by a parallel scan, which merges neighbours, then pairs of neighbours, and so on. Each
     sum keeps its largest exponent, so that no exponential overflows.

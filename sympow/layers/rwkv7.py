@@ -40,7 +40,7 @@ class LowRank(nn.Module):
 
     Args:
         d_model: d, the width of input and output.
-        rank_factor: what `low_rank` multiplies; it gives the columns of A.
+        rank_factor: the factor of `low_rank`, which gives the number of columns of A.
         activation: f; None: the identity.
         bias: whether there is a c.
     """
@@ -75,9 +75,9 @@ def low_rank(d_model: int, factor: float) -> int:
 class RWKV7(Mixer):
     """Mixes as RWKV-7 does in time (Peng et al., "RWKV-7 Goose", 2025, section 4), in its recurrent form, in heads.
 
-    S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t; decay w, rate a and gate g by
-    low-rank maps of the token mixed with the one before. Left out: the residual of the first layer's values, which
-    would tie layers together.
+    S_t = S_{t-1} (diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k_t^T, y_t = S_t r_t. Low-rank maps of the token,
+    mixed with the token before it, give the decay w, the rate a and the gate g. The residual of the first layer's
+    values is left out, because it would tie layers together.
 
     Args:
         d_model, n_heads: as in `Mixer`.
@@ -233,7 +233,7 @@ def chunked_delta_rule(
     """
     names = ("r", "k", "v", "a", "b")
     inputs = dict(zip(names, (x.to(dtype) for x in (r, k, v, -kappa, rate * kappa)), strict=True))
-    # What licenses its chunks of 64 tokens: decays are bounded.
+    # The kernel may take chunks of 64 tokens, because decays are bounded.
     bounded = {"safe_gate": True, "lower_bound": _SLOWEST, "chunk_size": 64}
     start = memory.mT.contiguous()
     y, after = kernel(**inputs, w=log_decay, scale=1.0, initial_state=start, output_final_state=True, **bounded)

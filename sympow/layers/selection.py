@@ -57,13 +57,13 @@ class SelectiveAttention(AttentionMixer):
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
-        selection: "random": by random scores, drawn anew in training, fixed by the position otherwise.
+        selection: "random": by random scores, drawn again in every step of training, fixed by the position otherwise.
             "programmatic": every token that occurred before (needs `tokens`; their number has no limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
         top_k: k, of random and learned selection.
-        noise: standard deviation of what is added to learned scores in training, before they are compared. Like
-            dropout it comes from torch's default generator.
+        noise: standard deviation of the noise that is added to learned scores in training, before they are compared.
+            Like dropout, the noise comes from torch's default generator.
         rotation: "fixed" or "none".
         **heads: options of `AttentionMixer`.
     """

@@ -1,7 +1,7 @@
 """Converts states to named tensors and plain values, and back. A file of these contains no code.
 
-A tree of plain values tells how a state is built, and names its tensors. Types are told by their names, and
-found among the dataclasses of states alone.
+A tree of plain values says how a state is built, and names its tensors. It contains the names of types. A name can
+only stand for a dataclass of a state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEPT = {
     ("GatedCache", "cache"),
     ("ShortConvolutionState", "past"),
 }
-_LEAST_ROW = 8  # shorter rows would hardly be smaller with a scale each
+_LEAST_ROW = 8  # with a scale for each row, shorter rows would hardly be smaller
 _SCALE = ".scale"
 
 
@@ -80,8 +80,8 @@ def deserialize(serialized: SerializedState, device: torch.device | str) -> Any:
 def fitted(state: Any, like: Any) -> Any:
     """Returns `state` in the form of `like`, the state of the same model before the first token.
 
-    Power attention decodes on a tail on some devices and without one on others: a tail is folded, or an empty
-        one added. Raises ValueError where the states are not of one kind.
+    Power attention decodes with a tail on some devices and without a tail on others. So a tail is folded, or an empty
+    tail is added. Raises ValueError if the two states are not of one kind.
     """
     if isinstance(state, DecodingState) and isinstance(like, PowerState):
         return state.folded()

@@ -18,8 +18,8 @@ from sympow.layers.state import After
 class ShortConvolution(Mixer):
     """Convolves a few tokens, causally and by channel, alone or followed by another mixer: mixer(convolution(x)).
 
-    It lets a mixer compare a token with the one before another, which one layer of attention cannot (Arora et al.,
-    "Zoology", 2023, section 4; Fu et al., "Hungry Hungry Hippos", 2022, use a shift for the same).
+    With the convolution, a mixer can compare a token with the token before another one. One layer of attention alone
+    cannot (Arora et al., "Zoology", 2023, section 4). Fu et al., "Hungry Hungry Hippos", 2022, use a shift for this.
 
     In front of a mixer the convolution starts near the identity: 1 is added to the weight of the token itself, and
     there is no bias. With torch's initialisation alone, the mixer would get averages of tokens and learn to recall more
@@ -55,7 +55,7 @@ class ShortConvolution(Mixer):
     def reset_parameters(
         self, *, std: float = 0.02, out_std: float | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """Draws all weights anew; see `Mixer.reset_parameters`."""
+        """Draws all weights again; see `Mixer.reset_parameters`."""
         self.convolution.reset_parameters(generator)
         if self.mixer is not None:
             self.mixer.reset_parameters(std=std, out_std=out_std, generator=generator)

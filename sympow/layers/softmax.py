@@ -58,7 +58,7 @@ class SoftmaxAttention(AttentionMixer):
         **heads: Unpack[HeadOptions],
     ):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
-        gate_biases(gate_bias, self.n_kv_heads)  # refuses now what it cannot do
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         self.gate_bias = tuple(gate_bias)
         self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
         self.reset_parameters()
@@ -158,7 +158,7 @@ def gated_attention(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Tensor:
     scale, value_dim = q.shape[-1] ** -0.5, v.shape[-1]
     q, k = with_gates(q, k, log_g)
     if value_dim < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - value_dim))  # some kernels take values as wide as keys alone
+        v = F.pad(v, (0, q.shape[-1] - value_dim))  # some kernels need values that are as wide as keys
     with without_autocast(q):  # it would round the sums in the keys
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, scale=scale)
     return y[..., :value_dim].transpose(1, 2)

@@ -25,7 +25,7 @@ After = Callable[[int], Any]
 class MixerState:
     """Holds what a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
 
-    `step` may update the tensors in place where gradients are off: use the state it returns, not the one it
+    If gradients are off, `step` may update the tensors in place. Use the state that it returns, not the state that it
     was given.
 
     Attributes:
@@ -93,7 +93,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def check_batch(state: object, batch: int) -> None:
-    """Refuses a state of another number of sequences than `batch`, which a step may otherwise broadcast."""
+    """Raises an error for a state of another number of sequences than `batch`, which a step could broadcast."""
     if not isinstance(state, MixerState):
         raise TypeError(f"state must be what init_state or an earlier step returned; got {type(state).__name__}")
     held = _batch(state)
@@ -120,7 +120,7 @@ def _kind_name(kind: Kind) -> str:
 
 
 def _batch(value: Any) -> int | None:
-    """Returns the number of sequences of a state, which its first tensor tells; None for a state without tensors."""
+    """Returns the number of sequences of a state, read from its first tensor; None for a state without tensors."""
     if isinstance(value, Tensor):
         return value.shape[0]
     if isinstance(value, DecodingState):  # its tensors can be a pool of more sequences
@@ -170,7 +170,7 @@ def _mapped(value: Any, function: Callable[[Any], Any], leaf: type | UnionType =
 def try_by_copies(
     step: Callable[..., tuple[Tensor, Any]], x: Tensor, state: MixerState, extras: Mapping[str, Tensor | None]
 ) -> tuple[Tensor, After]:
-    """Tries a step of x [B, T', d] token by token on copies of the state: right for any step, and slow.
+    """Tries a step of x [B, T', d] token by token on copies of the state. This works for every mixer, but is slow.
 
     `extras` are keywords of the step, [B, T'] each or None.
     """

@@ -25,7 +25,7 @@ class DiagonalSSM(nn.Module):
     Args:
         channels: C.
         state_dim: N, even: N / 2 complex numbers stand for N states in conjugate pairs.
-        shared: all channels have one A and one B; else each has its own, and they start alike.
+        shared: whether all channels have one A and one B; otherwise each channel has its own, equal at first.
     """
 
     def __init__(self, channels: int, state_dim: int, *, shared: bool = True):

@@ -23,11 +23,11 @@ LEAST_BLOCK, MOST_BLOCK = 128, 1024
 
 
 class WindowMixer(AttentionMixer):
-    """Attends by softmax to `window` tokens at most; subclasses choose which.
+    """Attends by softmax to `window` tokens at most. A subclass chooses these tokens.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
-        window: in tokens; at least 1.
+        window: the number of tokens, at least 1.
         rotation: "fixed" or "none".
         **heads: options of `AttentionMixer`.
     """
@@ -84,7 +84,7 @@ class WindowAttention(WindowMixer):
             y = attend(q.to(state.k.dtype), *state.filled())
         else:
             y = self._behind(state, q, k, v)
-            state = state.extend(k, v)  # after the past was read: it may be overwritten
+            state = state.extend(k, v)  # the past was read already, because the cache may overwrite it
         return y.transpose(1, 2).to(x.dtype), state
 
     def try_mix_step(self, x: Tensor, state: WindowCache, **extras: Tensor | None) -> tuple[Tensor, After]:

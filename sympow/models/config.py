@@ -52,10 +52,10 @@ class ModelConfig:
         vocab_size: tokens in the vocabulary.
         d_model: width of the residual stream.
         n_layers: blocks.
-        n_heads: query heads of every mixer; their width is d_model / n_heads unless a mixer's options give
+        n_heads: number of query heads of every mixer; their width is d_model / n_heads unless a mixer's options give
             `head_dim`.
-        mixers: a pattern repeated over the layers; of length 1 all layers are alike, longer ones make
-            hybrids.
+        mixers: a pattern that is repeated over the layers. With a pattern of length 1 all layers have the same mixer;
+            longer patterns make hybrids.
         mlp_ratio: hidden width of the MLP over d_model; 0 for blocks without one. Not in the llama body.
         body: "gpt2", "llama" or "rwkv7": norms, MLP, and the other parts around the mixers.
         n_kv_heads: key/value heads of every mixer that has such heads and whose options do not name them.
@@ -126,8 +126,8 @@ class ModelConfig:
     def mixer_options(self, layer: int) -> dict[str, Any]:
         """Gives the options of the mixer of a layer, with those that the model gives all its mixers.
 
-        These are `n_kv_heads`, and in the rwkv7 body `depth`, from 0 for the first layer to 1 for the last. They do not
-        replace what the mixer's own options name.
+        The model gives `n_kv_heads`, and in the rwkv7 body `depth`, from 0 for the first layer to 1 for the last. The
+        mixer's own options take precedence.
         """
         given: dict[str, Any] = {} if self.n_kv_heads is None else {"n_kv_heads": self.n_kv_heads}
         if self.body == "rwkv7":
@@ -142,9 +142,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Reads what `to_dict` gives, also what that of version 0.1 gave, in which there is no "body".
+        """Reads the result of `to_dict`, also the result of version 0.1, which has no "body".
 
-        Such a model has the gpt2 body and mixers as they were by default then; see `options_of_older`.
+        A model of version 0.1 has the gpt2 body, and mixers with the defaults of that version; see `options_of_older`.
 
         Raises ValueError for a field that is missing or unknown, or that the body does not have.
         """

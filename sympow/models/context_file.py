@@ -1,8 +1,8 @@
 """The context of a model, the tokens that it has read: as an object (`Context`) and as one safetensors file.
 
-A file holds the state of every layer, the logits after the last token, how many tokens were read, a hash of
-them, and fingerprints of the model's config and weights. A SHA-256 covers all its bytes. It is written under
-a temporary name and then renamed, so that a kill leaves the old file or the new one.
+A file holds the state of every layer, the logits after the last token, the number of tokens that were read, a hash of
+these tokens, and fingerprints of the model's config and weights. A SHA-256 covers all bytes of the file. The file is
+written under a temporary name and then renamed, so that a kill leaves the old file or the new one.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Context:
     """Holds what a model knows after some tokens.
 
     Attributes:
-        state: of the model.
-        logits: [B, vocab_size] of the next token; None before the first.
-        tokens: how many tokens of every row were read.
-        digest: a hash of them, which does not depend on the chunks in which they were read.
+        state: the state of the model.
+        logits: [B, vocab_size] of the next token; None before the first token.
+        tokens: the number of tokens of every row that were read.
+        digest: a hash of these tokens, which does not depend on the chunks in which they were read.
     """
 
     state: ModelState
@@ -68,10 +68,10 @@ class Context:
 
     @torch.no_grad()
     def read(self, model: LanguageModel, tokens: Tensor, *, chunk: int = 1024) -> Context:
-        """Reads int64 tokens [B, T] more, `chunk` at a time.
+        """Reads further int64 tokens [B, T], `chunk` at a time.
 
-        The state of this context is overwritten: use the one returned, or read on a `clone()`. Raises ValueError for a
-        chunk below 1, for tokens of other rows, and as `LanguageModel.step` does.
+        The method overwrites the state of this context. Use the context that it returns, or call it on a `clone()`.
+        Raises ValueError for a chunk below 1 and for another number of rows, and the errors of `LanguageModel.step`.
         """
         if not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"chunk must be an integer of at least 1; got {chunk!r}")
@@ -95,8 +95,8 @@ class ContextHeader:
     """Holds the header of a context file.
 
     Attributes:
-        tokens, digest: as of `Context`.
-        rows: sequences held, B.
+        tokens, digest: as in `Context`.
+        rows: the number of sequences, B.
         dtype: "float32", "bfloat16" or "int8".
         config, weights: fingerprints of the model.
         tree: plain values that describe how states are built from the tensors of the file.
@@ -139,14 +139,14 @@ def save_context(
     """Writes a context file, atomically: a kill leaves the file that was there, or the new one.
 
     Args:
-        path: of the file to write.
+        path: the path of the file.
         model: the model that has read the context.
         context: the context.
-        dtype: "float32" keeps every tensor exactly, so that the model continues as if it had never stopped.
+        dtype: "float32" stores every tensor exactly, so that the model continues as if it had never stopped.
             "bfloat16" and "int8" round the large tensors, see `sympow.layers.serialized.serialize`.
         known: the `fingerprint` of the model, if the caller has computed it already.
 
-    Raises ValueError for another dtype, ContextError where the disk refuses, ImportError without safetensors.
+    Raises ValueError for another dtype, ContextError if the file cannot be written, ImportError without safetensors.
     """
     path, save_file = Path(path), _safetensors().torch.save_file
     packed = serialize(context.state, dtype)
@@ -268,7 +268,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.replace(folder / path.name, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename is durable without
+    if os.name == "posix":  # on other systems a folder cannot be opened, and a rename is durable without this
         parent = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(parent)

@@ -22,8 +22,8 @@ from sympow.ops.availability import has_kernels
 IGNORE = -100
 """Targets of this value have no loss."""
 
-# Rows of logits are padded to a multiple of so many elements: 128 bytes of bfloat16, a cache line. Without, matrix
-# products of odd widths (a vocabulary of 50,257) run on slower kernels.
+# Rows of logits are padded to a multiple of so many elements: 128 bytes of bfloat16, a cache line. Without padding,
+# matrix products of odd widths (a vocabulary of 50,257) run on slower kernels.
 _ALIGN = 64
 
 # logits [N, W] of the tokens of a slice, and the slice -> losses [N]; the logits become the gradients.
@@ -43,13 +43,13 @@ class CrossEntropy(nn.Module):
         """Returns the losses [N] of logits [N, W], and overwrites the logits with the gradients of the losses.
 
         A logit of -inf stands for no token. Targets are int64 [N]; the loss is 0 where the target is -100. Losses are
-        float32, or float64 for such logits.
+        float32, or float64 for float64 logits.
         """
         real = targets != IGNORE
         dtype = torch.promote_types(logits.dtype, torch.float32)
         compiled = torch.compiler.is_compiling()
         index = targets.masked_fill(~real, 0)[:, None]
-        if compiled:  # into one kernel, of which an indirect read or write cannot be part
+        if compiled:  # into one kernel, which cannot contain an indirect read or write
             hit = torch.arange(logits.shape[1], device=logits.device) == index
             target = torch.where(hit, logits, 0.0).sum(-1, dtype=dtype)
         else:
@@ -74,9 +74,9 @@ class Divergence(nn.Module):
     def forward(self, logits: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
         """Returns the divergences [N] of rows of logits, and overwrites the logits with their gradients.
 
-        A divergence is the sum over tokens of p (log p - log q), p the teacher's and q the student's. It is float32
-        (float64 for such logits), and 0 where `real`, bool [N], is False. `logits` and `teacher` are [N, W]; -inf
-        stands for no token.
+        A divergence is the sum over tokens of p (log p - log q), with p the teacher's prediction and q the student's.
+        It is float32 (float64 for float64 logits), and 0 where `real`, bool [N], is False. `logits` and `teacher` are
+        [N, W]; -inf stands for no token.
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         own, other = logits.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
@@ -91,10 +91,10 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sums up -log softmax(hidden weight^T)[target] over all targets that are not -100, in nats.
 
-    Returns a scalar, float32 (float64 of such inputs), differentiable once, in hidden and weight.
+    Returns a scalar, float32 (float64 for float64 inputs), differentiable once with respect to hidden and weight.
 
     Args:
-        hidden: [N, d]. Under autocast the products are of its dtype.
+        hidden: [N, d]. Under autocast the products have the dtype of autocast.
         weight: [V, d].
         targets: int64 [N].
         rows: tokens of a slice.
@@ -121,7 +121,7 @@ def divergence_sum(
 ) -> Tensor:
     """Sums up KL(softmax(teacher_hidden teacher_weight^T) || softmax(hidden weight^T)) over tokens, in nats.
 
-    Returns a scalar as that of `cross_entropy_sum`, differentiable in hidden and weight.
+    Returns a scalar as `cross_entropy_sum` does, differentiable with respect to hidden and weight.
 
     Args:
         hidden: as for `cross_entropy_sum`.

@@ -18,15 +18,15 @@ from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.slots import Slots
 from sympow.models.speculation import Drafts, speculative_steps
 
-_GRAPHED = 16  # tokens: to make a graph of a step takes as long as some steps
+_GRAPHED = 16  # tokens, because making a graph of a step takes as long as some steps
 
 
 class Drawn(NamedTuple):
     """Holds a token as `stream` yields it.
 
     Attributes:
-        token: int64 [B], the next of every row.
-        held: returns `state`.
+        token: int64 [B], the next token of every row.
+        held: a function that returns `state`.
     """
 
     token: Tensor
@@ -50,9 +50,9 @@ class Generation:
     Attributes:
         tokens: int64 [B, max_new_tokens], without the prompt.
         state_nbytes: bytes of the state at the end, over the whole batch.
-        prefill_seconds: until the first new token.
-        decode_seconds: for all the others.
-        tokens_per_second: decoded per second over the whole batch; nan if there was one new token only.
+        prefill_seconds: the time until the first new token.
+        decode_seconds: the time for all other tokens.
+        tokens_per_second: tokens decoded per second over the whole batch; nan if there was only one new token.
     """
 
     tokens: Tensor
@@ -118,8 +118,8 @@ def stream(
         max_new_tokens: tokens to draw, at least 1.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from the k likeliest tokens only.
-        top_p: then from the fewest of them that hold this probability, in (0, 1].
-        seed: of the draws: the same arguments give the same tokens.
+        top_p: of these, draw from the fewest tokens whose probabilities add up to this number, in (0, 1].
+        seed: the seed of the draws. The same arguments give the same tokens.
         prefill_chunk: tokens of the prompt read at a time.
         vocab_size: draw only from the first `vocab_size` tokens. This is needed if the model has more tokens than the
             tokenizer. None: draw from all tokens of the model.

@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
     def token_losses(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Returns -log p(target) in nats of every target [B, T], 0 where the target is -100.
 
-        The dtype is float32, or float64 of such a model.
+        The dtype is float32, or float64 for a model in float64.
 
         Only a slice of the logits is in memory at a time; the backward recomputes them.
 
@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
     def loss_sum(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Returns the sum of `token_losses`, a scalar, for training.
 
-        Its gradient is formed along with it, so that the logits are computed once.
+        The gradient is computed together with the sum, so that the logits are computed only once.
         """
         self._check_targets(targets, tokens)
         hidden = self._hidden(tokens, cu_seqlens).flatten(0, 1)
@@ -163,7 +163,7 @@ class LanguageModel(nn.Module):
             tokens: as for `token_losses`.
             targets: as for `token_losses`.
             cu_seqlens: as for `token_losses`.
-            teacher: a model of the same blocks but for the mixers, on the same device; it gets no gradient.
+            teacher: a model with the same blocks except for the mixers, on the same device; it gets no gradient.
 
         Raises ValueError where blocks, width or vocabularies differ, or the body is not of norm, mixer and MLP.
         """
@@ -202,10 +202,10 @@ class LanguageModel(nn.Module):
             block.recompute = True
 
     def compile_parts(self, **options: Any) -> None:
-        """Makes every block, the norms around them and the losses run compiled from now on, a graph each.
+        """Runs every block, the norms around the blocks and the losses through torch.compile, each as one graph.
 
         Args:
-            options: of torch.compile.
+            options: the keywords of torch.compile.
         """
         for part in (*self.blocks, *self._norms(), self.cross_entropy, self.divergence):
             part.compile(**options)
@@ -217,9 +217,9 @@ class LanguageModel(nn.Module):
         return ModelState([block.init_state(batch_size, device=device, dtype=dtype) for block in self.blocks])
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Reads T' >= 1 tokens [B, T'] more: the logits after the last, [B, vocab_size], and the state.
+        """Reads T' >= 1 further tokens [B, T']; returns the logits after the last, [B, vocab_size], and the state.
 
-        Where gradients are off the given state is overwritten: use the one returned.
+        If gradients are off, the method overwrites the given state. Use the state that it returns.
         """
         x = self._embed_next(tokens, state)
         layers = []
@@ -232,8 +232,8 @@ class LanguageModel(nn.Module):
     def try_step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, After]:
         """Reads T' >= 1 tokens [B, T'] that can still be taken back.
 
-        Returns the logits after each, [B, T', vocab_size], and `after`: after(n) is the state after the first n of
-        them, 0 to T', as if the others had never been read.
+        Returns the logits after each token, [B, T', vocab_size], and `after`. after(n) is the state after the first n
+        of these tokens, for n from 0 to T', as if the others had never been read.
 
         The given state must not be used again, and `after` can be called once. Power attention adds the accepted tokens
         to its state, caches are cut, and other mixers step copies of their states token by token.
@@ -280,7 +280,7 @@ class LanguageModel(nn.Module):
         return vectors if self.embedding_norm is None else self.embedding_norm(vectors)
 
     def _embed_next(self, tokens: Tensor, state: ModelState) -> Tensor:
-        """Returns `_embed`, and refuses a state of another number of sequences or layers."""
+        """Returns `_embed`; raises an error for a state of another number of sequences or layers."""
         x = self._embed(tokens)
         check_batch(state, tokens.shape[0])
         held = len(state.layers) if isinstance(state, ModelState) else 0
@@ -309,7 +309,7 @@ class LanguageModel(nn.Module):
         return 1 << max(0, most.bit_length() - 1)
 
     def check_tokens(self, tokens: Tensor, targets: Tensor) -> None:
-        """Refuses tokens and targets [B, T] that are not of one shape, int64 and in the vocabulary.
+        """Raises an error unless tokens and targets [B, T] have one shape, are int64, and are in the vocabulary.
 
         `token_losses` and `loss_sum` call this method. With gradients on, they do not check values on a GPU, because a
         training step would have to wait for the device.

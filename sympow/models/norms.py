@@ -38,7 +38,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the norm of x [..., d], of the same shape and dtype."""
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # nothing is rounded between: one kernel
+            # No intermediate result is rounded, so this is one kernel.
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
 
     def extra_repr(self) -> str:

@@ -19,9 +19,9 @@ class RecallModel(LanguageModel):
 
     Args:
         config: the shape and the mixers.
-        positions: rows of a table of learned positions, N(0, 0.02), added to the embedding; 0 for none. With it the
-            model takes sequences of at most so many tokens, and has no `step`.
-        seed: as of `LanguageModel`.
+        positions: number of rows in a table of learned positions, drawn from N(0, 0.02) and added to the embedding; 0:
+            no table. With a table, the model takes sequences of at most so many tokens, and has no `step`.
+        seed: as in `LanguageModel`.
     """
 
     def __init__(self, config: ModelConfig, *, positions: int = 0, seed: int | None = None):
@@ -59,6 +59,6 @@ class RecallModel(LanguageModel):
         return vectors + self.positions[: tokens.shape[1]]
 
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
-        """Dtype alone: reading the tokens' range would wait for a GPU in every step, and a task fixes it."""
+        """Checks the dtype only. A task fixes the range of tokens; to check it, every step would wait for a GPU."""
         if tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")

@@ -75,7 +75,7 @@ class Slots:
 
     @classmethod
     def with_graphs(cls, model: Steps, state: ModelState, tokens: int) -> Slots | None:
-        """Returns slots with the state of a batch after so many tokens, where steps are CUDA graphs; elsewhere None."""
+        """Returns slots with the state of a batch after so many tokens if steps are CUDA graphs, otherwise None."""
         if model.embedding.weight.device.type != "cuda":
             return None
         slots = cls(model, next((tensor.shape[0] for tensor in state.tensors()), 1))
@@ -98,7 +98,7 @@ class Slots:
     def prepare(self) -> None:
         """Makes the CUDA graphs of all numbers of rows. Without it each is made when it is first needed.
 
-        Raises RuntimeError where a row is in use: its state would be lost.
+        Raises RuntimeError if a row is in use, because its state would be lost.
         """
         if self.count:
             raise RuntimeError(f"slots are prepared before they are used; got {self.count} rows in use")

@@ -22,9 +22,7 @@ _LONGEST_PAUSE = 64  # tokens
 
 
 class Drafts(ABC):
-    """Proposes the next tokens of one text.
-
-    Subclasses say how.
+    """Proposes the next tokens of one text. A subclass implements `propose`.
 
     Attributes:
         proposed: draft tokens since `begin`.
@@ -44,7 +42,7 @@ class Drafts(ABC):
 
         Args:
             new: the tokens of the text since the last call.
-            most: 0 to take notice of `new` alone.
+            most: the largest number of draft tokens; 0: only read `new`.
         """
 
 
@@ -174,11 +172,12 @@ def speculative_steps(
         token: int64 [1], the last token drawn.
         state: the state after all tokens before `token`.
         count: how many tokens to draw.
-        draw: logits [1, vocab] to a token [1].
-        drafts: begun.
+        draw: a function that maps logits [1, vocab] to a token [1].
+        drafts: the drafts, after their `begin`.
         text: the prompt and `token`.
 
-    Yields tokens [1], each with a state. The state has read the tokens before it, and maybe accepted ones after it.
+    Yields tokens [1], each with a state. The state has read all tokens before this token. It may also have read
+    accepted tokens after it.
     """
     pace, new = Pace(), list(text)
     while count:

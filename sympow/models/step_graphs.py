@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FEW = 8  # rows: up to so many there is a graph for every power of 2, then for every multiple
+_FEW = 8  # rows: up to this number there is a graph for every power of 2, then for every multiple of it
 
 
 @dataclass
@@ -23,9 +23,9 @@ class StepGraphs:
     """Holds a graph for every number of rows. The first step with a number of rows runs without a graph.
 
     Args:
-        capacity: rows at most.
-        advance: of tokens, int64 [rows], and the state of so many rows, returns the logits and updates the state in
-            place. It does not wait for the device, and what it does depends on the number of rows alone.
+        capacity: the largest number of rows.
+        advance: a function of tokens, int64 [rows], and of the state of so many rows. It returns the logits and updates
+            the state in place. It does not wait for the device, and its work depends on the number of rows only.
     """
 
     def __init__(self, capacity: int, advance: Callable[[Tensor, Any], Tensor]):
@@ -39,8 +39,8 @@ class StepGraphs:
 
         Args:
             tokens: int64 [count].
-            rows: of a number, returns the state of the first so many rows. Rows behind the given tokens are stepped
-                too, with tokens of no meaning.
+            rows: a function that returns the state of the first n rows for a number n. Rows after the given tokens are
+                stepped too, with tokens that have no meaning.
         """
         count, device = tokens.shape[0], tokens.device
         total = min(rounded(count), self._capacity)

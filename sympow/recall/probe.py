@@ -48,12 +48,13 @@ def passages(pairs: int, vocab_size: int, rows: int, seed: int = 0) -> Passages:
     tokens that are neither keys nor values of the passage. The model has to predict the second occurrences of values.
 
     Args:
-        pairs: of a passage, all keys and all values different; it has LENGTH times as many tokens.
-        vocab_size: tokens are drawn below it.
-        rows: passages.
-        seed: of the draw.
+        pairs: the number of pairs of a passage. All keys are different, and so are all values. A passage has LENGTH
+            tokens for each pair.
+        vocab_size: the size of the vocabulary from which tokens are drawn.
+        rows: the number of passages.
+        seed: the seed of the draw.
 
-    Raises ValueError where the vocabulary is too small for so many pairs.
+    Raises ValueError if the vocabulary is too small for so many pairs.
     """
     task = RecallTask(length=LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler="random")
     drawn = generate(task, rows, seed)
@@ -74,10 +75,10 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
     Args:
         model: a module whose `forward` maps tokens [B, T] to logits [B, T, V], as `LanguageModel`. It is put in
             evaluation mode meanwhile.
-        vocab_size: of its tokens.
+        vocab_size: the size of its vocabulary.
         pairs: as for `passages`.
         seed: as for `passages`.
-        queries: how many values to ask for, at least one passage's.
+        queries: the number of values to ask for; at least one whole passage is used.
     """
     tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)
     device = next(model.parameters()).device

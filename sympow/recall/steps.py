@@ -34,12 +34,12 @@ class RecallTraining:
 
     Args:
         config: the run.
-        model: on `device`.
-        device: where the data is put.
-        compiled: run the forward and backward pass of a step through torch.compile.
-        graphs: replay steps as CUDA graphs.
-        progress: counts validations; None: none is shown.
-        tracker: an open run of Weights & Biases, which gets every validation; None: none.
+        model: the model, on `device`.
+        device: the device of the data.
+        compiled: whether to run the forward and backward pass of a step through torch.compile.
+        graphs: whether to replay steps as CUDA graphs.
+        progress: counts validations; None: no progress is shown.
+        tracker: an open run of Weights & Biases, which gets every validation; None: no tracker.
 
     Attributes:
         steps: of the whole run.

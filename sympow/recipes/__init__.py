@@ -61,7 +61,7 @@ def load_recipe(name: str) -> RunConfig:
 
     label, config = _called(name)
     if not isinstance(config, RunConfig):
-        raise TypeError(f"{label} is no recipe: it returned {type(config).__name__}, not RunConfig")
+        raise TypeError(f"{label} is no recipe of sympow train: it returned {type(config).__name__}, not RunConfig")
     return config
 
 
@@ -73,7 +73,8 @@ def load_sweep(name: str) -> Sweep:
     if isinstance(config, RecallConfig):
         return Sweep("mqar", (config,))
     if not isinstance(config, Sweep):
-        raise TypeError(f"{label} is no recipe: it returned {type(config).__name__}, not RecallConfig or Sweep")
+        got = type(config).__name__
+        raise TypeError(f"{label} is no recipe of sympow mqar: it returned {got}, not RecallConfig or Sweep")
     return config
 
 

@@ -222,12 +222,12 @@ def power_warmup() -> RunConfig:
 
 
 def power_no_bias() -> RunConfig:
-    """`power` without biases in the projections, as [SCRA]'s code; its scores so start at 0."""
+    """`power` without biases in the projections, as in [SCRA]'s code; so its scores start at 0."""
     return _power("power_no_bias", bias=False)
 
 
 def power_unnormalized() -> RunConfig:
-    """`power` without the division by the sum of the weights; the norm of heads is what is left."""
+    """`power` without the division by the sum of the weights; only the norm of heads is left."""
     return _power("power_unnormalized", normalize=False)
 
 
@@ -269,7 +269,7 @@ def body_rwkv7() -> RunConfig:
     return _in_rwkv7_body("body_rwkv7", *_rwkv7())
 
 
-# Models of about 550 million FLOPs a token at 65,536 tokens that spend them otherwise on weights and on the state
+# Models of about 550 million FLOPs a token at 65,536 tokens, with different shares for weights and for the state
 # [SCRA Figure 2]. The weight-state FLOP ratio is in the name.
 
 

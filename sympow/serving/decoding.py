@@ -39,10 +39,10 @@ class Decoder:
     Args:
         model: in evaluation mode, on its device.
         tokenizer: of the model.
-        slots: sequences at a time.
-        prefixes: gets the states after prompts and answers.
+        slots: the largest number of sequences at a time.
+        prefixes: the cache that stores the states after prompts and answers.
         ends: tokens that end an answer.
-        work: gets the time and the number of steps.
+        work: counts the time and the number of steps.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Decoder:
                     self._prefixes.keep(each.keys, each.read, state, logits[place : place + 1].clone())
 
     def _land(self) -> None:
-        """Puts the tokens that were drawn first into the answers; waits for the device."""
+        """Puts the oldest drawn tokens into the answers; waits for the device."""
         flight = self._flights.popleft()
         with self._work.during("wait"):
             tokens = flight.drawn.tokens()

@@ -1,8 +1,8 @@
 """Continuous batching: requests start and end while other requests are decoded.
 
-One thread runs iterations. In each iteration every decoding sequence draws a token (one batched step), and one chunk of
-one prompt is read. A long prompt therefore delays the next token of other requests by one chunk at most, and a short
-prompt waits for a chunk of a long prompt, not for the whole prompt.
+One thread runs iterations. In each iteration every decoding sequence draws a token (one batched step), and the thread
+reads one chunk of one prompt. A long prompt therefore delays the next token of other requests by one chunk at most. A
+short prompt waits for one chunk of a long prompt, not for the whole prompt.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Engine:
     Args:
         model: in evaluation mode, on its device.
         tokenizer: of the model.
-        slots: requests that are read or decoded at a time.
-        queue: requests that may wait for a slot.
-        chunk: tokens of a prompt that are read between two steps of decoding.
+        slots: the number of requests that are read or decoded at a time.
+        queue: the number of requests that may wait for a slot.
+        chunk: the number of tokens of a prompt that are read between two steps of decoding.
         prefixes: states to start from; None for none.
         ends: tokens that end an answer.
 
@@ -110,7 +110,7 @@ class Engine:
     def submit(self, requests: Collection[Request]) -> None:
         """Queues all of the requests, or none of them.
 
-        Raises ValueError for a request that no engine could answer, QueueFullError where too many wait,
+        Raises ValueError for a request that no engine could answer, QueueFullError if too many requests wait, and
         EngineClosedError after `close`.
         """
         for request in requests:
@@ -174,7 +174,7 @@ class Engine:
                     self._decoder.begin(ready)
 
     def _drop_overdue(self) -> None:
-        """Ends requests that were cancelled or took too long. Each is asked once, as the answer changes with time."""
+        """Ends requests that were cancelled or took too long. Each is checked once, as the result can change."""
         with self._changed:
             waiting = [(each, each.request.overdue) for each in self._waiting]
             self._waiting = deque(each for each, overdue in waiting if overdue is None)

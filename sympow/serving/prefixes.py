@@ -1,8 +1,8 @@
 """The prefix cache: states of prompts that were read before, so that the same prefix is not read again.
 
 A state is kept after a prompt, after an answer, and after the common prefix of two prompts (such as a shared system
-prompt), when the second prompt arrives. Memory drops the least recently used state first. With a folder, a dropped
-state is written to a context file, and can be loaded from it.
+prompt), when the second prompt arrives. If the memory is full, the least recently used state is dropped first. With a
+folder, a dropped state is written to a context file, and can be loaded from this file.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PrefixKeys:
 
     Args:
         tokens: integers [T], on the CPU.
-        blocks: a hash of what else distinguishes prefixes, such as the model, and then the known hashes of the first
-            blocks of tokens.
+        blocks: first a hash of everything else that distinguishes prefixes, such as the model, then the known hashes of
+            the first blocks of tokens.
     """
 
     def __init__(self, tokens: Tensor, blocks: Sequence[bytes]):
@@ -201,7 +201,7 @@ class _Disk:
         self._writer.start()
 
     def save(self, key: str, prefix: Prefix, *, wait: bool = False) -> None:
-        with suppress(Full):  # a slow disk costs hits, and nothing else
+        with suppress(Full):  # a slow disk only means fewer hits
             self._waiting.put((key, prefix), block=wait)
 
     def load(self, keys: PrefixKeys, longer_than: int) -> Prefix | None:
@@ -238,7 +238,7 @@ class _Disk:
                 if not path.exists():
                     save_context(path, self._model, prefix.context(), known=self._known)
                     self._drop_oldest()
-            except (OSError, ContextError):  # a full disk costs hits, and nothing else
+            except (OSError, ContextError):  # a full disk only means fewer hits
                 continue
 
     def _drop_oldest(self) -> None:

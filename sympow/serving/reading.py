@@ -39,10 +39,10 @@ class Reader:
 
     Args:
         model: in evaluation mode.
-        chunk: tokens of a prompt that are read in one call, at most.
-        prefixes: states to start from.
+        chunk: the largest number of tokens of a prompt that are read in one call.
+        prefixes: the cache of states to start from.
         in_steps: whether steps of the decoding sequences read the last tokens of a prompt. Then calls have few lengths.
-        work: gets the time and the number of calls.
+        work: counts the time and the number of calls.
     """
 
     def __init__(self, model: LanguageModel, chunk: int, prefixes: PrefixCache, *, in_steps: bool, work: Work):
@@ -64,7 +64,7 @@ class Reader:
     def shapes(self) -> list[tuple[int, int]]:
         """Returns the prompts and tokens of calls that together need the kernels of all later calls.
 
-        Where no steps read prompts, calls have any length, and these are only the longest calls.
+        If no steps read prompts, calls can have any length, and the result has only the longest calls.
         """
         if not self._steps_end:
             return [(1, self._chunk)]
@@ -134,7 +134,7 @@ class Reader:
         return self._steps_end > 0 and sequence.length < min(_LEAST, self._chunk) and not sequence.parting
 
     def _ends_in_steps(self, sequence: Sequence) -> bool:
-        """Returns whether the rest of a prompt, if there is one, is read by the steps of those who decode."""
+        """Returns whether steps of the decoding sequences read the rest of a prompt, if there is a rest."""
         return sequence.left <= self._steps_end and sequence.read >= sequence.parting
 
     def _notice_parting(self, sequence: Sequence) -> None:
@@ -147,8 +147,8 @@ class Reader:
     def _group(self, first: Sequence) -> list[Sequence]:
         """Returns a new prompt with others that begin with a piece of the same length and end in steps, on a GPU.
 
-        To read them together takes little longer than to read one. Prompts that begin alike are read one after another,
-        as the later ones find the state of the earlier one.
+        A call with several prompts takes little longer than a call with one. Prompts with the same beginning are read
+        one after another, because the later ones find the state of the earlier one.
         """
         if not self._steps_end or first.parting or first.length not in self._lengths(first):
             return [first]

@@ -34,12 +34,12 @@ class Output:
     """Holds a piece of an answer.
 
     Attributes:
-        text: characters that are certain by now.
-        tokens: tokens drawn for this piece; an end token is none of them.
-        logprobs: of the tokens, if the request asked for them.
+        text: the characters that can no longer change.
+        tokens: the number of tokens drawn for this piece, without an end token.
+        logprobs: the log probabilities of the tokens, if the request asked for them.
         finish: None before the last piece; then "stop" (a stop sequence or an end token), "length", "cancelled",
             "timeout" or "error".
-        usage: with the last piece, what the request has cost.
+        usage: the tokens and seconds of the request, with the last piece only.
     """
 
     text: str
@@ -59,11 +59,11 @@ class Usage:
     """Counts the tokens and seconds of a request.
 
     Attributes:
-        prompt_tokens: of the prompt; `cached_tokens` of them were not read but found in the prefix cache.
-        new_tokens: drawn, an end token among them.
-        queued_seconds: before a slot was free.
-        first_token_seconds: from the arrival to the first token; None if there was none.
-        seconds: from the arrival to the end.
+        prompt_tokens: the tokens of the prompt; `cached_tokens` of them were not read but found in the prefix cache.
+        new_tokens: the tokens drawn, including an end token.
+        queued_seconds: the time before a slot was free.
+        first_token_seconds: the time from the arrival to the first token; None if there was no token.
+        seconds: the time from the arrival to the end.
     """
 
     prompt_tokens: int
@@ -80,14 +80,14 @@ class Request:
 
     Attributes:
         tokens: int64 [T], T >= 1, on the CPU.
-        max_new_tokens: at least 1.
-        deliver: is called with every piece, in the engine's thread; it must return at once.
+        max_new_tokens: the largest number of tokens of the answer, at least 1.
+        deliver: a function that the engine's thread calls with every piece; it must return at once.
         sampling: how tokens are drawn.
         stop: texts that end the answer, and are not part of it.
         logprobs: how many of the likeliest tokens to report beside each drawn one; None for no probabilities.
-        stream: whether pieces come as they are made; else there is one piece, the last.
-        deadline: of `time.monotonic`, after which the request is ended.
-        arrived: by `time.monotonic`.
+        stream: whether each piece is delivered when it is made; otherwise there is one piece, the last.
+        deadline: the time of `time.monotonic` after which the request is ended.
+        arrived: the time of arrival, of `time.monotonic`.
     """
 
     tokens: Tensor
@@ -102,7 +102,7 @@ class Request:
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Ends the request soon. Works from any thread, and has no effect after the end."""
+        """Asks the engine to end the request. Works from any thread, and has no effect after the end."""
         self._cancelled.set()
 
     @property

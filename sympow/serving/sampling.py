@@ -92,8 +92,8 @@ def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | No
 def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:
     """Draws a token from each row, as `sympow.models.generation.sample` does from a row alone.
 
-    `torch.multinomial` would wait for a GPU in every row. The largest quotient of probabilities and exponential noise
-    is what it computes, and so the tokens are the same.
+    `torch.multinomial` would wait for a GPU in every row. It takes the token with the largest quotient of probability
+    and exponential noise. This function does the same, so the tokens are the same.
     """
     vocabulary = logits.shape[1]
     options = [each.options for each in draws]
@@ -103,7 +103,7 @@ def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:
         [float("inf") if each.top_p is None else each.top_p for each in options],
     ]
     temperature, top_k, top_p = to_device(torch.tensor(columns), logits.device)[..., None]
-    # Of a row that is not finite no token counts.
+    # A row that is not finite gives no token.
     probability = probabilities(logits.nan_to_num(), temperature, top_k, top_p)
     noise = torch.empty_like(probability)
     for row, each in zip(noise, draws, strict=True):
@@ -112,7 +112,7 @@ def _random(logits: Tensor, draws: Sequence[Draws]) -> Tensor:
 
 
 def begun(device: torch.device) -> Callable[[], None]:
-    """Returns a function that waits until the device has done what it was given before this call."""
+    """Returns a function that waits until the device has done all work that it got before this call."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()

@@ -12,8 +12,8 @@ class AnswerText:
 
     Text that was returned does not change later.
 
-    Text that may be the beginning of a stop sequence is held back until that is decided. A stop sequence and the text
-    behind it are never returned.
+    Text that may be the beginning of a stop sequence is held back until this is decided. A stop sequence and the text
+    after it are never returned.
 
     Args:
         tokenizer: of the model.

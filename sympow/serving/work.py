@@ -37,7 +37,7 @@ class Work:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Counts the time inside for a part, and no longer for the part around it."""
+        """Counts the time of a `with` block for this part, and not for the part of an outer block."""
         around = self._change(part)
         try:
             yield

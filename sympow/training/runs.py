@@ -53,13 +53,13 @@ def run(
     """Trains the model of a config on the data of the config, or continues the run in the folder.
 
     The folder then holds the config, the tokenizer, the metrics and the checkpoints. A run that was killed continues
-    with the same call, and a finished one is left as it is. Started on several ranks by torchrun, it runs on all.
+    with the same call. A finished run is not changed. If torchrun started the program, the run uses all ranks.
 
     Args:
-        config: what is trained, on what, and how.
-        out: the folder of the run: a new one, or that of the same config.
-        restart: first remove what the folder holds of an earlier run.
-        quiet: no progress on stderr.
+        config: the config of the run.
+        out: the folder of the run: a new folder, or the folder of a run with the same config.
+        restart: whether to remove the files of an earlier run in the folder first.
+        quiet: show no progress on stderr.
         lesson: loads what a distillation begins with and aims at, on the device of the run; `sympow.conversion.distill`
             gives it.
 
@@ -89,8 +89,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Ru
     """Loads a run from its folder, at the newest checkpoint, or from a checkpoint file in it.
 
     Args:
-        path: of the folder or the file.
-        device: where the model is put.
+        path: the path of the folder or of the checkpoint.
+        device: the device of the model.
 
     Returns the model in evaluation mode, the tokenizer (None for a run on tokens without text) and the config.
 

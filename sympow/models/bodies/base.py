@@ -21,9 +21,9 @@ from sympow.models.config import ModelConfig
 
 
 class Block(nn.Module, ABC):
-    """A block of a language model, around a mixer: [B, T, d] -> [B, T, d].
+    """Maps [B, T, d] to [B, T, d]: a block of a language model, with a mixer and the parts around it.
 
-    Weights are parameters, and constants that are saved with them are buffers, as of a mixer.
+    Weights are parameters, and constants that are saved with them are buffers, as in a mixer.
 
     Attributes:
         mixer: the block's mixer.
@@ -46,7 +46,7 @@ class Block(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def other_weights(config: ModelConfig) -> int:
-        """Counts the elements of a block's matrices, but for those of its mixer."""
+        """Counts the elements of a block's matrices, without those of its mixer."""
 
     @abstractmethod
     def step(self, x: Tensor, state: Any, tokens: Tensor | None = None) -> tuple[Tensor, MixerState]:
@@ -102,7 +102,7 @@ class Block(nn.Module, ABC):
 
 
 class PreNormBlock(Block):
-    """x + mixer(norm(x)), then x + mlp(norm(x)).
+    """Computes x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Args:
         config: the model.

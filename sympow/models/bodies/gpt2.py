@@ -15,7 +15,7 @@ from sympow.ops.availability import has_kernels
 
 
 class GPT2Block(PreNormBlock):
-    """x + mixer(LayerNorm(x)), then x + mlp(LayerNorm(x)), the MLP of two linear maps with biases around a GELU.
+    """Computes x + mixer(LayerNorm(x)), then x + mlp(LayerNorm(x)); the MLP is two linear maps around a GELU.
 
     The weights start as those of GPT-2: N(0, 0.02), but N(0, 0.02 / sqrt(2 n_layers)) into the residual stream;
     biases at 0 and norms at 1.

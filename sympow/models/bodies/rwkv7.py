@@ -41,7 +41,7 @@ class RWKV7BlockState(MixerState):
 
 
 class RWKV7Block(Block):
-    """x + gate * mixer(shift(y)) with y = LayerNorm(x), then x + channel_mixing(LayerNorm(x)).
+    """Computes x + gate * mixer(shift(y)) with y = LayerNorm(x), then x + channel_mixing(LayerNorm(x)).
 
     - shift(y)_t = y_t + mu * (y_{t-1} - y_t), with a mu for every channel; y_{-1} = 0. The mixer, the gate and the
       channel mixing each have a shift of their own.
@@ -212,5 +212,5 @@ def tokens_before(x: Tensor, last: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _input(y: Tensor | None, before: Tensor | None, token: int) -> Tensor | None:
-    """Token `token` of y [B, T', d], in the dtype of the one before; None where no state is held."""
+    """Returns token `token` of y [B, T', d] in the dtype of the token before; None if there is no state."""
     return None if y is None or before is None else y[:, token].to(before.dtype, copy=True)

@@ -21,7 +21,7 @@ from sympow.serving.http.schema import ChatCompletion, Completion, Generation, p
 from sympow.serving.http.service import Service
 from sympow.serving.requests import Output, Request, Usage
 
-_ALIVE_EVERY = 15.0  # seconds without an event, after which a comment tells that the stream lives
+_ALIVE_EVERY = 15.0  # seconds without an event, after which a comment shows that the stream is still open
 _DEFAULT_NEW = 16  # tokens of a completion that names no number, as OpenAI's
 _REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
 
@@ -58,7 +58,7 @@ class _Routes:
             except ApiError as error:
                 response = error.response()
             except (ClientLeftError, ClientDisconnect):
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # the client has left, so nobody reads this response
             self._service.metrics.answered(response.status_code)
             return response
 

@@ -21,7 +21,7 @@ class ChatTemplate:
         source: in Jinja; it runs in a sandbox.
         **tokens: special tokens by name, such as bos_token="<s>".
 
-    Raises ValueError for what is no template.
+    Raises ValueError if `source` is no template.
     """
 
     def __init__(self, source: str, **tokens: str):

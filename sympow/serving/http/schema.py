@@ -1,6 +1,6 @@
 """The fields of OpenAI's interface that this server accepts.
 
-Unknown fields are refused. So are values that the server cannot follow.
+The server refuses unknown fields, and values that it does not support.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Generation(_Body):
 
     A null means the default.
 
-    `top_k` is not OpenAI's: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect.
+    `top_k` is not a field of OpenAI: draw from the k likeliest tokens. `user`, `store` and `metadata` have no effect.
     """
 
     model: Annotated[str, Field(max_length=1024)]
