@@ -244,7 +244,7 @@ def test_bad_words_on_the_command_line(folder, fails):
     assert fails("generate", folder / "power", "--prompt", "x", "more").startswith("unrecognized arguments: more")
     assert fails("evaluate", folder / "power", "--context", "0").startswith("argument --context: must be at least 1")
     assert fails("evaluate", folder / "power", "--rows", "x").startswith("argument --rows: invalid integer value: 'x'")
-    assert "one of the arguments --prompt --prompt-file is required" in fails("generate", folder / "power")
+    assert "one of the arguments --prompt --prompt-file --context is required" in fails("generate", folder / "power")
     assert fails("train", "demo", "--out", "").startswith("argument --out: a path cannot be empty")
     assert fails("evaluate", "").startswith("argument RUN: a path cannot be empty")
 
@@ -334,7 +334,7 @@ def test_missing_and_empty_corpora(folder, fails, tmp_path):
     def refused(path) -> str:
         return fails("train", f"{folder}/tiny.py:power", f"data.path={path}", "--out", tmp_path / "run")
 
-    assert refused("/nowhere/at/all") == "text corpus does not exist: /nowhere/at/all"
+    assert refused("/nowhere/at/all") == "text corpus does not exist: /nowhere/at/all; data.path names the corpus"
     assert refused(tmp_path / "empty") == f"text corpus {tmp_path}/empty is empty: no text file in it"
     assert refused(tmp_path / "blank.txt") == f"text corpus {tmp_path}/blank.txt is empty: its files hold no text"
     # a mistyped path does not spoil the folder
@@ -368,7 +368,8 @@ def test_another_config_in_the_same_folder(folder, fails):
 
 def test_what_is_no_run(folder, fails, tmp_path):
     assert fails("evaluate", tmp_path) == f"no run at {tmp_path}: it has no config.json"
-    assert fails("generate", tmp_path / "x", "--prompt", "x") == f"no checkpoint at {tmp_path}/x"
+    told = f"no checkpoint at {tmp_path}/x: expected a run folder, or a checkpoint of one"
+    assert fails("generate", tmp_path / "x", "--prompt", "x") == told
     checkpoint = tmp_path / "step-00000004.pt"
     good = latest(folder / "power").read_bytes()
     checkpoint.write_bytes(good[:-1000])

@@ -184,8 +184,8 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
         "empty: a context holds at least one token"
     )
     assert "its folder does not exist" in fails(*start, tmp_path / "no" / "m.ctx")
-    for other in (folder / "manual.txt", os.devnull):
-        assert "is the text itself or no regular file" in fails(*start, other)
+    assert "manual.txt is the text itself: --out names a new file" in fails(*start, folder / "manual.txt")
+    assert f"{os.devnull} is no regular file: --out names a new file" in fails(*start, os.devnull)
     assert "invalid choice: 'int4'" in fails(*start, out, "--dtype", "int4")
     assert fails("generate", run, "--context", out) == f"no context file at {out}"
     assert read(folder, "power", out) == 0

@@ -387,7 +387,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if more:
         getattr(options, lists[options.command]).extend(more)
     if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
-        top.error("one of the arguments --prompt --prompt-file is required")
+        top.error("one of the arguments --prompt --prompt-file --context is required")
     return options
 
 

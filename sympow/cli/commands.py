@@ -150,8 +150,10 @@ def read(options: argparse.Namespace) -> int | None:
     """Runs `sympow read`."""
     _check_writable(options.out)
     out = Path(options.out)
-    if out.exists() and (not out.is_file() or (options.text != "-" and out.samefile(options.text))):
-        raise FileExistsError(f"{out} is the text itself or no regular file: --out names a new file, or a context file")
+    if out.exists() and not out.is_file():
+        raise FileExistsError(f"{out} is no regular file: --out names a new file, or a context file")
+    if out.exists() and options.text != "-" and out.samefile(options.text):
+        raise FileExistsError(f"{out} is the text itself: --out names a new file, or a context file")
     run = load(options.run, resolve_device(options.device))
     done = read_text(
         run,
@@ -391,7 +393,8 @@ def _print_curves(curves: Sequence[Curve]) -> None:
         print(f"{name:>17}", *(f"{each.loss:>{width}.4f}" for each in bins), sep="")
     for run, losses, train_context in curves:
         best = losses.best
+        at = f"{best.end:,}" if best.start + 1 == best.end else f"{best.start + 1:,} to {best.end:,}"
         print(
             f"{run}: mean {losses.loss:.4f} over {losses.rows} rows of {losses.context:,} tokens, "
-            f"best-context loss {best.loss:.4f} at {best.start + 1:,} to {best.end:,}, trained on {train_context:,}"
+            f"best-context loss {best.loss:.4f} at {at}, trained on {train_context:,}"
         )

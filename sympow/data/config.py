@@ -70,7 +70,7 @@ class DataConfig:
                     f"data {name} does not apply to kind {self.kind!r}, got {getattr(self, name)!r}"
                 )
         if self.kind != "stdlib" and not self.path:
-            raise ValueError(f"data kind {self.kind!r} needs a path")
+            raise ValueError(f"data kind {self.kind!r} needs a path: set data.path")
         if not 0 < self.held_out < 1:
             raise ValueError(f"data held_out must be above 0 and below 1, got {self.held_out}")
         if self.seed < 0:

@@ -57,7 +57,7 @@ def text_documents(
     """
     root = Path(path)
     if not root.exists():
-        raise FileNotFoundError(f"text corpus does not exist: {root}")
+        raise FileNotFoundError(f"text corpus does not exist: {root}; data.path names the corpus")
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"text corpus {root}: expected UTF-8 text, got a binary file")

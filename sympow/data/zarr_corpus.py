@@ -101,7 +101,7 @@ def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
     except ImportError:
         raise ImportError("reading zarr corpora needs zarr: pip install 'sympow[train]'") from None
     if "://" not in url and not os.path.exists(url):
-        raise FileNotFoundError(f"zarr corpus does not exist: {url}")
+        raise FileNotFoundError(f"zarr corpus does not exist: {url}; data.path and data.held_out_path name corpora")
     try:
         # None, as zarr refuses options for a local path, even none of them
         node = zarr.open(url, mode="r", storage_options=storage_options or None)

@@ -168,8 +168,7 @@ class Mixer(nn.Module, ABC):
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
-        """Raises the errors of `check_input`, and an error if `state` is no state of this kind of mixer for the sequences
-        of x."""
+        """Raises the errors of `check_input`, and an error if `state` is none of this mixer for the rows of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
         check_kind(state, self._state_kind())

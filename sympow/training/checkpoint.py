@@ -181,7 +181,7 @@ def load_header(path: str | os.PathLike[str]) -> Checkpoint:
     if path.is_dir():
         path = path / HEADER
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        raise FileNotFoundError(f"no checkpoint at {path}: expected a run folder, or a checkpoint of one")
     _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

@@ -82,7 +82,8 @@ class TrainingConfig:
                 )
         if self.warmup_steps > self.steps:
             raise ValueError(
-                f"training.warmup_steps must be at most training.steps, got {self.warmup_steps} and {self.steps}"
+                f"training.warmup_steps must be at most training.steps, got {self.warmup_steps} and {self.steps}: "
+                "set both"
             )
         if self.learning_rate <= 0:
             raise ValueError(f"training.learning_rate must be above 0, got {self.learning_rate}")

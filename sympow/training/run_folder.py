@@ -214,7 +214,7 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
         kind = "a run of version 0.1" if older else "a run"
         raise ValueError(
             f"{where} holds {kind} with {field} = {old!r}, not {new!r}: "
-            "continue with the same config, or restart, or give another folder"
+            "continue with the same config, remove the run (sympow train --restart), or give another folder (--out)"
         )
 
 
