@@ -148,7 +148,7 @@ def products_with_states(
 
     The arguments are the states before each chunk, the gradients of those after, and float64 frequencies [K/2].
     """
-    plan = call.plan
+    plan, frequencies = call.plan, frequencies.contiguous()
     products = torch.zeros(plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS, device=s.device, dtype=torch.float64)
     plan.once(_turned_states, reads_z)(s=s, ds=ds, z=z, dz=dz, frequencies=frequencies, products=products)
     return products.sum(2).neg_().view(plan.layout.sequences, -1, plan.G)
@@ -187,7 +187,7 @@ def position_gradient(
     numbers |= {"K": key_dim, "WIDTH": config.next_power_of_2(key_dim), "BLOCK": TERM_BLOCK}
     tensors = {"q": q, "k": k, "dq": dq.contiguous(), "dk": dk.contiguous()}
     grid = (batch * config.ceil_div(time, TERM_BLOCK), groups)
-    launch(turn_terms, grid, numbers, **tensors, frequencies=frequencies, terms=terms)
+    launch(turn_terms, grid, numbers, **tensors, frequencies=frequencies.contiguous(), terms=terms)
     if products is None:
         return terms
     count = products.shape[1]
