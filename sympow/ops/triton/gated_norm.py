@@ -114,7 +114,7 @@ def gated_norm_backward(
     dout, y = dout.contiguous(), y.contiguous()
     weight, gate = (None if x is None else x.contiguous() for x in (weight, gate))
     rows, tile, dims = _tiles(y, BACKWARD_ELEMENTS)
-    programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
+    programs = config.sharing(config.ceil_div(rows, tile), 1, PROGRAMS, y.device)
     dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
     parts = torch.empty if rows else torch.zeros  # every program writes its own row
     dweight = None if weight is None else parts(max(1, programs), y.shape[3], device=y.device)

@@ -142,7 +142,7 @@ def _shared(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Returns the grid and the numbers of a kernel whose programs share the rows of x [N, D]."""
     rows, columns = x.shape
     blocks = config.ceil_div(columns, BACKWARD_COLUMNS)
-    shared = min(config.ceil_div(rows, BACKWARD_ROWS), max(1, PROGRAMS * config.processors(x.device) // blocks))
+    shared = config.sharing(config.ceil_div(rows, BACKWARD_ROWS), blocks, PROGRAMS, x.device)
     numbers = {"N": rows, "D": columns, "ROWS": BACKWARD_ROWS, "COLUMNS": BACKWARD_COLUMNS, "num_warps": WARPS}
     return (blocks, shared), numbers
 
