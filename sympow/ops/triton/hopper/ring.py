@@ -88,6 +88,7 @@ def next_in_one(
 ):
     """Starts the copy of the tile that is used `copies_ahead` iterations after tile i."""
     ahead = i + copies_ahead(STAGES)
+    # Not by `copy_tile`, whose order of operations changes the machine code of the key pass for p = 3, K = 64.
     left = gl.where(ahead < STEPS, TILE, 0)
     copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
     async_copy.commit_group()
