@@ -3,10 +3,11 @@
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.power import power_attention, power_attention_step, prefers_tail
 from sympow.ops.rotary import Rotation, rotary_frequencies, rotary_positions, rotate, rotate_alike, rotate_heads
-from sympow.ops.types import PowerOutput, PowerState
+from sympow.ops.types import OutOfRangeError, PowerOutput, PowerState
 
 __all__ = [
     "DecodingState",
+    "OutOfRangeError",
     "PowerOutput",
     "PowerState",
     "Rotation",

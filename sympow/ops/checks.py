@@ -10,7 +10,7 @@ from torch import Tensor
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import Rotation
-from sympow.ops.types import PowerState
+from sympow.ops.types import OutOfRangeError, PowerState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -49,7 +49,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     if log_g.device.type == "cpu" and not torch.compiler.is_compiling() and log_g.numel():
         low, high = (x.item() for x in log_g.detach().aminmax())
         if not (math.isfinite(low) and high <= 0):
-            raise ValueError(
+            raise OutOfRangeError(
                 f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
             )
 

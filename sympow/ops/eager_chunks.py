@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.monomials import Basis, Features, basis
+from sympow.ops.types import OutOfRangeError
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 SCORE_ROWS = 128
@@ -143,7 +144,7 @@ class ChunkedSequence:
         return self.log_g.sum(1, dtype=torch.float64).flatten()
 
     def check_range(self, total: Tensor, s: Tensor | None, z: Tensor | None) -> None:
-        """Raises a ValueError if sums, of finite inputs and of the state s, z, have left the range of their dtype.
+        """Raises OutOfRangeError if sums, of finite inputs and of the state s, z, have left the range of their dtype.
 
         Values are checked on a CPU only, because the host would have to wait for a GPU.
 
@@ -160,7 +161,7 @@ class ChunkedSequence:
             norms = (x.detach().double().norm(dim=-1).max() for x in (self.q, self.k))
             largest = abs(self.options.scale) * math.prod(norms)
             limit = (torch.finfo(dtype).max / self.time) ** (1 / p)
-            raise ValueError(
+            raise OutOfRangeError(
                 f"the sums of (scale q.k)**p leave the range of {dtype}: norms of q and k allow |scale q.k| up to "
                 f"{largest:.1e}, and p = {p} over T = {self.time} tokens is safe up to {limit:.1e}; use smaller q and k"
             )

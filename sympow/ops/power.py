@@ -84,8 +84,8 @@ def power_attention(
 
     Raises:
         TypeError: wrong types or dtypes.
-        ValueError: anything else that does not fit, in one line; on a CPU also sums that leave the range. On a GPU
-            these come out as inf, NaN or 0.
+        ValueError: anything else that does not fit, in one line; on a CPU also gates and sums that leave the range, as
+            OutOfRangeError. On a GPU these come out as inf, NaN or 0.
 
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).

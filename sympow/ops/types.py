@@ -19,6 +19,13 @@ _FILE_FORMAT = "sympow.PowerState/1"
 State = TypeVar("State")
 
 
+class OutOfRangeError(ValueError):
+    """Says that numbers have left their range: a gate that is not finite and <= 0, or sums too large for their dtype.
+
+    Training that diverges ends in it on a CPU. On a GPU numbers are not checked, and come out as inf, NaN or 0.
+    """
+
+
 @dataclass(frozen=True)
 class PowerState:
     """Holds what power attention remembers of the past: (M9), in the symmetric-power basis (M7).

@@ -6,9 +6,11 @@ beyond float32. All other components pass numbers on that are not finite, up to 
 
 from __future__ import annotations
 
-_OUT_OF_RANGE = ("must be finite", "leave the range", "without overflow")  # words of the messages
+from sympow.ops import OutOfRangeError
+
+_OVERFLOW = "without overflow"  # words of PyTorch's error, which has no class of its own
 
 
 def shows_divergence(error: Exception) -> bool:
     """Returns whether an error is that of a component which refuses numbers out of range."""
-    return isinstance(error, ValueError | RuntimeError) and any(words in str(error) for words in _OUT_OF_RANGE)
+    return isinstance(error, OutOfRangeError) or (isinstance(error, RuntimeError) and _OVERFLOW in str(error))

@@ -64,6 +64,29 @@ def test_no_tokens():
     assert out.shape == (0, 3) and not any(grad.any() for grad in grads)
 
 
+def test_launches_of_many_tokens_are_ones_that_cuda_takes(monkeypatch):
+    """The second and third axes of a grid have at most 65,535 programs."""
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, arguments, **tensors: grids.append(grid))
+    hidden, bias, weight = torch.empty(600_000, 2), torch.empty(2), torch.empty(1, 2)
+    kernels.gelu_linear(hidden, bias, weight, None)
+    kernels.gelu_linear_backward(hidden[:, :1], hidden, bias, weight)
+    assert len(grids) == 3 and all(size <= 65_535 for grid in grids for size in grid[1:])
+
+
+def test_a_block_with_weights_that_are_not_trained_does_not(monkeypatch):
+    """The kernels would compute the gradients of these weights too."""
+    monkeypatch.setattr("sympow.models.bodies.gpt2.has_kernels", lambda device, dtype: True)
+    block = LanguageModel(ModelConfig(16, 16, 2, 1, body="gpt2"), seed=0).blocks[0]
+    x = torch.zeros(1, 3, 16)
+    assert block._has_kernels(x)
+    block.mlp_out.weight.requires_grad_(False)
+    assert not block._has_kernels(x)
+    block.mlp_out.weight.requires_grad_(True)
+    block.mlp_in.bias = None
+    assert not block._has_kernels(x)
+
+
 def test_a_block_takes_them(monkeypatch):
     """The same loss and gradients with the kernels and without. Only what they keep and round differs."""
     tokens = torch.randint(16, (2, 19), generator=torch.Generator().manual_seed(0))

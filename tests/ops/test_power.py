@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from sympow.ops import DecodingState, PowerState, power_attention, power_attention_step
+from sympow.ops import DecodingState, OutOfRangeError, PowerState, power_attention, power_attention_step
 
 
 def ones(*shape, dtype=torch.float32):
@@ -57,7 +57,7 @@ BAD = {
         "log_g must be float32 .* got torch.bfloat16",
     ),
     "device": (lambda: call(k=ones(2, 3, 2, 4).to("meta")), ValueError, "one device; got q on cpu, k on meta"),
-    "NaN gate": (lambda: call(log_g=gates(float("nan"))), ValueError, "finite and <= 0 .* got values from nan"),
+    "NaN gate": (lambda: call(log_g=gates(float("nan"))), OutOfRangeError, "finite and <= 0 .* got values from nan"),
     "infinite gate": (lambda: call(log_g=gates(-float("inf"))), ValueError, "got values from -inf to -1.0"),
     "growing gate": (lambda: call(log_g=gates(0.5)), ValueError, "got values from -1.0 to 0.5"),
     "odd p": (lambda: call(p=3), ValueError, "normalize=True needs an even p: with p = 3 .* normalize=False"),
@@ -186,7 +186,7 @@ def large(p: int, size: float, **options):
 def test_sums_beyond_the_range_are_refused(chunk_size):
     """Of what is in the table of docs/math.md: p = 6 where q and k are 1e4, and not where they are 1e2; nor p = 2."""
     message = r"leave the range of torch.float32: .* p = 6 over T = 20 tokens is safe up to 1.6e\+06"
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(OutOfRangeError, match=message) as caught:
         large(6, 1e4, chunk_size=chunk_size)
     assert "\n" not in str(caught.value)
     for p, size in ((6, 1e2), (2, 1e4)):

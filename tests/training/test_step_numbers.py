@@ -206,12 +206,13 @@ def test_a_component_that_refuses_numbers_out_of_range_reports_divergence(
         train(config, make_batches(config), tmp_path / "run", held_out=make_batches(config), quiet=True)
 
 
-def test_other_errors_of_components_stay_what_they_are(tmp_path, make_config, make_batches):
+@pytest.mark.parametrize("message", ["no rows of packed documents", "an option must be finite; got nan"])
+def test_other_errors_of_components_stay_what_they_are(tmp_path, make_config, make_batches, message):
     def refuse(loss, step):
-        raise ValueError("no rows of packed documents")
+        raise ValueError(message)
 
     config = make_config("softmax")
-    with change_losses(refuse), pytest.raises(ValueError, match=r"^no rows of packed documents$"):
+    with change_losses(refuse), pytest.raises(ValueError, match=f"^{message}$"):
         train(config, make_batches(config), tmp_path / "run", quiet=True)
 
 

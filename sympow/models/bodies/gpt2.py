@@ -50,9 +50,11 @@ class GPT2Block(PreNormBlock):
         return gelu_linear(hidden, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)
 
     def _has_kernels(self, x: Tensor) -> bool:
-        """Returns whether the MLP is two products with a kernel between them, and there are gradients to compute."""
+        """Returns whether the MLP is two products with a kernel between them, and all gradients are to be computed."""
         products = is_product(self.mlp_in) and is_product(self.mlp_out)
-        return products and torch.is_grad_enabled() and has_kernels(x.device, autocast_dtype(x) or x.dtype)
+        learned = self.mlp_in.bias is not None and self.mlp_in.bias.requires_grad and self.mlp_out.weight.requires_grad
+        learned = learned and torch.is_grad_enabled()
+        return products and learned and has_kernels(x.device, autocast_dtype(x) or x.dtype)
 
     def _narrowed(self, hidden: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(hidden, approximate="tanh"))

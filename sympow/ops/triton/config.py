@@ -243,6 +243,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def sharing(rows: int, blocks: int, programs: int, device: torch.device) -> int:
+    """Returns the number of programs that share `rows` blocks of rows, for each of `blocks` blocks of columns.
+
+    A GPU then has about so many `programs` for each SM.
+    """
+    return min(rows, max(1, programs * processors(device) // blocks))
+
+
 def most_kept(device: torch.device) -> int:
     """Returns the largest number of bytes of states that the forward keeps for the backward: 1/256 of the memory of the
     GPU. So a model of 32 layers uses at most an eighth of the memory for states, and for p > 2, for which

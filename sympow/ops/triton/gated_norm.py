@@ -111,9 +111,10 @@ def gated_norm_backward(
     dout: Tensor, y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of y, weight and gate; an empty tensor for what was not given."""
-    dout, y, gate = dout.contiguous(), y.contiguous(), None if gate is None else gate.contiguous()
+    dout, y = dout.contiguous(), y.contiguous()
+    weight, gate = (None if x is None else x.contiguous() for x in (weight, gate))
     rows, tile, dims = _tiles(y, BACKWARD_ELEMENTS)
-    programs = min(config.ceil_div(rows, tile), PROGRAMS * config.processors(y.device))
+    programs = config.sharing(config.ceil_div(rows, tile), 1, PROGRAMS, y.device)
     dy, dgate = torch.empty_like(y), y.new_empty(0) if gate is None else torch.empty_like(gate)
     parts = torch.empty if rows else torch.zeros  # every program writes its own row
     dweight = None if weight is None else parts(max(1, programs), y.shape[3], device=y.device)
@@ -146,7 +147,8 @@ def _like_output(y, weight, gate, eps):
 @operator(_like_output, _keep, _backward)
 def gated_norm(y: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     """Norms y [B, T, H, V] over V, times weight [V], times silu(gate [B, T, H V]): [B, T, H V]."""
-    y, gate = y.contiguous(), None if gate is None else gate.contiguous()
+    y = y.contiguous()
+    weight, gate = (None if x is None else x.contiguous() for x in (weight, gate))
     out = y.new_empty(*y.shape[:2], y.shape[2] * y.shape[3])
     rows, tile, dims = _tiles(y, ELEMENTS)
     if rows:

@@ -39,9 +39,11 @@ def gelu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Computes a tile of gelu(hidden + bias). Grid: blocks of columns, blocks of rows."""
-    row = tl.cast(tl.program_id(1), tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Computes a tile of gelu(hidden + bias). Grid: tiles, row by row; only the first axis of a grid has room for the
+    rows."""
+    across = tl.cdiv(D, COLUMNS)
+    row = tl.cast(tl.program_id(0) // across, tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < N)[:, None] & (col < D)[None, :]
     place = row[:, None] * D + col[None, :]
     x = tl.load(hidden + place, mask=mask, other=0.0).to(tl.float32)
@@ -106,7 +108,7 @@ def _gelu(hidden: Tensor, bias: Tensor) -> Tensor:
     """Returns gelu(hidden + bias) of hidden [N, D]."""
     out, (rows, columns) = torch.empty_like(hidden), hidden.shape
     if rows:
-        grid = (config.ceil_div(columns, COLUMNS), config.ceil_div(rows, ROWS))
+        grid = (config.ceil_div(columns, COLUMNS) * config.ceil_div(rows, ROWS),)
         numbers = {"N": rows, "D": columns, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
         with torch.cuda.device_of(hidden):
             launch(gelu, grid, numbers, hidden=hidden, bias=bias, out=out)
@@ -140,7 +142,7 @@ def _shared(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Returns the grid and the numbers of a kernel whose programs share the rows of x [N, D]."""
     rows, columns = x.shape
     blocks = config.ceil_div(columns, BACKWARD_COLUMNS)
-    shared = min(config.ceil_div(rows, BACKWARD_ROWS), max(1, PROGRAMS * config.processors(x.device) // blocks))
+    shared = config.sharing(config.ceil_div(rows, BACKWARD_ROWS), blocks, PROGRAMS, x.device)
     numbers = {"N": rows, "D": columns, "ROWS": BACKWARD_ROWS, "COLUMNS": BACKWARD_COLUMNS, "num_warps": WARPS}
     return (blocks, shared), numbers
 

@@ -121,7 +121,7 @@ def narrow_linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tenso
     rows, inputs = x.shape
     dx = torch.empty_like(x)
     blocks = config.ceil_div(inputs, BACKWARD_STEP)
-    shared = min(config.ceil_div(rows, BACKWARD_ROWS), max(1, PROGRAMS * config.processors(x.device) // blocks))
+    shared = config.sharing(config.ceil_div(rows, BACKWARD_ROWS), blocks, PROGRAMS, x.device)
     if not rows:
         return dx, torch.zeros_like(weight)
     parts = torch.empty(shared, *weight.shape, device=x.device, dtype=torch.float32)

@@ -50,7 +50,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, s_init: Tensor | None, z_init: Tensor | None,
     cu_seqlens: Tensor | None, options: Options,
 ) -> Forward:  # fmt: skip
-    """Computes `power_forward`."""
+    """Computes `power_forward`, on the device of q. Autograd and compiled code call the backward on that device."""
+    if _is_elsewhere(q):
+        with torch.cuda.device_of(q):
+            return forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     p, scale, normalize, eps, chunk, final, tf32, wide, gradient = options
     kept = gradient and chunk > 0 and Shapes(q, k, v, cu_seqlens, p, chunk, True).keeps(normalize or final)
     call = Call(q, k, v, log_g, cu_seqlens, p, scale, chunk, tf32, kept)
@@ -66,6 +69,11 @@ def forward(
     out, norm = launch.output(call, s, z, s_init is not None, normalize, eps, wide)
     plan = call.plan if kept or not chunk else None
     return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate, plan)
+
+
+def _is_elsewhere(x: Tensor) -> bool:
+    """Returns whether x is on a GPU that is not the current one, on which kernels are launched."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def backward(

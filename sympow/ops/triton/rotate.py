@@ -225,6 +225,7 @@ def _launch(
     if not q.numel():
         return
     raw, weight_q, weight_k, dweights, eps = norm
+    weight_q, weight_k = (None if x is None else x.contiguous() for x in (weight_q, weight_k))
     strides = [x.stride() for x in (flat, q, k, v, positions)]
     of_raw = None if raw is None else raw.stride()
     kept = _launcher(

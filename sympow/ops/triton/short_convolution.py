@@ -166,6 +166,7 @@ def short_convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, weight and bias."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    first = None if first is None else first.contiguous()
     (batch, time, channels), width = x.shape, weight.shape[1]
     programs = batch * config.ceil_div(time, SPAN)
     dx = torch.empty_like(x)
@@ -203,7 +204,8 @@ def _like_output(x, weight, bias, first):
 @operator(_like_output, _keep, _backward)
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor, first: Tensor | None) -> Tensor:
     """Convolves x [B, T, C] with weight [C, k] and bias [C]; `first` is int32 [T] or None. Sums are in float32."""
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    first = None if first is None else first.contiguous()
     y = torch.empty_like(x)
     (batch, time, channels), width = x.shape, weight.shape[1]
     if x.numel():
@@ -222,7 +224,7 @@ def _like_step(x, past, weight, bias):
 @operator(_like_step, changes=("past",))
 def short_convolution_step(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolves x [B, T, C] after `past` [B, k - 1, C], which it replaces by the last k - 1 inputs."""
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
     y = torch.empty_like(x)
     (batch, time, channels), width = x.shape, weight.shape[1]
     held = past if past.stride(2) == 1 else past.contiguous()

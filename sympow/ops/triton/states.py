@@ -33,7 +33,8 @@ def weigh(
     t = first + tl.arange(0, BLOCK)
     valid = t < length
     k = tl.arange(0, K)
-    tile = tl.load(x + start * x_st + h * x_sh + (t[:, None] * x_st + k[None, :]), mask=valid[:, None], other=0.0)
+    tile = x + (start + first) * x_st + h * x_sh + (tl.arange(0, BLOCK)[:, None] * x_st + k[None, :])
+    tile = tl.load(tile, mask=valid[:, None], other=0.0)
     w = tl.where(valid, 1.0, 0.0)
     if GATED:
         here = sums + (h // R) * tokens + start
@@ -176,7 +177,7 @@ def _walk(
                 if TILES > 2:
                     a2 *= decay
                     a3 *= decay
-        r = within // steps
+        r = tl.cast(within // steps, tl.int64)  # heads may be far apart
         s = chunk * CHUNK + (within % steps) * STEP
         valid = s + t < length
         xs = tl.load(x + (tl.cast(s, tl.int64) * x_st + r * x_sh) + x_tile, mask=valid[:, None], other=0.0)

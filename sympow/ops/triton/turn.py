@@ -69,14 +69,12 @@ def turn_terms(
     col = tl.arange(0, WIDTH)[None, :]
     pair = tl.arange(0, WIDTH // 2)
     place = n * T + token
-    moments = _moments(
-        k + n * k_sb + token[:, None] * k_st + g * k_sg + col, dk + (place * G + g)[:, None] * K + col, inside, WIDTH, K
-    )
+    k += n * k_sb + tl.cast(g, tl.int64) * k_sg
+    moments = _moments(k + token[:, None] * k_st + col, dk + (place * G + g)[:, None] * K + col, inside, WIDTH, K)
     for h in range(g * R, (g + 1) * R):
-        moments += _moments(
-            q + n * q_sb + token[:, None] * q_st + h * q_sh + col, dq + (place * (G * R) + h)[:, None] * K + col,
-            inside, WIDTH, K,
-        )  # fmt: skip
+        here = q + n * q_sb + tl.cast(h, tl.int64) * q_sh
+        given = dq + (place * (G * R) + h)[:, None] * K
+        moments += _moments(here + token[:, None] * q_st + col, given + col, inside, WIDTH, K)
     frequency = tl.load(frequencies + pair, mask=pair < K // 2, other=0.0).to(tl.float32)
     tl.store(terms + place * G + g, tl.sum(moments * frequency[None, :], 1).to(tl.float64), mask=inside)
 
@@ -150,7 +148,7 @@ def products_with_states(
 
     The arguments are the states before each chunk, the gradients of those after, and float64 frequencies [K/2].
     """
-    plan = call.plan
+    plan, frequencies = call.plan, frequencies.contiguous()
     products = torch.zeros(plan.layout.blocks(plan.chunk), plan.G, STATE_PARTS, device=s.device, dtype=torch.float64)
     plan.once(_turned_states, reads_z)(s=s, ds=ds, z=z, dz=dz, frequencies=frequencies, products=products)
     return products.sum(2).neg_().view(plan.layout.sequences, -1, plan.G)
@@ -189,7 +187,7 @@ def position_gradient(
     numbers |= {"K": key_dim, "WIDTH": config.next_power_of_2(key_dim), "BLOCK": TERM_BLOCK}
     tensors = {"q": q, "k": k, "dq": dq.contiguous(), "dk": dk.contiguous()}
     grid = (batch * config.ceil_div(time, TERM_BLOCK), groups)
-    launch(turn_terms, grid, numbers, **tensors, frequencies=frequencies, terms=terms)
+    launch(turn_terms, grid, numbers, **tensors, frequencies=frequencies.contiguous(), terms=terms)
     if products is None:
         return terms
     count = products.shape[1]

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from tests.ops.contract import DEVICE
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
+Launcher = pytest.importorskip("sympow.ops.triton.launcher", reason="needs triton").Launcher
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
@@ -73,6 +75,25 @@ def test_autocast_leaves_the_inputs_their_dtype():
     expected = results(attend, inputs(dtype=torch.float32))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert_same(results(attend, inputs(dtype=torch.float32)), expected)
+
+
+def test_the_device_is_that_of_the_inputs(monkeypatch):
+    """A kernel that is launched on another GPU than that of its tensors ends in an illegal access."""
+    guarded, launched = [], []
+
+    @contextmanager
+    def device_of(x):
+        guarded.append(x)
+        yield
+        guarded.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(operators, "_is_elsewhere", lambda x: not guarded)
+    monkeypatch.setattr(Launcher, "__call__", lambda *_, **__: launched.append(bool(guarded)))
+    q, k, v, log_g = (x.detach() for x in inputs())
+    for chunk_size in (32, 4096):
+        attend(q, k, v, log_g, chunk_size=chunk_size)
+    assert len(launched) > 4 and all(launched)
 
 
 @gpu

@@ -19,20 +19,17 @@ from sympow.ops.triton.hopper.primitives import (
     stage_columns,
 )
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
-from sympow.ops.triton.hopper.ring import add_products, first_tiles, ring
+from sympow.ops.triton.hopper.ring import (
+    add_products,
+    await_tile,
+    first_in_one,
+    first_tiles,
+    next_in_one,
+    ring,
+    ring_in_one,
+    tile_in_one,
+)
 from sympow.ops.triton.hopper.states import bands, first_row
-
-
-@gluon.jit
-def next_tile(
-    tiles, state, i, steps,
-    TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Starts the copy of the tile of the state, TILE rows, that is used STAGES - 1 iterations after tile i."""
-    ahead = i + (STAGES - 1)
-    left = gl.where(ahead < steps, TILE, 0)
-    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
-    async_copy.commit_group()
 
 
 @gluon.constexpr_function
@@ -91,7 +88,7 @@ def stage_pairs(columns, K: gl.constexpr, SKIP: gl.constexpr, BLOCK: gl.constexp
 
 @gluon.jit
 def from_level(
-    acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps,
+    acc, columns, products, tiles, state, entries, weights, before: gl.constexpr, steps: gl.constexpr,
     GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr,
 ):  # fmt: skip
@@ -113,9 +110,7 @@ def from_level(
     base = gl.convert_layout(base, gl.SliceLayout(2, layout), assert_trivial=True).expand_dims(2)
     for i in range(GROUPS // EACH):
         number = before[0] // TILE + i
-        async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        tile = tiles.index(number % STAGES)
+        tile = tile_in_one(tiles, number, STAGES)
         for n in gl.static_range(EACH):
             at = i * EACH + n
             entry = gl.load(entries + before[1] + at)
@@ -126,7 +121,7 @@ def from_level(
             phi = (base * f.expand_dims(3)).reshape([BLOCK, DEPTH])
             phi = gl.convert_layout(phi, left_layout, assert_trivial=True)
             acc = warpgroup_mma(phi, tile.slice(n * DEPTH, DEPTH, 0), acc, is_async=True)
-        next_tile(tiles, state, number, steps, TILE, V, STAGES, WARPS)
+        next_in_one(tiles, state, number, steps, TILE, V, STAGES, WARPS)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc
 
@@ -280,14 +275,9 @@ def output_pass(
                 chunk = n.to(gl.int64) * gl.cdiv(T, CHUNK) + begin // CHUNK
             state = s + (chunk * G + g) * (rows * V)
             if len(LEVELS) > 0:
-                state_s = gl.allocate_shared_memory(
-                    gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-                )
-                for early in gl.static_range(STAGES - 1):
-                    copy_rows(state_s.index(early), state + early * TILE * V, V, TILE, TILE, V, num_warps)
-                    async_copy.commit_group()
-                async_copy.wait_group(STAGES - 2)
-                fence_async_shared()
+                state_s = ring_in_one(STAGES, TILE, V)
+                first_in_one(state_s, state, TILE, V, STAGES, num_warps)
+                await_tile(STAGES)
                 base = queries_s.load(left_layout)
                 columns = stage_columns(base, K, BLOCK)
                 products = columns

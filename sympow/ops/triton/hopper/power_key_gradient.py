@@ -11,6 +11,7 @@ from sympow.ops.triton.hopper.output import before_level, from_level, stage_pair
 from sympow.ops.triton.hopper.power_query_gradient import signed_power, through_state, tile_layout
 from sympow.ops.triton.hopper.primitives import copy_rows, exp2, locate, query_step, stage_columns
 from sympow.ops.triton.hopper.renamed import barrier
+from sympow.ops.triton.hopper.ring import first_in_one, ring_in_one
 
 
 @gluon.jit
@@ -33,12 +34,8 @@ def _values_through_state(
 ):
     """Returns the gradient of the values through the gradient of a state, [BLOCK, V], as the output pass does with
     queries and a state."""
-    tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, TILE, V], gl.NVMMASharedLayout.get_default_for([TILE, V], gl.bfloat16)
-    )
-    for early in gl.static_range(STAGES - 1):
-        copy_rows(tiles.index(early), state + early * TILE * V, V, TILE, TILE, V, WARPS)
-        async_copy.commit_group()
+    tiles = ring_in_one(STAGES, TILE, V)
+    first_in_one(tiles, state, TILE, V, STAGES, WARPS)
     products = columns
     if P > 3:
         products = stage_pairs(columns, K, SKIP, BLOCK, WARPS)

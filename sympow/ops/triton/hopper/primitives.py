@@ -178,7 +178,7 @@ def step_pointers(
     if REVERSE:
         chunk = chunks - 1 - chunk
     within = it % (R * steps)
-    r = within // steps
+    r = (within // steps).to(gl.int64)  # heads may be far apart
     s = chunk * CHUNK + (within % steps) * STEP
     wide = s.to(gl.int64)
     return x + (wide * x_st + r * x_sh), xt + (s + r * xt_sh), y + (wide * y_st + r * y_sh), length - s

@@ -230,9 +230,10 @@ def _copy_queries(
     head, s0 = _step(it, first, after, within, R, BLOCK, QUERIES)
     left = gl.where(it < total, length - s0, 0)
     stage = it % 3
+    head = head.to(gl.int64)
     copy_rows(queries_s.index(stage), q + s0.to(gl.int64) * q_st + head * q_sh, q_st, left, QUERIES, K, WARPS)
     copy_rows(dy_s.index(stage), dout + (s0.to(gl.int64) * H + head) * V, H * V, left, QUERIES, V, WARPS)
-    at = head.to(gl.int64) * tokens + s0
+    at = head * tokens + s0
     _copy_vector(near_s.index(stage), near + at, left, QUERIES, WARPS)
     _copy_vector(delta_s.index(stage), delta + at, left, QUERIES, WARPS)
     async_copy.commit_group()

@@ -8,10 +8,11 @@ is read and multiplied once. Two multiply-adds for each entry of U remain, in fl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper.primitives import column, copy_rows, stage_columns
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
+from sympow.ops.triton.hopper.ring import await_tile, first_in_one, next_in_one, ring_in_one, tile_in_one
 
 
 @gluon.constexpr_function
@@ -98,24 +99,6 @@ def _above(x, FROM: gl.constexpr, axis_layout: gl.constexpr):
 
 
 @gluon.jit
-def _await_tile(tiles, i, STAGES: gl.constexpr):
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
-    return tiles.index(i % STAGES)
-
-
-@gluon.jit
-def _copy_ahead(
-    tiles, state, i, STEPS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr
-):
-    """Starts the copy of the tile that is used STAGES - 1 iterations after iteration i."""
-    ahead = i + (STAGES - 1)
-    left = gl.where(ahead < STEPS, TILE, 0)
-    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
-    async_copy.commit_group()
-
-
-@gluon.jit
 def _query_band(
     tiles, state, columns, dy_s, x, others, acc, zero,
     START: gl.constexpr, STOP: gl.constexpr, PREFIX: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr,
@@ -125,10 +108,10 @@ def _query_band(
     """Adds the tiles START to STOP - 1, of COUNT prefixes each, from PREFIX on, with last indices from LAST on. `zero`
     is 0, which ptxas does not know, so that it does not unroll the loop."""
     for i in range(START, STOP + zero):
-        tile = _await_tile(tiles, i, STAGES)
+        tile = tile_in_one(tiles, i, STAGES)
         zeros = gl.zeros([BLOCK, K], gl.float32, layout)
         u = warpgroup_mma(dy_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        _copy_ahead(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
+        next_in_one(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
         u = warpgroup_mma_wait(0, deps=(u,))
         group = PREFIX // COUNT + (i - START)
         factors = _by_prefix(columns, group, COUNT, K, BLOCK)
@@ -150,17 +133,12 @@ def query_states(
     queries_s = gl.allocate_shared_memory(
         gl.bfloat16, [BLOCK, K], gl.NVMMASharedLayout.get_default_for([BLOCK, K], gl.bfloat16)
     )
-    tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
-    )
+    tiles = ring_in_one(STAGES, K, V)
     copy_rows(queries_s, q, q_st, left, BLOCK, K, WARPS)
     if NORMALIZE:  # Z reuses the memory of the tile that is copied last
         copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
-    for early in gl.static_range(STAGES - 1):
-        copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)
-        async_copy.commit_group()
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
+    first_in_one(tiles, state, K, V, STAGES, WARPS)
+    await_tile(STAGES)
     columns = stage_columns(queries_s.load(gl.DotOperandLayout(0, layout, 2)), K, BLOCK)
     acc = gl.zeros([BLOCK, K], gl.float32, layout)
     if NORMALIZE:
@@ -220,7 +198,7 @@ def _key_band(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     x_layout: gl.constexpr = layout if COUNT == 1 else gl.SliceLayout(1, by_column(BLOCK, COUNT, WIDTH, WARPS))
     for i in range(START, STOP):
-        tile = _await_tile(tiles, i, STAGES)
+        tile = tile_in_one(tiles, i, STAGES)
         group = PREFIX // COUNT + (i - START)
         zeros = gl.zeros([BLOCK, K], gl.float32, layout)
         u = warpgroup_mma(values_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -237,7 +215,7 @@ def _key_band(
                     keys_s, tile, f + f, dvalues, LAST + SAME + SPLIT, n * WIDTH + SAME + SPLIT, REST - SPLIT,
                     left_layout,
                 )  # fmt: skip
-        _copy_ahead(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
+        next_in_one(tiles, state, i, 5 * K // 8, K, V, STAGES, WARPS)
         u = warpgroup_mma_wait(COUNT * PIECES, deps=(u,))
         x = _above(keys_s.slice(LAST, WIDTH, 1).load(x_layout), SAME, x_layout)
         factors = _by_prefix(columns, group, COUNT, K, BLOCK)
@@ -255,16 +233,11 @@ def key_states(
     """Returns the gradients of keys [BLOCK, K] and values [BLOCK, V], which are in shared memory (their copies were
     started), through the gradients of the state and of its normalizer's z."""
     QUARTER: gl.constexpr = K // 4
-    tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, K, V], gl.NVMMASharedLayout.get_default_for([K, V], gl.bfloat16)
-    )
+    tiles = ring_in_one(STAGES, K, V)
     if Z:  # reuses the memory of the tile that is copied last
         copy_rows(tiles.index(STAGES - 1), z, K, K, K, K, WARPS)
-    for early in gl.static_range(STAGES - 1):
-        copy_rows(tiles.index(early), state + early * K * V, V, K, K, V, WARPS)
-        async_copy.commit_group()
-    async_copy.wait_group(STAGES - 2)
-    fence_async_shared()
+    first_in_one(tiles, state, K, V, STAGES, WARPS)
+    await_tile(STAGES)
     columns = stage_columns(keys_s.load(gl.DotOperandLayout(0, layout, 2)), K, BLOCK)
     dkeys = gl.zeros([BLOCK, K], gl.float32, layout)
     dvalues = gl.zeros([BLOCK, V], gl.float32, layout)

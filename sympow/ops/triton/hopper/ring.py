@@ -2,7 +2,8 @@
 
 The compiler inserts a barrier before a copy into a buffer that another thread may still read. Here every buffer is an
 allocation of its own, and loops are unrolled over the buffers. So the compiler knows the buffer of every copy and every
-product, and inserts no barrier. Unrolled loops take registers; the passes of `quarters.py` have none left.
+product, and inserts no barrier. Unrolled loops take registers, and the passes of `quarters.py` have none left. They and
+the loops over levels of rows have all buffers in one allocation (`ring_in_one`).
 """
 
 from triton.experimental import gluon
@@ -63,6 +64,41 @@ def first_tiles(
     for early in gl.static_range(copies_ahead(len(tiles))):
         copy_tile(tiles[early], state, gl.to_tensor(early), STEPS, ROWS, TILE, V, HALF, WARPS)
     await_tile(len(tiles))
+
+
+@gluon.jit
+def ring_in_one(STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns one buffer [STAGES, ROWS, WIDTH], for at most three stages and loops that are not unrolled."""
+    gl.static_assert(STAGES <= 3)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.bfloat16)
+    return gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, WIDTH], layout)
+
+
+@gluon.jit
+def first_in_one(tiles, state, TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """Starts the copies of the first tiles into `ring_in_one`; there are at least so many."""
+    for early in gl.static_range(copies_ahead(STAGES)):
+        copy_rows(tiles.index(early), state + early * TILE * V, V, TILE, TILE, V, WARPS)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def next_in_one(
+    tiles, state, i, STEPS: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr
+):
+    """Starts the copy of the tile that is used `copies_ahead` iterations after tile i."""
+    ahead = i + copies_ahead(STAGES)
+    # Not by `copy_tile`, whose order of operations changes the machine code of the key pass for p = 3, K = 64.
+    left = gl.where(ahead < STEPS, TILE, 0)
+    copy_rows(tiles.index(ahead % STAGES), state + ahead * (TILE * V), V, left, TILE, V, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def tile_in_one(tiles, i, STAGES: gl.constexpr):
+    """Returns tile i after its copy."""
+    await_tile(STAGES)
+    return tiles.index(i % STAGES)
 
 
 @gluon.jit

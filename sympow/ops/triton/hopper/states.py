@@ -6,11 +6,11 @@ from shared memory once for each step, times one factor of each token for each p
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from sympow.ops.triton.hopper.primitives import exp2, step_pointers
 from sympow.ops.triton.hopper.renamed import barrier, load_async
-from sympow.ops.triton.hopper.ring import ring
+from sympow.ops.triton.hopper.ring import await_tile, copies_ahead, ring
 from sympow.ops.triton.rows import bands as bands_of_rows
 
 bands = gluon.constexpr_function(bands_of_rows)
@@ -188,7 +188,8 @@ def _walk(
     LEAST: gl.constexpr = 16 * WARPS  # a product has at least so many rows
     PREFIXES: gl.constexpr = LEAST // WIDTH if WIDTH < LEAST else 1
     M: gl.constexpr = PREFIXES * WIDTH
-    AHEAD: gl.constexpr = STAGES - 2  # the products of the last step still read a buffer while copies are started
+    gl.static_assert(STAGES > 3)  # the products of the last step still read a buffer while copies are started
+    AHEAD: gl.constexpr = copies_ahead(STAGES)
     STEPS: gl.constexpr = R * (CHUNK // STEP)
     gl.static_assert(STEPS % STAGES == 0)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V, 16])
@@ -237,8 +238,7 @@ def _walk(
         for first in range(0, STEPS, STAGES):
             tile = gl.zeros([M, STEP], gl.bfloat16, left_layout)
             for u in gl.static_range(STAGES):
-                async_copy.wait_group(AHEAD - 1)
-                fence_async_shared()
+                await_tile(STAGES)
                 ahead = number * STEPS + (first + (u + AHEAD))
                 x_here, f_here, y_here, left = step_pointers(
                     ahead, x, x_st, x_sh, xt, xt_sh, y, y_st, y_sh, chunks, length, R, STEP, CHUNK, REVERSE
