@@ -17,23 +17,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     """Refuses, with a TypeError or a ValueError, inputs whose shapes, dtypes, devices or gates do not fit."""
-    for name, x in {"q": q, "k": k, "v": v, "log_g": log_g}.items():
+    device = q.device if isinstance(q, Tensor) else None
+    for name, x, layout in (("q", q, "BTHK"), ("k", k, "BTGK"), ("v", v, "BTGV"), ("log_g", log_g, "BTG")):
         if x is None and name == "log_g":
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.ndim != (3 if name == "log_g" else 4):
-            layout = {"q": "[B, T, H, K]", "k": "[B, T, G, K]", "v": "[B, T, G, V]", "log_g": "[B, T, G]"}[name]
-            raise ValueError(f"{name} must be {layout}; got {list(x.shape)}")
-        if x.device != q.device:
+        if x.ndim != len(layout):
+            raise ValueError(f"{name} must be [{', '.join(layout)}]; got {list(x.shape)}")
+        if x.device != device:
             raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
-    (b, t, h, key_dim), g = q.shape, k.shape[2]
-    if 0 in (h, g, key_dim, v.shape[3]):
+    (b, t, h, key_dim), (_, _, g, value_dim) = q.shape, v.shape
+    if 0 in (h, g, key_dim, value_dim):
         raise ValueError(f"heads and channels cannot be 0; got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
-    if tuple(k.shape) != (b, t, g, key_dim) or tuple(v.shape[:3]) != (b, t, g):
+    if k.shape != (b, t, g, key_dim) or v.shape != (b, t, g, value_dim):
         raise ValueError(
             "q [B, T, H, K], k [B, T, G, K] and v [B, T, G, V] must agree in B, T, G and K; "
             f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -42,7 +42,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         raise ValueError(f"the query heads H must be a multiple of the key/value heads G; got H = {h}, G = {g}")
     if log_g is None:
         return
-    if tuple(log_g.shape) != (b, t, g):
+    if log_g.shape != (b, t, g):
         raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
     if log_g.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")

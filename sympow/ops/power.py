@@ -95,8 +95,8 @@ def power_attention(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps}
-    options |= {"chunk_size": chunk_size, "return_state": return_state}
+    options: dict[str, Any] = {"p": p, "scale": scale, "normalize": normalize, "eps": eps, "chunk_size": chunk_size,
+                               "return_state": return_state}  # fmt: skip
     chunked = initial_state is not None or return_state or context_group is not None
     run = _implementation(impl, q, p, chunked)
     if context_group is not None:
@@ -248,10 +248,9 @@ def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
     return out.to(v.dtype), new.to(dtype) if return_state else None
 
 
-def _triton(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
+def _triton(q, k, v, log_g, state, **options):
     from sympow.ops import triton
 
-    options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
     return triton.attention(q, k, v, log_g, state, **options)
 
 

@@ -54,7 +54,7 @@ def attention(
     A chunk_size of at least T is the quadratic form, which computes a state from one chunk. Sizes are rounded up to a
     multiple of the kernels' block.
     """
-    dtype, key_dim, value_dim, time = v.dtype, q.shape[3], v.shape[3], q.shape[1]
+    dtype, (_, time, _, key_dim), value_dim = v.dtype, q.shape, v.shape[3]
     has_state = state is not None or return_state or context_group is not None
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_g))
     tf32 = dtype == torch.float16 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
@@ -70,7 +70,7 @@ def attention(
         refusal = _without_states(p, key_dim)
         if refusal:
             raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
-    if not chunk:
+    if not chunk and level_dim is not None:  # the quadratic form has no levels
         q, k = _pad(q), _pad(k)
     if rotation is not None:
         rotation = rotation._replace(frequencies=_pad(rotation.frequencies, q.shape[3] // 2))

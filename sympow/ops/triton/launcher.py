@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -45,6 +46,8 @@ class _Compiled(NamedTuple):
     arguments: list  # None in place of tensors
     grid: tuple[int, ...]  # three
     device: int
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]  # of a device
     # Of the tensors in the order of the first launch: names, indices in the arguments, dtypes (None: the tensor is
     # None).
     names: tuple[str, ...]
@@ -73,9 +76,9 @@ class Launcher:
         compiled = self._compiled
         if compiled is None or _hooked():
             return self._first(tensors)
-        active = driver.active
-        launch, options, separate, arguments, grid, device, names, places, dtypes, tiles = compiled
-        if active.get_current_device() != device:
+        (launch, options, separate, arguments, grid, device, current_device, current_stream, names, places, dtypes,
+         tiles) = compiled  # fmt: skip
+        if current_device() != device:
             return self._first(tensors)
         if tuple(tensors) != names:
             return self._by_triton(tensors)
@@ -89,7 +92,7 @@ class Launcher:
             if address % _ALIGNMENT or x.dtype is not dtype:
                 return self._by_triton(tensors)
             arguments[place] = tiles[place](x) if place in tiles else address
-        stream = active.get_current_stream(device)
+        stream = current_stream(device)
         if separate:
             launch(*grid, stream, *options, *arguments)
         else:
@@ -123,8 +126,12 @@ class Launcher:
         dtypes = tuple(None if x is None else x.dtype for x in tensors.values())
         tiles = {call.places[name]: make for name, make in call.tiles.items()}
         grid = (*self._grid, 1, 1)[:3]
-        device = driver.active.get_current_device()
-        self._compiled = _Compiled(*call[:4], grid, device, tuple(tensors), places, dtypes, tiles)
+        active = driver.active
+        current = active.get_current_device
+        if current is torch.cuda.current_device:  # which looks first whether torch has initialized the GPU
+            current = torch._C._cuda_getDevice
+        about = (grid, current(), current, active.get_current_stream)
+        self._compiled = _Compiled(*call[:4], *about, tuple(tensors), places, dtypes, tiles)
 
 
 class _Call(NamedTuple):
