@@ -79,12 +79,12 @@ def test_a_block_with_weights_that_are_not_trained_does_not(monkeypatch):
     monkeypatch.setattr("sympow.models.bodies.gpt2.has_kernels", lambda device, dtype: True)
     block = LanguageModel(ModelConfig(16, 16, 2, 1, body="gpt2"), seed=0).blocks[0]
     x = torch.zeros(1, 3, 16)
-    assert block._has_kernels(x)
+    assert block.takes_kernels(x)
     block.mlp_out.weight.requires_grad_(False)
-    assert not block._has_kernels(x)
+    assert not block.takes_kernels(x)
     block.mlp_out.weight.requires_grad_(True)
     block.mlp_in.bias = None
-    assert not block._has_kernels(x)
+    assert not block.takes_kernels(x)
 
 
 def test_a_block_takes_them(monkeypatch):

@@ -57,11 +57,11 @@ def test_rows_without_a_step_are_refused(tmp_path, row):
         read_metrics(tmp_path)
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path):
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     """Also where the file is closed, which writes again what the disk did not take."""
+    full = open("/dev/full", "w")  # noqa: SIM115 - `metrics` closes it
+    monkeypatch.setattr("sympow.training.metrics.open", lambda *_, **__: full, raising=False)
     metrics = MetricsWriter(tmp_path, 0)
-    metrics._file.close()
-    metrics._file = open("/dev/full", "w")  # noqa: SIM115 - `metrics` closes it
     for act in (lambda: metrics.write({"step": 1}), metrics.close):
         with pytest.raises(OSError) as caught:
             act()

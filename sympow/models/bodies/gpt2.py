@@ -42,14 +42,14 @@ class GPT2Block(PreNormBlock):
 
     def mlp(self, x: Tensor) -> Tensor:
         """Computes the MLP's output for x [B, T, d]; on a GPU the gradients of the GELU are one kernel."""
-        if not self._has_kernels(x):
+        if not self.takes_kernels(x):
             return super().mlp(x)
         from sympow.ops.triton.gelu_linear import gelu_linear
 
         hidden = F.linear(self.mlp_norm(x), self.mlp_in.weight)  # without the bias, whose gradient the kernel sums up
         return gelu_linear(hidden, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)
 
-    def _has_kernels(self, x: Tensor) -> bool:
+    def takes_kernels(self, x: Tensor) -> bool:
         """Returns whether the MLP is two products with a kernel between them, and all gradients are to be computed."""
         products = is_product(self.mlp_in) and is_product(self.mlp_out)
         learned = self.mlp_in.bias is not None and self.mlp_in.bias.requires_grad and self.mlp_out.weight.requires_grad

@@ -157,7 +157,7 @@ def _state_pass(
     starts, chunk_starts, blocks = segments.starts, segments.chunk_starts, segments.blocks
     if segments.count == 1:
         starts, chunk_starts, blocks = call.cu_seqlens, call.chunk_starts(), call.table(_weigh_block(plan))
-    xt = torch.empty(_weighed_shape(plan, reverse, z), device=plan.device, dtype=plan.dtype)
+    xt = torch.empty(weighed_shape(plan, reverse, z), device=plan.device, dtype=plan.dtype)
     weigh = plan.once(_weigh, reverse, z)
     weigh(x=x, sums=call.gate.sums, norm=norm, delta=delta, out=xt, starts=starts, blocks=blocks)
 
@@ -180,7 +180,7 @@ def _weigh_block(plan: Plan) -> int:
     return min(config.WEIGH_BLOCK, plan.chunk)
 
 
-def _weighed_shape(plan: Plan, reverse: bool, z: bool) -> tuple[int, int]:
+def weighed_shape(plan: Plan, reverse: bool, z: bool) -> tuple[int, int]:
     """Returns the shape of the transposed keys (queries in reverse). The state pass may read past the last row."""
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
     sequences = plan.layout.sequences * plan.once(_segments, z).count
@@ -200,7 +200,7 @@ def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
     block, heads = _weigh_block(plan), plan.H if reverse else plan.G
     sources, segments = _sources(plan, reverse), plan.once(_segments, z)
     numbers = plan.sequences() | {"x_st": sources["x_st"], "x_sh": sources["x_sh"], "R": heads // plan.G}
-    numbers |= {"stride": _weighed_shape(plan, reverse, z)[1], "weight": plan.out_scale}
+    numbers |= {"stride": weighed_shape(plan, reverse, z)[1], "weight": plan.out_scale}
     constants = {"K": plan.K, "P": plan.p, "BLOCK": block, "CHUNK": plan.chunk, "GATED": plan.gated}
     constants |= {"REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
     count = plan.layout.blocks(block) if segments.blocks is None else len(segments.blocks)
@@ -212,7 +212,7 @@ def _state_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the numbers and constants that all state passes take. Segments are documents to them."""
     segments = plan.once(_segments, z)
-    numbers = plan.sequences() | {"G": plan.G, "stride": _weighed_shape(plan, reverse, z)[1]}
+    numbers = plan.sequences() | {"G": plan.G, "stride": weighed_shape(plan, reverse, z)[1]}
     packed = plan.layout.packed or segments.count > 1
     constants = {"R": plan.R if reverse else 1, "REVERSE": reverse, "PACKED": packed, "INIT": init}
     return numbers, constants | {"FINAL": final, "ALIGN": _weigh_block(plan), "CHUNK": plan.chunk, "GATED": plan.gated}

@@ -51,7 +51,7 @@ def forward(
     cu_seqlens: Tensor | None, options: Options,
 ) -> Forward:  # fmt: skip
     """Computes `power_forward`, on the device of q. Autograd and compiled code call the backward on that device."""
-    if _is_elsewhere(q):
+    if is_elsewhere(q):
         with torch.cuda.device_of(q):
             return forward(q, k, v, log_g, s_init, z_init, cu_seqlens, options)
     p, scale, normalize, eps, chunk, final, tf32, wide, gradient = options
@@ -71,7 +71,7 @@ def forward(
     return Forward(out, norm, s_end, z_end, s if kept else None, z if kept else None, call.gate, plan)
 
 
-def _is_elsewhere(x: Tensor) -> bool:
+def is_elsewhere(x: Tensor) -> bool:
     """Returns whether x is on a GPU that is not the current one, on which kernels are launched."""
     return x.is_cuda and x.get_device() != torch.cuda.current_device()
 

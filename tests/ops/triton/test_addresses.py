@@ -52,13 +52,13 @@ def test_inputs(far, monkeypatch):
 def test_transposed_queries(monkeypatch):
     """Of rows of very many tokens, as the state pass reads them for a group of query heads."""
     expected = results(*inputs())
-    shape = launch._weighed_shape
+    shape = launch.weighed_shape
 
     def wide(plan, reverse, z):
         rows, stride = shape(plan, reverse, z)
         return rows, (2**31 // ((HEADS - 1) * (K + 1)) // 128 + 1) * 128 if reverse else stride
 
-    monkeypatch.setattr(launch, "_weighed_shape", wide)
+    monkeypatch.setattr(launch, "weighed_shape", wide)
     plan.forget_plans()
     for a, b in zip(results(*inputs()), expected, strict=True):
         assert torch.equal(a, b)

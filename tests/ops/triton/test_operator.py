@@ -88,7 +88,7 @@ def test_the_device_is_that_of_the_inputs(monkeypatch):
         guarded.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(operators, "_is_elsewhere", lambda x: not guarded)
+    monkeypatch.setattr(operators, "is_elsewhere", lambda x: not guarded)
     monkeypatch.setattr(Launcher, "__call__", lambda *_, **__: launched.append(bool(guarded)))
     q, k, v, log_g = (x.detach() for x in inputs())
     for chunk_size in (32, 4096):
