@@ -63,6 +63,8 @@ class _Recorder:
         if report.when == "call" and report.passed:
             with self._record.open("a", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerow((self._code, self._processor, report.nodeid))
+        if report.failed:  # at once, because pytest does not print a summary if the time runs out
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

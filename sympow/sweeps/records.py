@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from sympow.data.claim import claim
 from sympow.data.files import write_text
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")  # the line of a traceback that names the exception
 
 
 class Record(NamedTuple):
@@ -61,9 +63,16 @@ class Records:
         return Record(content["result"], content["seconds"])
 
     def error(self, name: str) -> str | None:
-        """Returns the last line of a failed job's error that is not empty, or None if the job did not fail."""
+        """Returns one line of a failed job's error, or None if the job did not fail.
+
+        It is the line that names the exception. PyTorch adds lines of advice after this line. If no line names an
+        exception, it is the last line that is not empty.
+        """
         file = self.error_file(name)
-        return file.read_text(encoding="utf-8").rstrip().splitlines()[-1] if file.exists() else None
+        if not file.exists():
+            return None
+        lines = file.read_text(encoding="utf-8").rstrip().splitlines()
+        return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 
     def error_file(self, name: str) -> Path:
         """Returns the path of the file that contains the error of a job if it failed."""

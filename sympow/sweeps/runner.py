@@ -21,7 +21,7 @@ _LOOK = 0.2  # seconds between looks at the folder
 
 
 class Finished(NamedTuple, Generic[J]):
-    """Holds the result of a job that ended, or the last line of its error, and the seconds left for the sweep.
+    """Holds the result of a job that ended, or one line of its error, and the seconds left for the sweep.
 
     The seconds are an estimate for all jobs that have not ended, divided among the workers; nan without estimates.
     """
