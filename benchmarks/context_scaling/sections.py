@@ -187,8 +187,8 @@ def _verdicts(found: Found, study: str) -> list[str]:
 
 
 def _corpora(found: Found, name: str) -> str:
-    """Names the corpora of a study where the page has several."""
-    if len(found.corpora()) < 2:
+    """Names the corpora of a study if the studies of the page have several."""
+    if len({corpus for study in SECTIONS for corpus in found.of(study).corpora()}) < 2:
         return ""
     here = [f"`{corpus.rpartition(' ')[2]}`" for corpus in found.of(name).corpora()]
     return f" Corpus: {' and '.join(here)}."

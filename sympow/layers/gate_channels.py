@@ -60,9 +60,19 @@ def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     rest = -sums / (scale * _ONE)
     parts = []
     for _ in range(_PARTS):
-        parts.append(rest.to(dtype))
+        parts.append(_rounded(rest, dtype).to(dtype))
         rest = rest.detach() - parts[-1].detach()
     return torch.stack(parts, dim=-1)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x [...] float64 with only as many bits as `dtype` has, by Veltkamp's splitting.
+
+    A conversion to `dtype` does not change the result. On a GPU torch.compile leaves out conversions that are followed
+    by one back, so `x - x.to(dtype)` would be 0 there.
+    """
+    scaled = x * (torch.finfo(dtype).eps / torch.finfo(torch.float64).eps + 1)
+    return scaled - (scaled - x)
 
 
 class _Gated(torch.autograd.Function):

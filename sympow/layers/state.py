@@ -103,14 +103,29 @@ def check_batch(state: object, batch: int) -> None:
 
 def state_kind(state: MixerState) -> Kind:
     """Returns the class of a state, and the kinds of the states in its fields."""
-    return type(state), tuple([state_kind(item) for item in vars(state).values() if isinstance(item, MixerState)])
+    return type(state), tuple([state_kind(item) for item in _nested(state)])
 
 
 def check_kind(state: MixerState, expected: Kind) -> None:
     """Refuses the state of another kind of mixer, whose fields have other names or another meaning."""
-    found = state_kind(state)
-    if found != expected:
-        raise TypeError(f"state must be that of this mixer, {_kind_name(expected)}; got {_kind_name(found)}")
+    if not _is_of(state, expected):
+        found = _kind_name(state_kind(state))
+        raise TypeError(f"state must be that of this mixer, {_kind_name(expected)}; got {found}")
+
+
+def _is_of(state: MixerState, kind: Kind) -> bool:
+    """Tells whether a state is of a kind. torch.compile cannot compare kinds by `==` with torch 2.11."""
+    own, kinds = kind
+    nested = _nested(state)
+    if type(state) is not own or len(nested) != len(kinds):
+        return False
+    return all([_is_of(*each) for each in zip(nested, kinds, strict=True)])
+
+
+def _nested(state: MixerState) -> list[MixerState]:
+    """Returns the states in the fields of a state."""
+    items = [getattr(state, field.name) for field in fields(state)]
+    return [item for item in items if isinstance(item, MixerState)]
 
 
 def _kind_name(kind: Kind) -> str:

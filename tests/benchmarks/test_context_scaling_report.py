@@ -64,6 +64,16 @@ def test_a_study_reads_the_corpus_that_has_most_of_its_runs(tmp_path):
     assert found.of("ablations").rows(of_both[1]) == {}
 
 
+def test_each_study_names_its_corpus_where_the_page_has_several(tmp_path):
+    corpora = {"ablations": "new", "bars_4096": "old"}
+    rows = [made_up(replace(run, seed=seed))[0] | {"corpus": corpus}
+            for study, corpus in corpora.items() for run in runs_of(study) for seed in range(3)]  # fmt: skip
+    Results(rows, []).write(tmp_path)
+    text = sections.results(Found(tmp_path), "figures")
+    assert "Study `ablations`: 48 of 48 runs are finished. Corpus: `new`." in text
+    assert "Study `bars_4096`: 24 of 24 runs are finished. Corpus: `old`." in text
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
