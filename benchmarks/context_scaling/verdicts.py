@@ -141,7 +141,7 @@ def powers(found: Found) -> list[str]:
     """Judges [SPT]: loss over that of softmax attention without gates at 4,096 tokens."""
     base = pick("powers", "softmax_plain")
     return [judged(found.ratio(pick("powers", f"published_p{p}"), base), most,
-                   f"the loss of p = {p} over that of softmax attention")
+                   f"as published, at 4,096 tokens, the loss of p = {p} over that of softmax attention")
             for p, most in ((2, 1.03), (4, 0.98), (6, 0.97))]  # fmt: skip
 
 

