@@ -52,8 +52,8 @@ def text_documents(
             headed by a line with its path, so that documents are long.
         suffixes: file name endings to read, such as (".py", ".md"); empty: all.
 
-    Raises FileNotFoundError for a missing path, ValueError for a binary file named by `path` or if no file is
-    left.
+    Raises FileNotFoundError for a missing path. Raises ValueError if no file is left, and if `path` is a file that is
+    binary or that the other arguments exclude.
     """
     root = Path(path)
     if not root.exists():
@@ -61,6 +61,11 @@ def text_documents(
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"text corpus {root}: expected UTF-8 text, got a binary file")
+        if suffixes and not root.name.endswith(tuple(suffixes)):
+            raise ValueError(f"text corpus {root} is a file that does not end in {', '.join(suffixes)}; "
+                             "data.suffixes names other files")  # fmt: skip
+        if group != "file":
+            raise ValueError(f"text corpus {root} is a file; data.group={group} needs a folder of text")
         return [Document(root.name, partial(_read_text, root))]
     files = [name for name in files_below(root, suffixes) if not _is_binary(root / name)]
     if not files:

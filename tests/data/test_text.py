@@ -85,6 +85,10 @@ def test_missing_empty_and_binary_corpora(folder, tmp_path):
         text_documents(tmp_path / "void")
     with pytest.raises(ValueError, match=r"image.txt: expected UTF-8 text, got a binary file"):
         text_documents(folder / "a" / "image.txt")
+    with pytest.raises(ValueError, match=r"b.txt is a file that does not end in .md, .py; data.suffixes names other"):
+        text_documents(folder / "b.txt", suffixes=(".md", ".py"))
+    with pytest.raises(ValueError, match=r"b.txt is a file; data.group=folder needs a folder of text"):
+        text_documents(folder / "b.txt", group="folder")
     with pytest.raises(ValueError, match="group must be file or folder, got 'tree'"):
         text_documents(folder, group="tree")
 

@@ -142,7 +142,7 @@ def test_commands_of_the_readme_run(folder, monkeypatch, capsys):
     """Those behind the two that fetch packages and a model, with a small model in its place."""
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     block = next(block for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S) if "sympow convert" in block)
-    commands = [shlex.split(line) for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert len(commands) <= 5
     (folder / "readme").mkdir()
     monkeypatch.chdir(folder / "readme")
