@@ -138,8 +138,7 @@ def by_position(found: Found, study: str) -> Any:
     for axis, context in zip(axes, contexts, strict=True):
         far = min(16 * context, DOCUMENT)
         for run in (each for each in runs if each.trained_at == context):
-            rows = [of_seed[-1] for of_seed in found.positions(run, far) if of_seed]
-            _positions(axis, rows, style(run.variant))
+            _positions(axis, list(found.last(run, far).values()), style(run.variant))
         numbers(axis, [1 << n for n in range(6, 17, 2) if 1 << n <= far])
         axis.axvline(context, color="0.35", linestyle="--", linewidth=1)
         axis.set_title(f"trained at {context:,}", fontsize=10)
@@ -150,12 +149,12 @@ def by_position(found: Found, study: str) -> Any:
 
 def checkpoints(found: Found, study: str) -> Any:
     """Draws loss by position at the points along training, a panel a variant; seed 0."""
-    runs = [run for run in runs_of(study) if found.rows(run)]
+    runs = [run for run in runs_of(study) if 0 in found.along(run)]
     if not runs:
         return None
     figure, axes = panels(len(runs), share="y")
     for axis, run in zip(axes, runs, strict=True):
-        rows = found.positions(run)[0]
+        rows = found.along(run)[0]
         for colour, row in zip(SHADES[-len(rows) :], rows, strict=False):
             share = f"{row['step'] / run.steps:.0%} of the run"
             _positions(axis, [row], {"label": share, "color": colour, "marker": "o", "markersize": 3})

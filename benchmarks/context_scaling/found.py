@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.context_scaling.grid import SETTING, Run, setting_of
 from benchmarks.context_scaling.paired import Interval, interval
-from benchmarks.context_scaling.results import Row, key_of, read
+from benchmarks.context_scaling.results import Row, key_of, read, run_of
 from benchmarks.context_scaling.speed import SPEED
 from benchmarks.context_scaling.studies import STUDIES, grid, with_rate
 from benchmarks.context_scaling.work import DONE
@@ -22,7 +22,7 @@ from sympow.recall.results import read_rows
 class Found:
     """Holds rows of finished runs, by run and seed, of one corpus in each setting.
 
-    The corpus of a setting is the one with most of the runs in it, see `of`.
+    The corpus of a setting is the one with most of the rows in it, see `of`.
 
     Args:
         folder: of runs.csv, positions.csv and speed.csv; what is missing counts as empty.
@@ -38,7 +38,7 @@ class Found:
         self._positions: dict[tuple[str, str], list[Row]] = {}
         for row in tables.positions:
             self._positions.setdefault((row["run"], row["corpus"]), []).append(row)
-        self._corpora = self._chosen({run for run, _ in self._rows})
+        self._corpora = self._chosen({run_of(row) for row in tables.runs})
         file = folder / SPEED
         times = read_rows(file, texts=("commit",)) if file.is_file() else []
         self._times = {(row["variant"], row["context"], row["mode"]): row for row in times}
@@ -46,20 +46,30 @@ class Found:
     def of(self, study: str) -> Found:
         """Returns the same with the corpora of a study: in each setting that of most of the study's runs there."""
         other = copy(self)
-        other._corpora = self._chosen(set(runs_of(study)))
+        other._corpora = self._chosen({run for seed in range(STUDIES[study].seeds) for run in grid([study], [seed])})
+        return other
+
+    def fullest(self, run: Run) -> Found:
+        """Returns the same with the corpus on which a run has most seeds; for what is not compared with other runs."""
+        here = {corpus: len(rows) for (other, corpus), rows in self._rows.items() if other == replace(run, seed=0)}
+        other = copy(self)
+        if here:
+            other._corpora = self._corpora | {setting_of(run): max(sorted(here), key=here.__getitem__)}
         return other
 
     def _chosen(self, runs: Set[Run]) -> dict[tuple, str]:
-        """Returns the corpus of every setting: that of most of these runs in the setting. If two have as many, it is
-        the one with most rows in all settings, and if that is equal too, with most rows in this one."""
+        """Returns the corpus of every setting: that with rows of most of these runs, seeds included, in the setting. If
+        two have as many, it is the one with most variants in the setting, and if that is equal too, with most rows in
+        all settings."""
         totals: Counter[str] = Counter()
         within: dict[tuple, dict[str, list[int]]] = {}
         for (run, corpus), rows in sorted(self._rows.items(), key=lambda each: each[0][1]):
-            if run in runs:
-                totals[corpus] += len(rows)
-                within.setdefault(setting_of(run), {}).setdefault(corpus, []).append(len(rows))
+            count = sum(replace(run, seed=seed) in runs for seed in rows)
+            if count:
+                totals[corpus] += count
+                within.setdefault(setting_of(run), {}).setdefault(corpus, []).append(count)
         return {
-            setting: max(here, key=lambda corpus: (len(here[corpus]), totals[corpus], sum(here[corpus])))
+            setting: max(here, key=lambda corpus: (sum(here[corpus]), len(here[corpus]), totals[corpus]))
             for setting, here in within.items()
         }
 
@@ -86,12 +96,21 @@ class Found:
             for seed in self.rows(run)
         ]
 
-    def curve(self, run: Run, seed: int) -> list[tuple[float, float]]:
-        """Returns (tokens, held-out loss) at every point along the training of one seed."""
-        rows = self._positions.get((replace(run, seed=seed).name, self._corpus(run)), [])
-        steps = max((row["step"] for row in rows), default=1)
-        own = [row for row in rows if row["evaluated_context"] == run.trained_at]
-        return [(row["step"] / steps * run.tokens, row["held_out_loss"]) for row in own]
+    def along(self, run: Run) -> dict[int, list[Row]]:
+        """Returns for every seed its losses along training, all on the same documents.
+
+        Before the end a model is evaluated on some of the documents only. A loss on all of them is not comparable.
+        """
+        curves = dict(zip(self.rows(run), self.positions(run), strict=True))
+        return {
+            seed: [row for row in rows if row["documents"] == min(each["documents"] for each in rows)]
+            for seed, rows in curves.items()
+            if rows
+        }
+
+    def last(self, run: Run, context: int | None = None) -> dict[int, Row]:
+        """Returns for every seed the losses by position at the end, on all documents, in rows of `context`."""
+        return {seed: rows[-1] for seed, rows in zip(self.rows(run), self.positions(run, context), strict=True) if rows}
 
     def speed(self, run: Run) -> float | None:
         """Returns tokens a second of training steps alone on a GPU; None where they were not timed.

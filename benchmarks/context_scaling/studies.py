@@ -13,7 +13,7 @@ SWEEP = (1e-3, 2e-3, 4e-3)
 # The learning rate by variant and context, from the studies of rates; all others have that of `Run`.
 RATES: dict[tuple[str, int], float] = dict.fromkeys(
     ((variant, 1024) for variant in
-     ("softmax", "power", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_window", "hybrid_window")), 4e-3,
+     ("softmax", "power", "power_p4_k32", "power4", "hybrid_softmax_window", "hybrid_window")), 4e-3,
 )  # fmt: skip
 
 BARS = ("softmax", "power", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_window",

@@ -10,11 +10,11 @@ from typing import Any
 from benchmarks.context_scaling.found import Found, baseline_of, pick, runs_of, varying
 from benchmarks.context_scaling.grid import DOCUMENT, Run, setting_of
 from benchmarks.context_scaling.labels import label, setting
-from benchmarks.context_scaling.paired import Interval
-from benchmarks.context_scaling.results import Row
+from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.studies import STUDIES
 
 MISSING = "not run yet"
+Curve = Sequence[tuple[float, float]]  # costs and losses
 
 
 def comparison(found: Found, study: str) -> str:
@@ -57,9 +57,10 @@ def rates(found: Found, study: str) -> str:
 
 
 def budgets(found: Found, study: str) -> str:
-    """Compares power with softmax attention at equal tokens, FLOPs and time, where the first of the two runs ends.
+    """Compares power with softmax attention at equal tokens, and at equal FLOPs and time.
 
-    The loss of the longer run is interpolated. Its learning rate has not fallen to its last value at that point.
+    The latter are those of the last point along the cheaper run. The loss of the other run is interpolated; its
+    learning rate has not fallen as far at that point.
     """
     lines = []
     for run in (each for each in runs_of(study) if each.variant == "power"):
@@ -67,13 +68,11 @@ def budgets(found: Found, study: str) -> str:
         if not (found.rows(run) and found.rows(base)):
             continue
         cells = [_text(found.difference(run, base), 3, sign=True) or MISSING]
-        for costs in (_flops, _seconds):
-            ours, theirs = costs(found, run), costs(found, base)
-            if ours is None or theirs is None:
-                cells += [MISSING]
-                continue
-            least, most = sorted((ours[-1][0], theirs[-1][0]))
-            cells += [f"{_at(least, ours) - _at(least, theirs):+.3f} ({most / least:.1f}x)"]
+        for cost in (_flops, _seconds):
+            costs = [cost(found, each) for each in (run, base)]
+            values = [_at_equal_cost(*pair) for pair in _curves(found, (run, base), costs)]
+            times = f" ({max(costs) / min(costs):.1f}x)" if values else MISSING
+            cells.append(_text(interval(values), 3, sign=True) + times)
         lines.append([setting(run, varying(runs_of(study))), *cells])
     return table(["trained at", "at equal tokens", "at equal FLOPs", "at equal time"], lines)
 
@@ -83,7 +82,7 @@ def beyond(found: Found, study: str) -> str:
     lines = []
     for run in runs_of(study):
         far = min(16 * run.trained_at, DOCUMENT)
-        rows = [of_seed[-1] for of_seed in found.positions(run, far) if of_seed]
+        rows = list(found.last(run, far).values())
         if rows:
             ends = [mean(row[str(run.trained_at * n)] for row in rows) for n in (1, 4, 16) if run.trained_at * n <= far]
             cells = [*(f"{end:.3f}" for end in ends), f"{ends[-1] - ends[0]:+.3f}"]
@@ -120,28 +119,45 @@ def _text(value: Interval | None, digits: int, sign: bool = False) -> str:
     return "" if value is None else value.text(digits, sign)
 
 
-def _flops(found: Found, run: Run) -> list[tuple[float, float]] | None:
-    """Returns losses along training by FLOPs, means over seeds; None where these are not known."""
-    flops, curve = found.mean(run, "flops"), along(found, run)
-    return None if flops is None or not curve else [(share * flops.mean, loss) for share, loss in curve]
+def _flops(found: Found, run: Run) -> float:
+    """Returns the FLOPs of a run; 0 where they are not known."""
+    flops = found.mean(run, "flops")
+    return 0.0 if flops is None else flops.mean
 
 
-def _seconds(found: Found, run: Run) -> list[tuple[float, float]] | None:
-    """Returns the same by seconds alone on a GPU."""
-    speed, curve = found.speed(run), along(found, run)
-    return None if speed is None or not curve else [(share * run.tokens / speed, loss) for share, loss in curve]
+def _seconds(found: Found, run: Run) -> float:
+    """Returns the seconds of a run alone on a GPU; 0 where they are not known."""
+    speed = found.speed(run)
+    return 0.0 if speed is None else run.tokens / speed
+
+
+def _curves(found: Found, runs: Sequence[Run], costs: Sequence[float]) -> list[list[Curve]]:
+    """Returns, for every seed that all runs have, the losses along each run by its cost; [] if a cost is not known."""
+    if not all(costs):
+        return []
+    known = [found.along(run) for run in runs]
+    seeds = sorted(set.intersection(*(set(curves) for curves in known)))
+    return [
+        [[(row["step"] / run.steps * cost, row["held_out_loss"]) for row in curves[seed]]
+         for run, cost, curves in zip(runs, costs, known, strict=True)]
+        for seed in seeds
+    ]  # fmt: skip
+
+
+def _at_equal_cost(ours: Curve, theirs: Curve) -> float:
+    """Returns the difference of two losses at the last point of the cheaper curve."""
+    least = min(ours[-1][0], theirs[-1][0])
+    return _at(least, ours) - _at(least, theirs)
 
 
 def along(found: Found, run: Run) -> list[tuple[float, float]]:
-    """Returns (share of the run, held-out loss), the mean over seeds, at every point along training."""
-    curves: list[list[Row]] = found.positions(run)
-    if not curves:
-        return []
-    return [(points[0]["step"] / run.steps, mean(point["held_out_loss"] for point in points))
-            for points in zip(*curves, strict=True)]  # fmt: skip
+    """Returns (share of the run, held-out loss), the mean over seeds, at every point along training that all have."""
+    curves = [{row["step"]: row["held_out_loss"] for row in rows} for rows in found.along(run).values()]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step / run.steps, mean(curve[step] for curve in curves)) for step in steps]
 
 
-def _at(cost: float, curve: Sequence[tuple[float, float]]) -> float:
+def _at(cost: float, curve: Curve) -> float:
     """Returns the loss at a cost, on the line through the points around it."""
     before, after = next((pair for pair in pairwise(curve) if cost <= pair[1][0]), curve[-2:])
     share = (cost - before[0]) / (after[0] - before[0])

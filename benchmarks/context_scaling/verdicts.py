@@ -70,30 +70,36 @@ def bars_4096(found: Found) -> list[str]:
 
 def bar_65536(found: Found) -> list[str]:
     run, base = (pick("bar_65536", variant) for variant in ("power", "softmax"))
-    what = "the time in which p = 2 reaches the final loss of softmax attention, over the time of softmax attention,"
-    shares = time_to_reach(found, run, base)
-    if shares and max(shares) == inf:
-        word = REFUTED if len(shares) >= SEEDS else OPEN
-        timed = f"**{word}**: p = 2 does not come below softmax attention's final loss."
-    else:
-        timed = judged(interval(shares), 1 / 3, what)
-    return [*over_softmax(found, "bar_65536", {"power": 0.99}), timed]
+    what = "the time after which p = 2 ends below the final loss of softmax attention, over that of softmax attention,"
+    timed = judged(time_to_end_below(found, run, base), 1 / 3, what)
+    return [*over_softmax(found, "bar_65536", {"power": 0.99}), timed, *lead_by_position(found, run, base)]
 
 
-def time_to_reach(found: Found, run: Run, base: Run) -> list[float]:
-    """Returns, for every seed, the share of the baseline's time after which the run reaches the baseline's final loss.
+def time_to_end_below(found: Found, run: Run, base: Run) -> Interval | None:
+    """Returns the time of a run over that of the baseline, infinite unless all seeds end below the baseline's loss.
 
-    The times are those of single runs on a GPU. The share is infinite if the run never reaches that loss. The list is
-    empty if losses or times are missing."""
-    ours, theirs = found.speed(run), found.speed(base)
-    if ours is None or theirs is None:
+    The times are those of single runs on a GPU. None if losses or times are missing. The time to reach the loss may be
+    shorter, but losses before the end are of fewer documents."""
+    ours, theirs, difference = found.speed(run), found.speed(base), found.difference(run, base)
+    if ours is None or theirs is None or difference is None:
+        return None
+    seeds = found.rows(run).keys() & found.rows(base).keys()
+    below = all(found.rows(run)[seed]["held_out_loss"] <= found.rows(base)[seed]["held_out_loss"] for seed in seeds)
+    return Interval(run.tokens / ours / (base.tokens / theirs) if below else inf, None, difference.count)
+
+
+def lead_by_position(found: Found, run: Run, base: Run) -> list[str]:
+    """Says by how much a run is ahead early and late in the context. An early lead is no use of context."""
+    ours, theirs = found.last(run), found.last(base)
+    places = {"at positions 32 to 63": "64", "at positions 64 to 127": "128",
+              "in the last half of the rows": str(run.trained_at)}  # fmt: skip
+    leads = {place: interval([theirs[seed][end] - ours[seed][end] for seed in sorted(ours.keys() & theirs.keys())])
+             for place, end in places.items()}  # fmt: skip
+    told = [f"{lead.text()} nats {place}" for place, lead in leads.items() if lead is not None]
+    if not told:
         return []
-    shares = []
-    for seed in found.rows(run).keys() & found.rows(base).keys():
-        end = found.rows(base)[seed]["held_out_loss"]
-        tokens = next((tokens for tokens, loss in found.curve(run, seed) if loss <= end), inf)
-        shares.append(tokens / ours / (base.tokens / theirs))
-    return shares
+    return [f'"{label(run.variant)}" is ahead by {told[0]}, {told[1]} and {told[2]}. As much of its lead as is there '
+            "at the first positions does not come from the context."]  # fmt: skip
 
 
 def tokens_4096(found: Found) -> list[str]:
@@ -114,6 +120,19 @@ def tokens_4096(found: Found) -> list[str]:
 def by_context(found: Found) -> list[str]:
     """Judges whether the ratio to softmax attention falls as the context grows."""
     return [_change(found, "by_context", "power", "softmax")]
+
+
+def beyond(found: Found) -> list[str]:
+    """Judges [CST]: beyond the context of training, the loss rises without a gate and for softmax attention."""
+    sentences = []
+    for context in (1024, 4096):
+        for variant, rises in (("power", False), ("power_ungated", True), ("softmax", True)):
+            run = pick("beyond", variant, context=context)
+            rows = found.fullest(run).last(run, 16 * context).values()  # it is not compared with other runs
+            value = interval([row[str(16 * context)] - row[str(context)] for row in rows])
+            what = f"for N = {context:,}, {loss_of(variant)} at positions 8 N to 16 N minus that at N/2 to N"
+            sentences.append(judged(value, 0.0, what, least=rises))
+    return sentences
 
 
 def controls(found: Found) -> list[str]:
@@ -169,8 +188,9 @@ def scra_window(found: Found) -> list[str]:
 
 
 def scra_curves(found: Found) -> list[str]:
-    return [judged(found.difference(pick("scra_curves", "power"), pick("scra_curves", other)), 0.0,
-                   f'at the end of training, {loss_of("power")} minus that of "{label(other)}"')
+    what = f'at the end of training, the gain from context of "{label("power")}" minus that of'
+    return [judged(found.difference(pick("scra_curves", "power"), pick("scra_curves", other), "gain"), 0.0,
+                   f'{what} "{label(other)}"', least=True)
             for other in ("softmax", "linear_gated")]  # fmt: skip
 
 
@@ -193,9 +213,13 @@ def scra_bodies(found: Found) -> list[str]:
 
 def scra_ratio(found: Found) -> list[str]:
     """Judges [SCRA Figure 2]: neither extreme of the ratio is best."""
-    return [judged(found.difference(pick("scra_ratio", balanced), pick("scra_ratio", extreme)), 0.0,
+    said = [judged(found.difference(pick("scra_ratio", balanced), pick("scra_ratio", extreme)), 0.0,
                    f'{loss_of(balanced)} minus that of "{label(extreme)}"')
             for balanced in ("ratio_2_1", "ratio_4_1") for extreme in ("ratio_1_12", "ratio_99_1")]  # fmt: skip
+    totals = {label(run.variant): flops.mean / run.tokens for run in runs_of("scra_ratio")
+              if (flops := found.mean(run, "flops"))}  # fmt: skip
+    counts = ", ".join(f'{total / 1e6:.0f} million of "{name}"' for name, total in totals.items())
+    return [*said, *([f"FLOPs per token: {counts}."] if totals else [])]
 
 
 def scra_latency(found: Found) -> list[str]:
@@ -203,8 +227,8 @@ def scra_latency(found: Found) -> list[str]:
     for variant in ("power", "window"):
         run = pick("scra_latency", variant)
         times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
-        longer = "" if None in times else f", with {times[0] / times[1]:.2f} times its training time"  # type: ignore[operator]
-        what = f"{loss_of(variant)} minus that of softmax attention{longer}"
+        longer = "" if None in times else f", trained for {times[0] / times[1]:.2f} times as long,"  # type: ignore[operator]
+        what = f"{loss_of(variant)}{longer} minus that of softmax attention"
         sentences.append(judged(found.difference(run, base), 0.0, what))
     return sentences
 
@@ -213,7 +237,7 @@ def page(found: Found) -> list[str]:
     """Returns the report's first sentences: what was compared, the ratios, and how many claims hold."""
     names = {"bars_1024": "1,024", "bars_4096": "4,096", "bar_65536": "65,536"}
     sentences = [
-        "Models of 17 to 20 million parameters that differ in the mixer alone were trained on the same documents in "
+        "Models of 16 to 18 million parameters that differ in the mixer alone were trained on the same documents in "
         "the same order, and compared by their held-out loss. Runs at 1,024 and 4,096 tokens of context have 30 "
         "million tokens, those at 65,536 have 100 million."
     ]
@@ -233,8 +257,8 @@ def page(found: Found) -> list[str]:
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
     counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."
-    named = "; ".join(each.removeprefix(f"**{REFUTED}**: ").removesuffix(".") for each in refuted)
-    listed = f" These claims are refuted: {named}." if refuted else ""
+    named = "".join(f"\n    - {each.removeprefix(f'**{REFUTED}**: ').removesuffix('.')}" for each in refuted)
+    listed = f" These claims are refuted:{named}" if refuted else ""
     return [*sentences, f"{counts} The others are left open.{listed}"]
 
 
@@ -254,6 +278,6 @@ def _change(found: Found, study: str, variant: str, base: str, grows: bool = Fal
 
 VERDICTS: dict[str, Callable[[Found], list[str]]] = {
     function.__name__: function
-    for function in (bars_1024, bars_4096, bar_65536, tokens_4096, by_context, controls, conformal, powers, ablations,
-                     scra_window, scra_curves, scra_axes, scra_bodies, scra_ratio, scra_latency)
+    for function in (bars_1024, bars_4096, bar_65536, tokens_4096, by_context, beyond, controls, conformal, powers,
+                     ablations, scra_window, scra_curves, scra_axes, scra_bodies, scra_ratio, scra_latency)
 }  # fmt: skip

@@ -116,13 +116,13 @@ def test_runs_are_trained_measured_and_kept_once(corpus, tmp_path, monkeypatch, 
     assert row["best_loss"] == pytest.approx(min(last[str(end)] for end in ends if end > 64), abs=1e-4)
     short = [(each["step"], each["evaluated_context"], each["documents"])
              for each in found.positions if each["run"] == results.run_of(found.runs[3]).name]  # fmt: skip
-    assert short == [(1, 64, 4), (2, 64, 5), (2, LENGTH, 5)]
+    assert short == [(1, 64, 4), (2, 64, 4), (2, 64, 5), (2, LENGTH, 5)]
 
     assert run(monkeypatch, corpus, tmp_path, *words) == 0
     assert capsys.readouterr().out == "0 of 4 runs to do\n"
     assert call(monkeypatch, "merge", "--from", tmp_path, "--into", tmp_path / "known") == 0
     merged = results.read(tmp_path / "known")
-    assert sorted(map(str, merged.runs)) == sorted(map(str, found.runs)) and len(merged.positions) == 10
+    assert sorted(map(str, merged.runs)) == sorted(map(str, found.runs)) and len(merged.positions) == 14
     assert call(monkeypatch, "merge", "--from", tmp_path, "--into", tmp_path / "known") == 2
     assert "has 4 of these runs already" in capsys.readouterr().err
     assert run(monkeypatch, corpus, tmp_path / "later", "--known", tmp_path / "known", *words) == 0
