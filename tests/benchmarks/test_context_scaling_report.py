@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks.context_scaling import __main__ as program
 from benchmarks.context_scaling import report, sections, tables, verdicts
 from benchmarks.context_scaling.found import Found, pick, runs_of
-from benchmarks.context_scaling.grid import DOCUMENT, MIDDLE, Run
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import LABELS, LOOKS
 from benchmarks.context_scaling.measures import contexts_of, gain
 from benchmarks.context_scaling.paired import interval
@@ -199,6 +199,26 @@ def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, ca
 
 def test_the_committed_page_follows_from_the_committed_rows():
     assert report.out_of_date(program.COMMITTED, program.PAGE) == []
+
+
+def test_other_pages_quote_the_committed_rows():
+    found = Found(program.COMMITTED)
+
+    def ratio(study: str, variant: str, digits: int, **setting: int) -> str:
+        runs = (pick(study, each, **setting) for each in (variant, "softmax"))
+        return f"{found.of(study).ratio(*runs).mean:.{digits}f}"
+
+    readme = " ".join((program.ROOT / "README.md").read_text(encoding="utf-8").split())
+    short, long = (ratio("tokens_4096", "power", 2, tokens=tokens) for tokens in (SHORT, LONG))
+    assert f"the loss of p = 2 is {short} times that of softmax attention after 30 million tokens" in readme
+    assert f"after 30 million tokens, {long} times after 300 million" in readme
+    assert f"windows in every second layer it is {ratio('bars_4096', 'hybrid_window', 2)} times" in readme
+    decision = (program.ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8")
+    lines = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
+             "hybrid_window": "power, and windows of 512 in every second layer",
+             "hybrid_softmax": "power, and softmax attention in the fourth of six layers"}  # fmt: skip
+    for variant, name in lines.items():
+        assert f"| {name} | {ratio('bars_1024', variant, 3)} | {ratio('bars_4096', variant, 3)} |" in decision
 
 
 def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
