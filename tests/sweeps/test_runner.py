@@ -63,6 +63,21 @@ def test_a_failed_job_is_tried_again(tmp_path):
     assert done.error is None and done.result["done"] == "a"
 
 
+def test_an_error_is_told_by_the_line_that_names_it(tmp_path):
+    """PyTorch ends its errors with advice."""
+    records = Records(tmp_path)
+    records.open()
+    assert records.error("job-a") is None
+    traced = 'Traceback (most recent call last):\n  File "a.py", line 3\ntorch._dynamo.exc.Unsupported'
+    for error, line in [
+        (f"{traced}Error: it breaks\n  Hint: b\n\nSet TORCH_LOGS: it says more\n",
+         "torch._dynamo.exc.UnsupportedError: it breaks"),
+        ("the process ended\nwith exit code 3\n", "with exit code 3"),
+    ]:
+        records.fail("job-a", error)
+        assert records.error("job-a") == line
+
+
 def test_a_worker_stays_with_a_group_and_then_helps_others(tmp_path):
     records = Records(tmp_path)
     records.open()
