@@ -14,7 +14,7 @@ from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.documents import per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size, try_power
 from sympow.layers.state import After, MixerState
-from sympow.ops import DecodingState, PowerState, power_attention
+from sympow.ops import DecodingState, PowerState, power_attention, rotary_positions
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 
@@ -149,8 +149,12 @@ class LinearAttention(AttentionMixer):
 
 
 def _running_sum(k: Tensor) -> Tensor:
-    """Returns the sum of k [B, T, G, K] up to every token, in float32 at least."""
-    return k.to(torch.promote_types(k.dtype, torch.float32)).cumsum(1)
+    """Returns the sum of k [B, T, G, K] up to every token, in float32 at least.
+
+    It is formed as positions are, because torch.compile fails at some plain sums over tokens on a GPU.
+    """
+    sums = rotary_positions(k.flatten(2)).unflatten(2, k.shape[2:])
+    return sums.to(torch.promote_types(k.dtype, torch.float32))
 
 
 def _normalized(y: Tensor, q: Tensor, sums: Tensor) -> Tensor:

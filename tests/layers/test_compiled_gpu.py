@@ -26,6 +26,7 @@ CASES = [
     ("window", BLOCK | {"window": 200}),
     ("linear", BLOCK),
     ("linear", {"feature_map": "elu+1"}),
+    ("linear", {"feature_map": "elu+1", "qk_norm": True}),
     ("retnet", {}),
     ("h3", {}),
 ]

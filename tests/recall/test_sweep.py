@@ -82,7 +82,8 @@ def test_a_failed_run_is_told_after_the_others_and_tried_again(tiny, tmp_path, c
     with pytest.raises(RuntimeError) as told:
         here(tiny, tmp_path)
     message = str(told.value)
-    assert message.startswith(f"1 of 4 runs did not finish: {tiny.runs[0].id}: and more (") and "\n" not in message
+    error = "RuntimeError: out of memory"
+    assert message.startswith(f"1 of 4 runs did not finish: {tiny.runs[0].id}: {error} (") and "\n" not in message
     assert len(seen) == 4 and len(read_rows(tmp_path)) == 3
     assert "RuntimeError: out of memory" in (tmp_path / "errors" / f"{tiny.runs[0].id}.txt").read_text()
     fails.clear()
