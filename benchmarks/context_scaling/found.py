@@ -46,7 +46,7 @@ class Found:
     def of(self, study: str) -> Found:
         """Returns the same with the corpora of a study: in each setting that of most of the study's runs there."""
         other = copy(self)
-        other._corpora = self._chosen({run for seed in range(STUDIES[study].seeds) for run in grid([study], [seed])})
+        other._corpora = self._chosen(set(grid([study])))
         return other
 
     def fullest(self, run: Run) -> Found:

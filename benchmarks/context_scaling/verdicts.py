@@ -98,8 +98,8 @@ def lead_by_position(found: Found, run: Run, base: Run) -> list[str]:
     told = [f"{lead.text()} nats {place}" for place, lead in leads.items() if lead is not None]
     if not told:
         return []
-    return [f'"{label(run.variant)}" is ahead by {told[0]}, {told[1]} and {told[2]}. As much of its lead as is there '
-            "at the first positions does not come from the context."]  # fmt: skip
+    lead = f'"{label(run.variant)}" is ahead by {told[0]}, {told[1]} and {told[2]}.'
+    return [f"{lead} A lead at the first positions does not come from the context."]
 
 
 def tokens_4096(found: Found) -> list[str]:

@@ -68,13 +68,11 @@ class Trainer:
 
         def observe(trained: LanguageModel, step: int) -> None:
             model = not_compiled(trained) if self.compiled else trained
+            if step < settings.steps or len(along) < len(documents.held_out):
+                losses = measure(model, along, settings.context, settings.precision)
+                positions.append(_position_row(run, step, along, losses))
             if step < settings.steps:
-                losses = measure(model, along, settings.context, settings.precision)
-                positions.append(_position_row(run, step, along, losses))
                 return
-            if len(along) < len(documents.held_out):  # the last point of those along the run
-                losses = measure(model, along, settings.context, settings.precision)
-                positions.append(_position_row(run, step, along, losses))
             for context in contexts_of(settings.context, DOCUMENT // scale.shrink):
                 losses = measure(model, documents.held_out, context, settings.precision)
                 positions.append(_position_row(run, step, documents.held_out, losses))

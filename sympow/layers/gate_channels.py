@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sympow.ops import rotary_positions
+from sympow.layers.running_sums import running_sums
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
@@ -102,7 +102,7 @@ class _Gated(torch.autograd.Function):
         ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
         from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
         constant = torch.cat([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
-        parts = _parts(rotary_positions(log_g), scale, k.dtype)  # a plain cumsum fails under torch.compile
+        parts = _parts(running_sums(log_g), scale, k.dtype)
         row = torch.full_like(parts[..., :1], _ONE)
         keys = F.pad(torch.cat([k, parts, row], dim=-1), (0, restarts))
         return torch.cat([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
@@ -119,7 +119,7 @@ class _Gated(torch.autograd.Function):
         later = (step < torch.arange(1, dk.shape[-1] - row, device=dk.device))[:, None]  # tokens before each restart
         anew = torch.where(later, dk[..., row + 1 :], 0).sum(1, dtype=torch.float64)  # [B, G, restarts]
         # Sums from every token to the end, and to the next restart.
-        net = F.pad(rotary_positions((rows - columns).flip(1)).flip(1), (0, 0, 0, 1))
+        net = F.pad(running_sums((rows - columns).flip(1)).flip(1), (0, 0, 0, 1))
         ends = (torch.arange(1, anew.shape[-1] + 2, device=dk.device) * length).clamp(max=time)
         after = F.pad(anew.transpose(1, 2), (0, 0, 0, 1)) - net[:, ends]
         dlog_g = (net[:, :-1] + after[:, step[:, 0]]) * unit

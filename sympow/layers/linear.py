@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.documents import per_document
 from sympow.layers.power import continue_power, initial_memory, memory_size, try_power
+from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
-from sympow.ops import DecodingState, PowerState, power_attention, rotary_positions
+from sympow.ops import DecodingState, PowerState, power_attention
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 
@@ -149,11 +150,8 @@ class LinearAttention(AttentionMixer):
 
 
 def _running_sum(k: Tensor) -> Tensor:
-    """Returns the sum of k [B, T, G, K] up to every token, in float32 at least.
-
-    It is formed as positions are, because torch.compile fails at some plain sums over tokens on a GPU.
-    """
-    sums = rotary_positions(k.flatten(2)).unflatten(2, k.shape[2:])
+    """Returns the sum of k [B, T, G, K] up to every token, in float32 at least."""
+    sums = running_sums(k.flatten(2)).unflatten(2, k.shape[2:])
     return sums.to(torch.promote_types(k.dtype, torch.float32))
 
 

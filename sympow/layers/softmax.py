@@ -17,8 +17,8 @@ from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
 from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
+from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
-from sympow.ops import rotary_positions
 from sympow.ops.autocast import without_autocast
 from sympow.ops.cost import softmax_flops
 
@@ -128,7 +128,7 @@ class SoftmaxAttention(AttentionMixer):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
         log_g = F.logsigmoid(gate(x))
-        sums = rotary_positions(log_g, state.log_sum)
+        sums = running_sums(log_g, state.log_sum)
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
         cache = state.cache.extend(k.transpose(1, 2), v.transpose(1, 2))
