@@ -22,7 +22,10 @@ _TILE_ELEMENTS = 1 << 19
 
 
 class Group(NamedTuple):
-    """Holds rows [start, stop): x_first .. x_(last-1), each times the monomials of one degree less from `rest` on."""
+    """Holds rows [start, stop): x_first .. x_(last-1), each times the monomials of one degree less from `rest` on.
+
+    Its fields are read by name, because torch.compile of torch 2.11 cannot unpack it.
+    """
 
     first: int
     last: int
@@ -118,10 +121,12 @@ class Features:
         if self.p == 1:
             return state.transpose(1, 2) @ dout
         dlevels = [torch.zeros_like(level) for level in self.levels]
-        for first, last, rest, start, stop in self.groups:
-            dphi = (state[:, :, start:stop].transpose(1, 2) @ dout).unflatten(1, (last - first, -1))
-            dlevels[-1][:, rest:] += (self.x[:, first:last, None] * dphi).sum(1)
-            dlevels[0][:, first:last] += dphi.mul_(self.levels[-1][:, None, rest:]).sum(2)
+        for group in self.groups:
+            span = slice(group.first, group.last)
+            dphi = state[:, :, group.start : group.stop].transpose(1, 2) @ dout
+            dphi = dphi.unflatten(1, (group.last - group.first, -1))
+            dlevels[-1][:, group.rest :] += (self.x[:, span, None] * dphi).sum(1)
+            dlevels[0][:, span] += dphi.mul_(self.levels[-1][:, None, group.rest :]).sum(2)
         for degree in range(self.p - 1, 1, -1):
             lower, dlower, dlevel = self.levels[degree - 2], dlevels[degree - 2], dlevels[degree - 1]
             for a, rows, rest in self._blocks(degree):
@@ -149,9 +154,10 @@ class Features:
         for tile, count in zip(tiles, rows, strict=True):
             phi = buffer[: self.heads * count * self.time].view(self.heads, count, self.time)
             origin = tile[0].start
-            for first, last, rest, start, stop in tile:
-                out = phi[:, start - origin : stop - origin].unflatten(1, (last - first, -1))
-                _multiply(self.x[:, first:last, None], self.levels[-1][:, None, rest:], out)
+            for group in tile:
+                firsts = group.last - group.first
+                out = phi[:, group.start - origin : group.stop - origin].unflatten(1, (firsts, -1))
+                _multiply(self.x[:, group.first : group.last, None], self.levels[-1][:, None, group.rest :], out)
             yield slice(origin, origin + count), phi
 
     def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
