@@ -15,11 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = "sympow.ops.triton"
 PARTS = {"cuda": KERNELS, "cpu": "sympow.ops.eager"}  # what a benchmark on a device measures
+# Modules that the modules of a part import for other devices, and that its calls do not run.
+NOT_RUN = {KERNELS: ("sympow.ops.eager", "sympow.ops.reference")}
 
 
 @lru_cache
 def code_hash(part: str = KERNELS, commit: str | None = None) -> str | None:
-    """Returns 12 hex digits for the code of `part` and of all that it imports of `sympow`.
+    """Returns 12 hex digits for the code of `part` and of all that it imports of `sympow` and may run.
 
     Args:
         part: a module or a package, such as "sympow.ops.eager".
@@ -41,12 +43,13 @@ def hash_of_files(part: str, files: Mapping[str, str]) -> str | None:
 
 
 def _modules(part: str, files: Mapping[str, str]) -> list[str]:
-    """Returns the paths of the modules of `part`, and of all modules that they import, in order."""
+    """Returns the paths of the modules of `part`, and of all modules that they import and may run, in order."""
     own = part.replace(".", "/")
+    not_run = {f"{name.replace('.', '/')}.py" for name in NOT_RUN.get(part, ())}
     found, waiting = set(), [path for path in files if path == own + ".py" or path.startswith(own + "/")]
     while waiting:
         path = waiting.pop()
-        if path not in found:
+        if path not in found | not_run:
             found.add(path)
             waiting += _imported(path, files)
     return sorted(found)

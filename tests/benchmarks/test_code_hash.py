@@ -22,6 +22,23 @@ def test_it_is_of_a_part_and_all_it_imports():
             assert (other != hashed(part)) == (name in own), (part, name)
 
 
+def test_it_leaves_out_what_the_part_does_not_run():
+    files = {
+        "sympow/ops/triton/__init__.py": "from sympow.ops.power import call\n",
+        "sympow/ops/power.py": "from sympow.ops import eager, reference\nfrom sympow.ops.checks import check\n",
+        "sympow/ops/checks.py": "check = 1\n",
+        "sympow/ops/eager.py": "from sympow.ops.monomials import basis\n",
+        "sympow/ops/monomials.py": "basis = 1\n",
+        "sympow/ops/reference.py": "x = 1\n",
+    }
+    for part, others in ((code_hash.KERNELS, ("eager", "monomials", "reference")), ("sympow.ops.power", ())):
+        before = code_hash.hash_of_files(part, files)
+        for name in ("power", "checks", "eager", "monomials", "reference"):
+            path = f"sympow/ops/{name}.py"
+            same = before == code_hash.hash_of_files(part, files | {path: files[path] + "y = 0\n"})
+            assert same == (name in others), (part, name)
+
+
 BARE = "from sympow.ops.b import two\nx = two + 1\n"
 
 
