@@ -1,4 +1,5 @@
-"""The report's figures. A variant looks the same in all of them; points are means over seeds, bars 95% intervals."""
+"""The report's figures. A variant looks the same in all of them. Points of differences and ratios are means over pairs,
+all others over the runs of a variant. Bars are 95% intervals."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from benchmarks.context_scaling.found import Found, baseline_of, runs_of, varyin
 from benchmarks.context_scaling.grid import DOCUMENT, Run, setting_of
 from benchmarks.context_scaling.labels import LOOKS, label, setting
 from benchmarks.context_scaling.paired import Interval
+from benchmarks.context_scaling.results import version
 from benchmarks.context_scaling.studies import STUDIES
 from benchmarks.context_scaling.tables import along
 
@@ -25,7 +27,7 @@ def summary(found: Found) -> Any:
     for study in looks:
         for run in runs_of(study):
             base = baseline_of(run, study)
-            value = None if base == run else found.of(study).ratio(run, base)
+            value = None if base == run else found.ratio(run, base)
             if value is not None:
                 points.setdefault(run.variant, []).append((study, value))
     if not points:
@@ -104,7 +106,8 @@ def by_number(found: Found, study: str, field: str, ratio: bool = False) -> Any:
 
 def by_cost(found: Found, study: str) -> Any:
     """Draws the held-out loss along training against tokens, FLOPs and time alone on a GPU, where these are known."""
-    runs = [run for run in runs_of(study) if along(found, run)]
+    curves = along(found, runs_of(study))
+    runs = list(curves)
     if not runs:
         return None
     several = len({run.tokens for run in runs}) > 1
@@ -118,8 +121,8 @@ def by_cost(found: Found, study: str) -> Any:
     figure, axes = panels(len(known))
     for axis, (name, of_runs) in zip(axes, known.items(), strict=True):
         for run, total in of_runs.items():
-            points = along(found, run)
-            axis.plot([share * total for share, _ in points], [loss for _, loss in points],
+            losses = [mean(row["held_out_loss"] for row in rows) for _, rows in curves[run]]
+            axis.plot([share * total for share, _ in curves[run]], losses,
                       **style(run.variant) | {"label": names[run]})  # fmt: skip
         axis.set_xlim(left=0)
         axis.xaxis.set_major_formatter("{x:,g}")
@@ -129,35 +132,35 @@ def by_cost(found: Found, study: str) -> Any:
 
 
 def by_position(found: Found, study: str) -> Any:
-    """Draws loss by position, up to 16 times the context trained at, a panel for each of these."""
+    """Draws loss by position, up to 16 times the context trained at, a panel a context and version of the corpus."""
     runs = [run for run in runs_of(study) if found.rows(run)]
     if not runs:
         return None
-    contexts = sorted({run.trained_at for run in runs})
-    figure, axes = panels(len(contexts))
-    for axis, context in zip(axes, contexts, strict=True):
+    groups = sorted({(run.trained_at, corpus) for run in runs for corpus in found.corpora([run])})
+    figure, axes = panels(len(groups))
+    for axis, (context, corpus) in zip(axes, groups, strict=True):
         far = min(16 * context, DOCUMENT)
         for run in (each for each in runs if each.trained_at == context):
-            _positions(axis, list(found.last(run, far).values()), style(run.variant))
+            rows = [row for sample, row in found.last(run, far).items() if sample[0] == corpus]
+            _positions(axis, rows, style(run.variant))
         numbers(axis, [1 << n for n in range(6, 17, 2) if 1 << n <= far])
         axis.axvline(context, color="0.35", linestyle="--", linewidth=1)
-        axis.set_title(f"trained at {context:,}", fontsize=10)
+        axis.set_title(f"trained at {context:,}, corpus {version(corpus)}", fontsize=10)
         axis.set_xlabel("position (tokens)")
     axes[0].set_ylabel(LOSS)
     return finish(figure, axes)
 
 
 def checkpoints(found: Found, study: str) -> Any:
-    """Draws loss by position at the points along training, a panel a variant; seed 0."""
-    runs = [run for run in runs_of(study) if 0 in found.along(run)]
-    if not runs:
+    """Draws loss by position at the points along training, a panel a variant."""
+    curves = along(found, runs_of(study))
+    if not curves:
         return None
-    figure, axes = panels(len(runs), share="y")
-    for axis, run in zip(axes, runs, strict=True):
-        rows = found.along(run)[0]
-        for colour, row in zip(SHADES[-len(rows) :], rows, strict=False):
-            share = f"{row['step'] / run.steps:.0%} of the run"
-            _positions(axis, [row], {"label": share, "color": colour, "marker": "o", "markersize": 3})
+    figure, axes = panels(len(curves), share="y")
+    for axis, (run, points) in zip(axes, curves.items(), strict=True):
+        for colour, (share, rows) in zip(SHADES[-len(points) :], points, strict=False):
+            look = {"label": f"{share:.0%} of the run", "color": colour, "marker": "o", "markersize": 3}
+            _positions(axis, rows, look)
         numbers(axis, [1 << n for n in range(6, 17, 2) if 1 << n <= run.trained_at])
         axis.set_title(label(run.variant), fontsize=10)
         axis.set_xlabel("position (tokens)")
@@ -191,21 +194,27 @@ def axes_of_scale(found: Found, study: str) -> Any:
 
 
 def learning_rates(found: Found, study: str) -> Any:
-    """Draws the loss of every variant against the learning rate."""
-    runs = sorted((run for run in runs_of(study) if found.rows(run)), key=lambda run: run.learning_rate)
-    if not runs:
+    """Draws the difference of every variant's loss to that at the default learning rate against the rate."""
+    groups: dict[str, list[tuple[float, Interval]]] = {}
+    for run in sorted(runs_of(study), key=lambda run: run.learning_rate):
+        value = found.difference(run, baseline_of(run, study))
+        if value is not None:
+            groups.setdefault(run.variant, []).append((run.learning_rate, value))
+    groups = {variant: points for variant, points in groups.items() if len(points) > 1}
+    if not groups:
         return None
     figure, axes = panels(1, (5.5, 4))
-    for variant in dict.fromkeys(run.variant for run in runs):
-        means = [(run.learning_rate, found.mean(run, "held_out_loss")) for run in runs if run.variant == variant]
-        points = [(rate, value.mean) for rate, value in means if value is not None]
-        axes[0].plot(*zip(*points, strict=True), **style(variant))
+    for variant, points in groups.items():
+        bars = [value.half or 0.0 for _, value in points]
+        axes[0].errorbar([rate for rate, _ in points], [value.mean for _, value in points], yerr=bars, capsize=3,
+                         **style(variant))  # fmt: skip
+    axes[0].axhline(0, color="0.35", linewidth=1)
     axes[0].set_xscale("log")
-    sweep = sorted({run.learning_rate for run in runs})
+    sweep = sorted({rate for points in groups.values() for rate, _ in points})
     axes[0].set_xticks(sweep, [f"{rate:g}" for rate in sweep])
     axes[0].minorticks_off()
     axes[0].set_xlabel("learning rate")
-    axes[0].set_ylabel(LOSS)
+    axes[0].set_ylabel(f"loss less that at {Run.learning_rate:g} (nats)")
     return finish(figure, axes)
 
 

@@ -1,4 +1,4 @@
-"""Means over seeds with 95% intervals. Runs are paired by seed: with one seed all variants see the same data."""
+"""Means over runs, or over pairs of runs, with 95% intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 class Interval(NamedTuple):
-    """Holds a mean over `count` seeds, with `half` the width of its 95% interval; None where there is one seed."""
+    """Holds a mean over `count` values, with `half` the width of its 95% interval; None where there is one value."""
 
     mean: float
     half: float | None
@@ -27,13 +27,13 @@ class Interval(NamedTuple):
         return self.mean + (self.half or 0.0)
 
     def text(self, digits: int = 3, sign: bool = False) -> str:
-        """Returns "1.034 ± 0.012"; the mean alone where there is one seed."""
+        """Returns "1.034 ± 0.012"; the mean alone where there is one value."""
         shown = f"{self.mean:{'+' if sign else ''}.{digits}f}"
         return shown if self.half is None else f"{shown} ± {self.half:.{digits}f}"
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Returns the mean of a number a seed; None where there is none."""
+    """Returns the mean of some values, one from each run or pair; None where there is none."""
     if not values:
         return None
     if len(values) == 1:

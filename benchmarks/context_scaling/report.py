@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.context_scaling import figures, sections, verdicts
 from benchmarks.context_scaling.found import Found, runs_of
-from benchmarks.context_scaling.results import Row
+from benchmarks.context_scaling.results import Row, version
 from benchmarks.context_scaling.sections import SECTIONS, measured
 from benchmarks.prose import wrapped
 from sympow.recall import write_results
@@ -26,9 +26,8 @@ BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "powe
                 "hybrid_softmax_window": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
 
 
-
 def _figure(study: str, found: Found) -> Any:
-    return SECTIONS[study].figure(found.of(study), study=study)
+    return SECTIONS[study].figure(found, study=study)
 
 
 FIGURES: dict[str, Callable[[Found], Any]] = {
@@ -68,14 +67,17 @@ def draw(found: Found, folder: Path) -> list[Path]:
 
 
 def bars(found: Found) -> list[Row]:
-    """Returns the rows of bars.csv: a run of the bars each, with its speed alone on a GPU where that was timed."""
+    """Returns the rows of bars.csv: a run of the bars each, with its speed alone on a GPU where that was timed.
+
+    The version of the corpus is named without its number of rows.
+    """
     studies = ("bars_1024", "bars_4096", "bar_65536", "tokens_4096")
-    of_study = {run: found.of(study) for study in reversed(studies) for run in runs_of(study)}
     runs = dict.fromkeys(run for study in studies for run in runs_of(study))
     return [
-        {"variant": BAR_VARIANTS[run.variant], "context": run.context, "seed": seed, "tokens": run.tokens,
+        {"variant": BAR_VARIANTS[run.variant], "context": run.context,
+         "corpus": version(corpus), "seed": seed, "tokens": run.tokens,
          "held_out_loss": row["held_out_loss"], "gain": row["gain"], "tokens_per_second": found.speed(run)}
-        for run in runs for seed, row in sorted(of_study[run].rows(run).items())
+        for run in runs for (corpus, seed), row in found.rows(run).items()
     ]  # fmt: skip
 
 

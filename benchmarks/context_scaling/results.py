@@ -59,6 +59,11 @@ def key_of(row: Row) -> tuple[Run, str]:
     return run_of(row), row["corpus"]
 
 
+def version(corpus: str) -> str:
+    """Returns the name of a corpus without its number of rows."""
+    return corpus.rpartition(" ")[2]
+
+
 def read(folder: Path) -> Results:
     """Reads the tables of a folder; empty ones where it has none."""
     if not (folder / RUNS).is_file():

@@ -10,9 +10,8 @@ from typing import Any
 from benchmarks.context_scaling import figures, tables, verdicts
 from benchmarks.context_scaling.found import Found, baseline_of, runs_of
 from benchmarks.context_scaling.grid import setting_of
-from benchmarks.context_scaling.studies import STUDIES, grid
-
-SWEEPS = ("rates_1024", "rates")  # the studies that compare learning rates, not variants
+from benchmarks.context_scaling.results import version
+from benchmarks.context_scaling.studies import RATE_STUDIES, STUDIES, grid
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,10 @@ SECTIONS = {
     "beyond": Section(
         "Beyond the context of training",
         "[CST] claims that the loss of power attention with a gate does not rise beyond the context of training, while "
-        "those of power attention without a gate and of softmax attention do. The table holds mean losses of ranges of "
-        "positions, where N is the context of training.",
+        "those of power attention without a gate and of softmax attention do. The table compares the mean losses at "
+        "positions 2 N to 4 N and 8 N to 16 N with that at N/2 to N of the same run, where N is the context of "
+        "training. The figure has a panel for each version of the corpus, because losses by position depend on the "
+        "version.",
         figures.by_position, (tables.beyond,)),
     "controls": Section(
         "Controls",
@@ -127,25 +128,23 @@ SECTIONS = {
         figures.differences),
     "rates_1024": Section(
         "Learning rates at 1,024 tokens",
-        "The best rate of each variant is in bold; the other studies at 1,024 tokens use rates from this sweep. If "
-        "the best rate is the lowest or the highest of a sweep, more rates are needed.",
+        "The table holds the loss of each variant at 2e-3, and the differences from it at the other rates, over pairs. "
+        "A cell is empty if there is no such pair. The best rate of each variant is in bold; the other "
+        "studies at 1,024 tokens use rates from this sweep. If the best rate is the lowest or the highest of a sweep, "
+        "more rates are needed.",
         figures.learning_rates, (tables.rates,)),
     "rates": Section(
         "Learning rates at 4,096 tokens",
-        "All other studies at 4,096 tokens use a rate of 2e-3, the middle one of this sweep.",
+        "All other studies at 4,096 tokens use a rate of 2e-3. The table is like that at 1,024 tokens.",
         figures.learning_rates, (tables.rates,)),
 }  # fmt: skip
 
 
 def measured(found: Found, study: str) -> bool:
-    """Returns whether a study has something to show: a verdict, or a comparison in two settings or at two rates."""
-    found, runs = found.of(study), runs_of(study)
-    if study in SWEEPS:
-        known = [run.variant for run in runs if found.rows(run)]
-        return len(known) > len(set(known))
-    compared = {setting_of(run) for run in runs if baseline_of(run, study) != run
+    """Returns whether a study has something to show: a verdict, or a comparison in two settings or of two rates."""
+    compared = {setting_of(run) for run in runs_of(study) if baseline_of(run, study) != run
                 and found.ratio(run, baseline_of(run, study)) is not None}  # fmt: skip
-    return len(compared) > 1 or bool(told(found, study))
+    return len(compared) > (0 if study in RATE_STUDIES else 1) or bool(told(found, study))
 
 
 def told(found: Found, study: str) -> list[str]:
@@ -162,21 +161,21 @@ def results(found: Found, figures_beside: str) -> str:
             done, runs = _counts(found, name)
             parts += [f"### {section.heading}", section.text, *([list_] if list_ else []),
                       picture(name, figures_beside),
-                      *(table(found.of(name), study=name) for table in section.tables),
+                      *(table(found, study=name) for table in section.tables),
                       f"Study `{name}`: {done} of {runs} runs are finished.{_corpora(found, name)}"]  # fmt: skip
     return "\n\n".join(parts) or tables.MISSING.capitalize() + "."
 
 
 def missing(found: Found) -> str:
-    """Returns, in Markdown, the studies with unfinished runs, and their claims for which there are no rows."""
+    """Returns, in Markdown, the studies with unfinished runs or with claims for which there are no pairs."""
     parts = []
     for name, section in SECTIONS.items():
         done, runs = _counts(found, name)
-        if done < runs:
+        claims = [claim for sentence in _verdicts(found, name) if (claim := verdicts.untold(sentence))]
+        if done < runs or claims:
             text = "" if measured(found, name) else f" {section.text}"
             parts.append(f"- **{section.heading}** (`{name}`, {done} of {runs} runs).{text}")
-            claims = [verdicts.untold(sentence) for sentence in _verdicts(found, name)]
-            parts += [f"    - {claim}" for claim in claims if claim]
+            parts += [f"    - {claim}" for claim in claims]
     return "\n".join(parts) or "All runs of all studies are finished."
 
 
@@ -186,18 +185,18 @@ def picture(name: str, figures_beside: str) -> str:
 
 
 def _verdicts(found: Found, study: str) -> list[str]:
-    return verdicts.VERDICTS[study](found.of(study)) if study in verdicts.VERDICTS else []
+    return verdicts.VERDICTS[study](found) if study in verdicts.VERDICTS else []
 
 
 def _corpora(found: Found, name: str) -> str:
-    """Names the corpora of a study if the studies of the page have several."""
-    if len({corpus for study in SECTIONS for corpus in found.of(study).corpora()}) < 2:
+    """Names the versions of the corpus that a study's rows are of if the studies of the page have several."""
+    if len(found.corpora(grid(list(SECTIONS)))) < 2:
         return ""
-    here = [f"`{corpus.rpartition(' ')[2]}`" for corpus in found.of(name).corpora()]
+    here = [f"`{version(corpus)}`" for corpus in found.corpora(runs_of(name))]
     return f" Corpus: {' and '.join(here)}."
 
 
 def _counts(found: Found, name: str) -> tuple[int, int]:
     """Returns how many runs of a study are finished, and how many it has."""
-    found, runs = found.of(name), grid([name])
-    return sum(run.seed in found.rows(run) for run in runs), len(runs)
+    runs = grid([name])
+    return sum(map(found.finished, runs)), len(runs)

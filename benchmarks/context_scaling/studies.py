@@ -9,6 +9,8 @@ from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 
 CONTEXTS = (1024, 4096, 16_384, 65_536)
 SWEEP = (1e-3, 2e-3, 4e-3)
+HIGH_RATES = ("softmax_gate", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax")  # best at 4e-3 in the sweep
+RATE_STUDIES = ("rates_1024", "rates")  # they compare learning rates, not variants
 
 # The learning rate by variant and context, from the studies of rates; all others have that of `Run`.
 RATES: dict[tuple[str, int], float] = dict.fromkeys(
@@ -81,7 +83,9 @@ STUDIES = {
               tuple(replace(run, learning_rate=rate) for rate in (*SWEEP[1:], 8e-3) for run in _runs(BARS, [1024])),
               seeds=1),
         Study("rates", "Is each variant's learning rate its best at 4,096 tokens?",
-              tuple(replace(run, learning_rate=rate) for rate in SWEEP for run in _runs(BARS + CONTROLS[1:], [4096])),
+              tuple([replace(run, learning_rate=rate) for rate in SWEEP
+                     for run in _runs(BARS + CONTROLS[1:], [4096])]
+                    + [replace(run, learning_rate=8e-3) for run in _runs(HIGH_RATES, [4096])]),
               seeds=1),
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
               tuple(_runs(CONTROLS, [4096]) + _runs(("softmax", "softmax_gate", "power", "window"), [65_536]))),
@@ -139,6 +143,6 @@ def grid(names: Sequence[str], seeds: Sequence[int] | None = None, rates: Sequen
 
 def with_rate(run: Run, study: Study) -> Run:
     """Returns the run with the learning rate of its variant and context, unless the study was there to find it."""
-    if study.name.startswith("rates"):
+    if study.name in RATE_STUDIES:
         return run
     return replace(run, learning_rate=RATES.get((run.variant, run.trained_at), run.learning_rate))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import mean
+from math import inf
 from typing import Any
 
 from benchmarks.context_scaling.found import Found, baseline_of, pick, runs_of, varying
-from benchmarks.context_scaling.grid import DOCUMENT, Run, setting_of
+from benchmarks.context_scaling.grid import Run, setting_of
 from benchmarks.context_scaling.labels import label, setting
 from benchmarks.context_scaling.paired import Interval, interval
+from benchmarks.context_scaling.results import Row
 from benchmarks.context_scaling.studies import STUDIES
 
 MISSING = "not run yet"
@@ -30,30 +31,39 @@ def comparison(found: Found, study: str) -> str:
         cells = [setting(run, varying(runs)), label(run.variant) + rate]
         gains = _text(found.mean(run, "gain"), 2)
         if other == run:
-            compared = ["", "", ""]
+            compared = ["", "", "", ""]
         else:
-            share = found.ratio(run, other, "gain")
-            compared = [_text(found.difference(run, other), 3, sign=True), _text(found.ratio(run, other), 3),
-                        "" if share is None else f"{share.mean:.0%}"]  # fmt: skip
+            less, share = found.difference(run, other), found.ratio(run, other, "gain")
+            compared = [_text(less, 3, sign=True), _text(found.ratio(run, other), 3),
+                        "" if share is None else f"{share.mean:.0%}", str(less.count if less else 0)]  # fmt: skip
         lines.append([*cells, _text(found.mean(run, "held_out_loss"), 3), *compared[:2], gains, compared[2],
-                      str(len(found.rows(run)))])  # fmt: skip
+                      str(len(found.rows(run))), compared[3]])  # fmt: skip
     return table(["trained at" if varying(runs) == ["context"] else "", "", "held-out loss", f"less {base}",
-                  f"over {base}", "gain", "gain over it", "seeds"], lines)  # fmt: skip
+                  f"over {base}", "gain", "gain over it", "runs", "pairs"], lines)  # fmt: skip
 
 
 def rates(found: Found, study: str) -> str:
-    """Shows every variant's loss by learning rate, the best in bold. Leaves out what has no finished run."""
-    runs = [run for run in runs_of(study) if found.rows(run)]
-    sweep = sorted({run.learning_rate for run in runs})
+    """Shows every variant's loss at the default learning rate, and the differences from it over pairs at the others.
+
+    The best rate is in bold, unless there is no difference. Variants without runs at the default rate are left out.
+    """
+    sweep = sorted({run.learning_rate for run in runs_of(study)} - {Run.learning_rate})
     lines = []
-    for variant in dict.fromkeys(run.variant for run in runs):
-        losses = {rate: found.mean(pick(study, variant, learning_rate=rate), "held_out_loss") for rate in sweep}
-        known = {rate: loss.mean for rate, loss in losses.items() if loss is not None}
-        cells = [_text(losses[rate], 3) or MISSING for rate in sweep]
-        best = sweep.index(min(known, key=known.__getitem__))
-        cells[best] = f"**{cells[best]}**"
+    for variant in dict.fromkeys(run.variant for run in runs_of(study)):
+        of_rate = {run.learning_rate: run for run in runs_of(study) if run.variant == variant}
+        base = of_rate[Run.learning_rate]
+        if not found.rows(base):
+            continue
+        cells, known = [_text(found.mean(base, "held_out_loss"), 3)], [0.0]
+        for run in map(of_rate.get, sweep):
+            change = found.difference(run, base) if run else None
+            cells.append(MISSING if run and not found.rows(run) else _text(change, 3, sign=True))
+            known.append(inf if change is None else change.mean)
+        if known.count(inf) < len(sweep):
+            best = known.index(min(known))
+            cells[best] = f"**{cells[best]}**"
         lines.append([label(variant), *cells])
-    return table(["learning rate", *(f"{rate:g}" for rate in sweep)], lines)
+    return table(["", f"loss at {Run.learning_rate:g}", *(f"change at {rate:g}" for rate in sweep)], lines)
 
 
 def budgets(found: Found, study: str) -> str:
@@ -78,16 +88,17 @@ def budgets(found: Found, study: str) -> str:
 
 
 def beyond(found: Found, study: str) -> str:
-    """Shows losses up to the end of the context trained at and beyond it."""
+    """Shows losses beyond the context trained at less those in the last half of it, means over all runs."""
     lines = []
     for run in runs_of(study):
-        far = min(16 * run.trained_at, DOCUMENT)
-        rows = list(found.last(run, far).values())
+        context = run.trained_at
+        rows = found.last(run, 16 * context).values()
         if rows:
-            ends = [mean(row[str(run.trained_at * n)] for row in rows) for n in (1, 4, 16) if run.trained_at * n <= far]
-            cells = [*(f"{end:.3f}" for end in ends), f"{ends[-1] - ends[0]:+.3f}"]
-            lines.append([f"{run.trained_at:,} tokens", label(run.variant), *cells])
-    return table(["trained at N", "", "N/2 to N", "2 N to 4 N", "8 N to 16 N", "the last less the first"], lines)
+            changes = [interval([row[str(n * context)] - row[str(context)] for row in rows]) for n in (4, 16)]
+            cells = [*(_text(change, 3, sign=True) for change in changes), str(len(rows))]
+            lines.append([f"{context:,} tokens", label(run.variant), *cells])
+    heading = ["2 N to 4 N less N/2 to N", "8 N to 16 N less N/2 to N", "runs"]
+    return table(["trained at N", "", *heading], lines)
 
 
 def speeds(found: Found, study: str) -> str:
@@ -132,15 +143,15 @@ def _seconds(found: Found, run: Run) -> float:
 
 
 def _curves(found: Found, runs: Sequence[Run], costs: Sequence[float]) -> list[list[Curve]]:
-    """Returns, for every seed that all runs have, the losses along each run by its cost; [] if a cost is not known."""
+    """Returns, for every sample that all runs have, losses along each run by its cost; [] if a cost is not known."""
     if not all(costs):
         return []
     known = [found.along(run) for run in runs]
-    seeds = sorted(set.intersection(*(set(curves) for curves in known)))
+    samples = sorted(set.intersection(*(set(curves) for curves in known)))
     return [
-        [[(row["step"] / run.steps * cost, row["held_out_loss"]) for row in curves[seed]]
+        [[(row["step"] / run.steps * cost, row["held_out_loss"]) for row in curves[sample]]
          for run, cost, curves in zip(runs, costs, known, strict=True)]
-        for seed in seeds
+        for sample in samples
     ]  # fmt: skip
 
 
@@ -150,11 +161,19 @@ def _at_equal_cost(ours: Curve, theirs: Curve) -> float:
     return _at(least, ours) - _at(least, theirs)
 
 
-def along(found: Found, run: Run) -> list[tuple[float, float]]:
-    """Returns (share of the run, held-out loss), the mean over seeds, at every point along training that all have."""
-    curves = [{row["step"]: row["held_out_loss"] for row in rows} for rows in found.along(run).values()]
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    return [(step / run.steps, mean(curve[step] for curve in curves)) for step in steps]
+def along(found: Found, runs: Sequence[Run]) -> dict[Run, list[tuple[float, list[Row]]]]:
+    """Returns for every run that has any: (share of the run, rows) at points along training.
+
+    The rows are those of the samples that all these runs have or, if there are none, of all samples of each run.
+    """
+    known = {run: curves for run in runs if (curves := found.along(run))}
+    common = set.intersection(*map(set, known.values())) if known else set()
+    points = {}
+    for run, curves in known.items():
+        chosen = [{row["step"]: row for row in rows} for sample, rows in curves.items() if sample in (common or curves)]
+        steps = sorted(set.intersection(*map(set, chosen)))
+        points[run] = [(step / run.steps, [curve[step] for curve in chosen]) for step in steps]
+    return points
 
 
 def _at(cost: float, curve: Curve) -> float:

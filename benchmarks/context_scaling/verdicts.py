@@ -15,23 +15,23 @@ from benchmarks.context_scaling.tables import MISSING
 
 REPRODUCED, REFUTED, OPEN = "Reproduced", "Refuted", "Left open"
 NO_ROWS = f"**{OPEN}**, {MISSING}: "
-SEEDS = 3  # the least number of seeds for a verdict on a claim
+LEAST = 3  # the least number of pairs, or of runs where none are compared, for a verdict on a claim
 
 
-def judged(value: Interval | None, most: float, what: str, least: bool = False) -> str:
+def judged(value: Interval | None, most: float, what: str, least: bool = False, of: str = "pair") -> str:
     """Returns a sentence: is a number at most (`least`: at least) as large as claimed?
 
-    A claim is reproduced or refuted if there are three seeds or more and the 95% interval lies on one side of the
-    bound."""
+    A claim is reproduced or refuted if the number is a mean of three values or more and the 95% interval lies on one
+    side of the bound. `of` says what each value is of, a pair of runs or a run."""
     claim = f"claimed at {'least' if least else 'most'} {most:.4g}"
     if value is None:
         return f"{NO_ROWS}{what}, {claim}."
     low, high, limit = (-value.high, -value.low, -most) if least else (value.low, value.high, most)
     word = REPRODUCED if high <= limit else REFUTED if low > limit else OPEN
-    if value.count < SEEDS:
+    if value.count < LEAST:
         word = OPEN
-    seeds = f"{value.count} seed{'s' if value.count > 1 else ''}"
-    return f"**{word}**: {what} is {value.text()} ({seeds}; {claim})."
+    count = f"{value.count} {of}{'s' if value.count > 1 else ''}"
+    return f"**{word}**: {what} is {value.text()} ({count}; {claim})."
 
 
 def untold(sentence: str) -> str:
@@ -76,15 +76,15 @@ def bar_65536(found: Found) -> list[str]:
 
 
 def time_to_end_below(found: Found, run: Run, base: Run) -> Interval | None:
-    """Returns the time of a run over that of the baseline, infinite unless all seeds end below the baseline's loss.
+    """Returns the time of a run over that of the baseline, infinite unless all pairs end below the baseline's loss.
 
     The times are those of single runs on a GPU. None if losses or times are missing. The time to reach the loss may be
     shorter, but losses before the end are of fewer documents."""
     ours, theirs, difference = found.speed(run), found.speed(base), found.difference(run, base)
     if ours is None or theirs is None or difference is None:
         return None
-    seeds = found.rows(run).keys() & found.rows(base).keys()
-    below = all(found.rows(run)[seed]["held_out_loss"] <= found.rows(base)[seed]["held_out_loss"] for seed in seeds)
+    rows, of_base = found.rows(run), found.rows(base)
+    below = all(rows[each]["held_out_loss"] <= of_base[each]["held_out_loss"] for each in rows.keys() & of_base.keys())
     return Interval(run.tokens / ours / (base.tokens / theirs) if below else inf, None, difference.count)
 
 
@@ -93,7 +93,7 @@ def lead_by_position(found: Found, run: Run, base: Run) -> list[str]:
     ours, theirs = found.last(run), found.last(base)
     places = {"at positions 32 to 63": "64", "at positions 64 to 127": "128",
               "in the last half of the rows": str(run.trained_at)}  # fmt: skip
-    leads = {place: interval([theirs[seed][end] - ours[seed][end] for seed in sorted(ours.keys() & theirs.keys())])
+    leads = {place: interval([theirs[sample][end] - ours[sample][end] for sample in ours if sample in theirs])
              for place, end in places.items()}  # fmt: skip
     told = [f"{lead.text()} nats {place}" for place, lead in leads.items() if lead is not None]
     if not told:
@@ -128,10 +128,10 @@ def beyond(found: Found) -> list[str]:
     for context in (1024, 4096):
         for variant, rises in (("power", False), ("power_ungated", True), ("softmax", True)):
             run = pick("beyond", variant, context=context)
-            rows = found.fullest(run).last(run, 16 * context).values()  # it is not compared with other runs
+            rows = found.last(run, 16 * context).values()
             value = interval([row[str(16 * context)] - row[str(context)] for row in rows])
             what = f"for N = {context:,}, {loss_of(variant)} at positions 8 N to 16 N minus that at N/2 to N"
-            sentences.append(judged(value, 0.0, what, least=rises))
+            sentences.append(judged(value, 0.0, what, least=rises, of="run"))
     return sentences
 
 
@@ -178,7 +178,7 @@ def ablations(found: Found) -> list[str]:
         if names:
             compared = "not significantly different from" if word == "the same" else f"{word} than"
             said.append(f"{', '.join(names)}: {compared} the default.")
-    return said or [f"{NO_ROWS}which changes raise or lower the loss, with several seeds."]
+    return said or [f"{NO_ROWS}which changes raise or lower the loss, with several pairs."]
 
 
 def scra_window(found: Found) -> list[str]:
@@ -248,12 +248,12 @@ def page(found: Found) -> list[str]:
         ("With a window of 512 tokens in every second layer, the loss over that of softmax attention is",
          "hybrid_window", "held_out_loss"),
     ):  # fmt: skip
-        ratios = {study: found.of(study).ratio(pick(study, variant), pick(study, "softmax"), column)
+        ratios = {study: found.ratio(pick(study, variant), pick(study, "softmax"), column)
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
         sentences.append(f"{start} {listed}." if parts else f"{start} {MISSING}.")
-    judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found.of(study))]
+    judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
     counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."

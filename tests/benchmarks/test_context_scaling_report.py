@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks.context_scaling import __main__ as program
-from benchmarks.context_scaling import report, sections, tables, verdicts
+from benchmarks.context_scaling import figures, report, sections, tables, verdicts
 from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import LABELS, LOOKS
@@ -41,37 +41,92 @@ def made_up(run: Run) -> tuple[dict, list[dict]]:
     return row, positions
 
 
-def test_runs_are_paired_within_one_corpus(tmp_path):
-    ours, theirs = Run("power", 1024), Run("softmax", 1024)
-    others = [replace(run, seed=1) for run in (ours, theirs)]
-    rows = [made_up(run)[0] | {"corpus": name}
-            for run, name in zip((ours, theirs, *others), ("a", "a", "a", "b"), strict=True)]  # fmt: skip
-    Results(rows, []).write(tmp_path)
-    difference = Found(tmp_path).difference(ours, theirs)
-    assert difference.count == 1 and math.isclose(difference.mean, OFFSETS["power"])
+def write(folder, *runs: tuple[Run, str, float]) -> Found:
+    """Returns what is found where these runs are finished on these versions of the corpus with these losses."""
+    rows, positions = [], []
+    for run, corpus, loss in runs:
+        row, of_run = made_up(run)
+        rows.append(row | {"corpus": corpus, "held_out_loss": loss})
+        positions += [each | {"corpus": corpus} for each in of_run]
+    Results(rows, positions).write(folder)
+    return Found(folder)
 
 
-def test_a_study_reads_the_corpus_that_has_most_of_its_runs(tmp_path):
-    of_both = [pick("ablations", "power"), pick("bars_4096", "softmax")]
-    rows = [made_up(run)[0] | {"corpus": "old"} for run in (of_both[0], replace(of_both[0], seed=1), of_both[1])]
-    rows += [made_up(replace(run, seed=0))[0] | {"corpus": "new", "held_out_loss": 3.0}
-             for run in runs_of("ablations")]  # fmt: skip
-    Results(rows, []).write(tmp_path)
-    found = Found(tmp_path)
-    assert found.corpora() == ["new"]
-    assert found.of("ablations").mean(of_both[0], "held_out_loss") == (3.0, None, 1)
-    assert found.of("bars_4096").mean(of_both[0], "held_out_loss").count == 2
-    assert found.of("ablations").rows(of_both[1]) == {}
-    assert len(found.of("ablations").fullest(of_both[0]).rows(of_both[0])) == 2
+def test_runs_are_paired_by_corpus_and_seed(tmp_path):
+    """Only two pairs count: that of seed 0 on "a" and that of seed 1 on "b"."""
+    power, softmax = pick("bars_4096", "power"), pick("bars_4096", "softmax")
+    later = [replace(run, seed=1) for run in (power, softmax)]
+    found = write(tmp_path, (power, "a", 3.0), (softmax, "a", 2.0), (later[0], "b", 3.5), (later[1], "b", 2.8),
+                  (power, "b", 9.0), (later[1], "a", 1.0))  # fmt: skip
+    difference, ratio = found.difference(power, softmax), found.ratio(power, softmax)
+    assert (difference.mean, difference.count) == (pytest.approx((1.0 + 0.7) / 2), 2)
+    assert (ratio.mean, ratio.count) == (pytest.approx((1.5 + 1.25) / 2), 2)
+    assert found.mean(power, "held_out_loss") == interval([3.0, 9.0, 3.5])  # by corpus and seed
+    (line,) = lines(tables.comparison(found, "bars_4096"), "4,096 tokens", "power, p = 2")
+    assert line.endswith(" | 3 | 2 |") and " | +0.850 ± " in line
+    assert found.along(power).keys() == found.last(power).keys() == {("a", 0), ("b", 0), ("b", 1)}
+
+
+def test_runs_without_a_pair_are_shown_and_not_compared(tmp_path):
+    power, softmax, gate = (pick("controls", each, context=4096) for each in ("power", "softmax", "softmax_gate"))
+    found = write(tmp_path, (power, "a", 3.0), (softmax, "b", 2.0), (gate, "b", 1.9))
+    assert found.difference(power, softmax) is None
+    (line,) = lines(tables.comparison(found, "controls"), "4,096 tokens", "power, p = 2")
+    assert line == "| 4,096 tokens | power, p = 2 | 3.000 |  |  | 0.25 |  | 1 | 0 |"
+    assert verdicts.untold(verdicts.controls(found)[0])
+    assert 'minus that of "softmax, gate", claimed at most 0.' in sections.missing(found)
+
+
+def test_a_run_finished_on_either_corpus_counts_once(tmp_path):
+    power, softmax = pick("bar_65536", "power"), pick("bar_65536", "softmax")
+    found = write(tmp_path, (power, "a", 3.0), (replace(power, seed=1), "b", 3.0), (softmax, "a", 2.0),
+                  (softmax, "b", 2.0), (replace(softmax, seed=7), "b", 2.0))  # fmt: skip
+    assert found.finished(replace(power, seed=1)) and not found.finished(replace(softmax, seed=1))
+    assert "(`bar_65536`, 3 of 6 runs)" in sections.missing(found)
+    assert "Study `bar_65536`: 3 of 6 runs are finished. Corpus: `a` and `b`." in sections.results(found, "page")
+    rows = [(row["variant"], row["corpus"], row["seed"]) for row in report.bars(found)]
+    assert rows == [("softmax", "a", 0), ("softmax", "b", 0), ("softmax", "b", 7), ("power_p2", "a", 0),
+                    ("power_p2", "b", 1)]  # fmt: skip
+
+
+def test_a_claim_without_a_pair_is_missing_even_if_all_runs_are_finished(tmp_path):
+    found = write(tmp_path, *((run, corpus, 3.0) for run, corpus in zip(runs_of("scra_latency"), "abc", strict=True)))
+    listed = sections.missing(found).split("(`scra_latency`, 3 of 3 runs)")[1].split("- **")[0]
+    assert listed.count("claimed at most 0.") == 2
+
+
+def test_rates_of_a_variant_are_compared_by_pairs(tmp_path):
+    """On "b" all losses are higher, and only pairs show that 4e-3 is better than 2e-3."""
+    low, middle, high = (pick("rates_1024", "power", learning_rate=rate) for rate in (2e-3, 4e-3, 8e-3))
+    other, alone = pick("rates_1024", "power4", learning_rate=4e-3), pick("rates_1024", "power4", learning_rate=2e-3)
+    found = write(tmp_path, (low, "a", 2.0), (low, "b", 3.0), (middle, "b", 2.9), (high, "a", 2.05), (alone, "a", 2.0),
+                  (other, "b", 1.0))  # fmt: skip
+    shown = tables.rates(found, "rates_1024")
+    assert shown.splitlines()[0] == "|  | loss at 0.002 | change at 0.004 | change at 0.008 |"
+    (line,) = lines(shown, "power, p = 2")
+    assert line.endswith(" | **-0.100** | +0.050 |") and line.startswith("| power, p = 2 | 2.500 ± ")
+    assert lines(shown, "power, p = 4") == [f"| power, p = 4 | 2.000 |  | {tables.MISSING} |"]
+    drawn = figures.learning_rates(found, "rates_1024").axes[0].containers
+    assert [[round(float(y), 3) for y in bars.lines[0].get_ydata()] for bars in drawn] == [[0.0, -0.1, 0.05]]
+
+
+def test_curves_along_training_are_of_samples_that_all_variants_have(tmp_path):
+    power, softmax = pick("bar_65536", "power"), pick("bar_65536", "softmax")
+    found = write(tmp_path, (power, "a", 3.0), (power, "b", 3.0), (softmax, "b", 2.0))
+    counts = {run.variant: [[row["corpus"] for row in rows] for _, rows in points]
+              for run, points in tables.along(found, [power, softmax]).items()}  # fmt: skip
+    assert counts == {"power": [["b"]] * 2, "softmax": [["b"]] * 2}
+    found = write(tmp_path, (power, "a", 3.0), (power, "b", 3.0), (softmax, "c", 2.0))
+    assert [len(rows) for _, rows in tables.along(found, [power, softmax])[power]] == [2, 2]
 
 
 def test_each_study_names_its_corpus_where_the_page_has_several(tmp_path):
-    corpora = {"ablations": "new", "bars_4096": "old"}
+    corpora = {"powers": "new", "bars_4096": "old"}
     rows = [made_up(replace(run, seed=seed))[0] | {"corpus": corpus}
             for study, corpus in corpora.items() for run in runs_of(study) for seed in range(3)]  # fmt: skip
     Results(rows, []).write(tmp_path)
     text = sections.results(Found(tmp_path), "figures")
-    assert "Study `ablations`: 48 of 48 runs are finished. Corpus: `new`." in text
+    assert "Study `powers`: 12 of 12 runs are finished. Corpus: `new`." in text
     assert "Study `bars_4096`: 24 of 24 runs are finished. Corpus: `old`." in text
 
 
@@ -103,12 +158,13 @@ def lines(table: str, *cells: str) -> list[str]:
     return [line for line in table.splitlines() if line.startswith(f"| {' | '.join(cells)} |")]
 
 
-def test_comparisons_are_paired_by_seed(found):
+def test_differences_between_seeds_cancel_in_pairs(found):
     """Seeds differ by 0.1 for all alike, which leaves no trace in a difference."""
     rows = lines(tables.comparison(found, "bars_1024"), "1,024 tokens", "power, p = 2")
     half, of_all = (4.303 * spread / math.sqrt(3) for spread in (0.01, 0.11))
     assert rows == [f"| 1,024 tokens | power, p = 2 | 2.810 ± {of_all:.3f} | +0.210 ± {half:.3f} | "
-                    f"{(2.7 / 2.5 + 2.81 / 2.6 + 2.92 / 2.7) / 3:.3f} ± 0.002 | 0.15 ± 0.00 | 100% | 3 |"]  # fmt: skip
+                    f"{(2.7 / 2.5 + 2.81 / 2.6 + 2.92 / 2.7) / 3:.3f} ± 0.002 | 0.15 ± 0.00 | 100% | "
+                    "3 | 3 |"]  # fmt: skip
     assert lines(tables.comparison(found, "ablations"), "4,096 tokens", "eps 1e-6")[0].count("-0.100") == 1
 
 
@@ -129,10 +185,11 @@ def test_losses_along_a_run_are_those_on_the_same_documents(tmp_path):
     for given, steps in (([few[0], *ends], [before["step"]]), ([*few, *ends], [before["step"], run.steps])):
         Results([row], given).write(tmp_path)
         found = Found(tmp_path)
-        assert [each["step"] for each in found.along(run)[0]] == steps
-        assert {each["documents"] for each in found.along(run)[0]} == {4}
-        assert found.last(run)[0]["documents"] == 16 and found.last(run)[0]["held_out_loss"] == row["held_out_loss"]
-        assert tables.along(found, run)[-1][0] == steps[-1] / run.steps
+        (along,), (last,) = found.along(run).values(), found.last(run).values()
+        assert [each["step"] for each in along] == steps
+        assert {each["documents"] for each in along} == {4}
+        assert last["documents"] == 16 and last["held_out_loss"] == row["held_out_loss"]
+        assert tables.along(found, [run])[run][-1][0] == steps[-1] / run.steps
 
 
 def test_time_to_end_below_the_baselines_loss(found):
@@ -155,7 +212,7 @@ def test_verdicts_follow_from_intervals(found):
     said = verdicts.bars_1024(found)
     assert said[0].startswith(
         '**Reproduced**: the loss of "power, p = 2" over that of softmax attention at 1,024 tokens is 1.081 ± 0.002 '
-        "(3 seeds; claimed at most"
+        "(3 pairs; claimed at most"
     )
     assert said[3].startswith('**Reproduced**: the loss of "power, p = 4" over')
     assert said[4].startswith('**Reproduced**: the loss of "five power')
@@ -164,10 +221,10 @@ def test_verdicts_follow_from_intervals(found):
         "**Refuted**: as published, at 4,096 tokens, the loss of p = 4 over that of softmax attention is 1.000 ± 0.000"
     )
     one = verdicts.judged(interval([0.9]), 1.0, "this")
-    assert one == "**Left open**: this is 0.900 (1 seed; claimed at most 1)."
+    assert one == "**Left open**: this is 0.900 (1 pair; claimed at most 1)."
     wide = verdicts.judged(interval([0.8, 1.1, 1.0]), 1.0, "this")
     assert wide.startswith("**Left open**: this is 0.967 ± ")
-    assert lines(tables.beyond(found, "beyond"), "1,024 tokens", "softmax")[0].endswith(" -0.200 |")
+    assert lines(tables.beyond(found, "beyond"), "1,024 tokens", "softmax")[0].endswith(" -0.200 ± 0.000 | 3 |")
     falls, rises = verdicts.beyond(found)[:2]
     assert falls.startswith("**Reproduced**") and rises.startswith("**Refuted**")
     assert all(write(found) for write in verdicts.VERDICTS.values())
@@ -186,8 +243,8 @@ def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, ca
     assert "1.081 ± 0.002" in bars and tables.MISSING not in bars
     assert all(f"(page/{name}.png)" in page.read_text() for name in drawn)
     rows = (folder / "bars.csv").read_text().splitlines()
-    assert rows[0] == "variant,context,seed,tokens,held_out_loss,gain,tokens_per_second"
-    assert f"power_p2,65536,0,{MIDDLE},2.7,0.45,4000" in rows
+    assert rows[0] == "variant,context,corpus,seed,tokens,held_out_loss,gain,tokens_per_second"
+    assert f"power_p2,65536,rows,0,{MIDDLE},2.7,0.45,4000" in rows
     monkeypatch.setattr(sys, "argv", ["context_scaling", *words, "--check"])
     capsys.readouterr()
     assert program.main() == 0 and capsys.readouterr().out == ""
@@ -206,19 +263,38 @@ def test_other_pages_quote_the_committed_rows():
 
     def ratio(study: str, variant: str, digits: int, **setting: int) -> str:
         runs = (pick(study, each, **setting) for each in (variant, "softmax"))
-        return f"{found.of(study).ratio(*runs).mean:.{digits}f}"
+        return f"{found.ratio(*runs).mean:.{digits}f}"
 
     readme = " ".join((program.ROOT / "README.md").read_text(encoding="utf-8").split())
     short, long = (ratio("tokens_4096", "power", 2, tokens=tokens) for tokens in (SHORT, LONG))
     assert f"the loss of p = 2 is {short} times that of softmax attention after 30 million tokens" in readme
     assert f"after 30 million tokens, {long} times after 300 million" in readme
     assert f"windows in every second layer it is {ratio('bars_4096', 'hybrid_window', 2)} times" in readme
+    long, short = (ratio(study, "power", 2) for study in ("bar_65536", "bars_1024"))
+    assert (f"17M parameters, four pairs of runs), the loss of p = 2 is {long} times that of softmax attention in rows "
+            f"of 65,536 tokens, and {short} times in rows of 1,024") in readme  # fmt: skip
+    for study in ("bar_65536", "bars_1024"):
+        assert found.ratio(pick(study, "power"), pick(study, "softmax")).count == 4
     decision = (program.ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8")
-    lines = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
+    names = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
              "hybrid_window": "power, and windows of 512 in every second layer",
-             "hybrid_softmax": "power, and softmax attention in the fourth of six layers"}  # fmt: skip
-    for variant, name in lines.items():
+             "hybrid_softmax": "power, and softmax attention in the fourth of six layers",
+             "hybrid_softmax_window": "windows of 512 in three of six layers, softmax attention in the fourth, "
+                                      "power in two"}  # fmt: skip
+    for variant, name in names.items():
         assert f"| {name} | {ratio('bars_1024', variant, 3)} | {ratio('bars_4096', variant, 3)} |" in decision
+    parts = {"power_no_convolution": "without the short convolution", "power_no_head_norm": "without the norm",
+             "power_no_output_gate": "without the output gate", "power_plain": "without all"}  # fmt: skip
+    for variant, name in parts.items():
+        change = found.difference(pick("ablations", variant), pick("ablations", "power"))
+        assert change.count == 3 and f"{change.text(sign=True)} {name}" in " ".join(decision.split())
+    guide = (program.ROOT / "docs/guides/choosing.md").read_text(encoding="utf-8")
+    hybrids = ("hybrid_window", "hybrid_softmax", "hybrid_softmax_window")
+    for variant in ("power", *hybrids):
+        (line,) = (line for line in guide.splitlines() if f"| `scaling:{variant}` |" in line)
+        assert line.endswith(f" | {ratio('bars_1024', variant, 2)} |")
+    listed = "{}, {} and {}".format(*(ratio("bars_4096", variant, 2) for variant in hybrids))
+    assert f"ratios of the last three rows are {listed}" in " ".join(guide.split())
 
 
 def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
