@@ -8,7 +8,7 @@ from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.context_scaling.grid import SETTING, Run
+from benchmarks.context_scaling.grid import SETTING, Run, setting_of
 from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.results import Row, key_of, read
 from benchmarks.context_scaling.speed import SPEED
@@ -135,5 +135,7 @@ def baseline_of(run: Run, study: str) -> Run:
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """Returns the parts of the setting in which runs differ; the context if they differ in no part."""
-    return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1] or ["context"]
+    """Returns the parts of the setting in which runs differ; the context alone if it tells all settings apart."""
+    if len({run.context for run in runs}) == len({setting_of(run) for run in runs}):
+        return ["context"]
+    return [name for name in SETTING if len({getattr(run, name) for run in runs}) > 1]

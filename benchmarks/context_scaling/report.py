@@ -23,6 +23,7 @@ BARS = "bars.csv"
 # "hybrid_softmax" the better one of two with one softmax layer in six.
 BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "power_p4_k24",
                 "power_p4_k32": "power_large", "power4": "power4", "hybrid_softmax": "hybrid_softmax_and_power",
+                "hybrid_softmax_gate": "hybrid_gated_softmax_and_power",
                 "hybrid_softmax_window": "hybrid_softmax", "hybrid_window": "hybrid_window"}  # fmt: skip
 
 

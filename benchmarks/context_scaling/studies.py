@@ -18,8 +18,8 @@ RATES: dict[tuple[str, int], float] = dict.fromkeys(
      ("softmax", "power", "power_p4_k32", "power4", "hybrid_softmax_window", "hybrid_window")), 4e-3,
 )  # fmt: skip
 
-BARS = ("softmax", "power", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_window",
-        "hybrid_window")  # fmt: skip
+BARS = ("softmax", "power", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_gate",
+        "hybrid_softmax_window", "hybrid_window")  # fmt: skip
 CONTROLS = ("softmax", "softmax_gate", "power", "power_data", "power_ungated", "linear_gated", "window", "rwkv7",
             "gated_delta_net")  # fmt: skip
 CONFORMAL = ("softmax_plain", "published_p2", "published_p2_gated", "conformal_p2", "published_p4",
@@ -88,7 +88,8 @@ STUDIES = {
                     + [replace(run, learning_rate=8e-3) for run in _runs(HIGH_RATES, [4096])]),
               seeds=1),
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
-              tuple(_runs(CONTROLS, [4096]) + _runs(("softmax", "softmax_gate", "power", "window"), [65_536]))),
+              tuple(_runs((*CONTROLS, "power_p4_k24"), [4096])
+                    + _runs(("softmax", "softmax_gate", "power", "window"), [65_536], tokens=MIDDLE, documents=8))),
         Study("conformal", "Do gate and rotation as published keep the loss falling with context?",
               tuple(_runs(CONFORMAL, CONTEXTS[:3]) + _runs(CONFORMAL[:4], [65_536])),
               baseline="softmax_plain", seeds=1),

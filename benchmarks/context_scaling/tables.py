@@ -36,10 +36,11 @@ def comparison(found: Found, study: str) -> str:
             less, share = found.difference(run, other), found.ratio(run, other, "gain")
             compared = [_text(less, 3, sign=True), _text(found.ratio(run, other), 3),
                         "" if share is None else f"{share.mean:.0%}", str(less.count if less else 0)]  # fmt: skip
-        lines.append([*cells, _text(found.mean(run, "held_out_loss"), 3), *compared[:2], gains, compared[2],
-                      str(len(found.rows(run))), compared[3]])  # fmt: skip
+        losses = [_text(found.mean(run, name), 3) for name in ("held_out_loss", "best_loss")]
+        lines.append([*cells, losses[0], *compared[:2], losses[1], gains, compared[2], str(len(found.rows(run))),
+                      compared[3]])  # fmt: skip
     return table(["trained at" if varying(runs) == ["context"] else "", "", "held-out loss", f"less {base}",
-                  f"over {base}", "gain", "gain over it", "runs", "pairs"], lines)  # fmt: skip
+                  f"over {base}", "best-context loss", "gain", "gain over it", "runs", "pairs"], lines)  # fmt: skip
 
 
 def rates(found: Found, study: str) -> str:

@@ -56,7 +56,7 @@ def over_softmax(found: Found, study: str, bounds: dict[str, float], **setting: 
 
 def bars_1024(found: Found) -> list[str]:
     bounds = {"power": 1.10, "power_p4_k24": 1.05, "power_p4_k32": 1.05, "power4": 1.03, "hybrid_softmax": 1.005,
-              "hybrid_softmax_window": 1.005, "hybrid_window": 1.05}  # fmt: skip
+              "hybrid_softmax_gate": 1.005, "hybrid_softmax_window": 1.005, "hybrid_window": 1.05}  # fmt: skip
     run, base = (pick("bars_1024", variant) for variant in ("power", "softmax"))
     what = "the gain from context of p = 2 over that of softmax attention"
     share = judged(found.ratio(run, base, "gain"), 0.6, what, least=True)
@@ -64,7 +64,8 @@ def bars_1024(found: Found) -> list[str]:
 
 
 def bars_4096(found: Found) -> list[str]:
-    bounds = {"hybrid_softmax": 1.01, "hybrid_softmax_window": 1.01, "hybrid_window": 1.06}
+    bounds = {"hybrid_softmax": 1.01, "hybrid_softmax_gate": 1.01, "hybrid_softmax_window": 1.01,
+              "hybrid_window": 1.06}  # fmt: skip
     return over_softmax(found, "bars_4096", bounds)
 
 
@@ -136,11 +137,12 @@ def beyond(found: Found) -> list[str]:
 
 
 def controls(found: Found) -> list[str]:
-    run = pick("controls", "power", context=4096)
-    others = ("softmax_gate", "power_data", "power_ungated", "linear_gated", "window", "rwkv7", "gated_delta_net")
-    return [judged(found.difference(run, pick("controls", other, context=4096)), 0.0,
-                   f'at 4,096 tokens, {loss_of("power")} minus that of "{label(other)}"')
-            for other in others]  # fmt: skip
+    of_all = ("softmax_gate", "linear_gated", "window", "rwkv7", "gated_delta_net")
+    compared = [(4096, "power", (*of_all, "power_data", "power_ungated")), (4096, "power_p4_k24", of_all),
+                (DOCUMENT, "power", ("softmax_gate", "window"))]  # fmt: skip
+    return [judged(found.difference(*(pick("controls", each, context=context) for each in (variant, other))), 0.0,
+                   f'at {context:,} tokens, {loss_of(variant)} minus that of "{label(other)}"')
+            for context, variant, others in compared for other in others]  # fmt: skip
 
 
 def conformal(found: Found) -> list[str]:

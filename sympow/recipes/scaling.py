@@ -122,6 +122,12 @@ def hybrid_softmax() -> RunConfig:
     return _config("hybrid_softmax", power, power, power, softmax, power, power)
 
 
+def hybrid_softmax_gate() -> RunConfig:
+    """Five layers of power attention, and softmax attention with the same gate in the fourth of the six."""
+    power, softmax = MixerConfig("power"), MixerConfig("softmax", BLOCK | {"gate": True})
+    return _config("hybrid_softmax_gate", power, power, power, softmax, power, power)
+
+
 def hybrid_window() -> RunConfig:
     """Power attention and windows of 512 tokens in turns: a state of constant size."""
     return _config("hybrid_window", MixerConfig("window", BLOCK | {"window": 512}), MixerConfig("power"))

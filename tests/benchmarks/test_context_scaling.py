@@ -74,7 +74,7 @@ def test_the_bars_are_what_was_asked_for():
     assert {(each.context, each.tokens, each.documents) for each in bars} == {(1024, SHORT, 1)}
     assert {each.learning_rate for each in bars if each.variant in ("softmax", "power")} == {4e-3}
     assert {each.learning_rate for each in grid(["bars_4096"])} == {2e-3}
-    assert [each.seed for each in bars] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [each.seed for each in bars] == [0] * 9 + [1] * 9 + [2] * 9
     (of_long,) = {(each.context, each.tokens, each.documents) for each in grid(["bar_65536"])}
     assert of_long == (65_536, MIDDLE, 8) and bars[1].config(SCALES["full"], Path("corpus")).training.warmup_steps == 46
     assert [each.learning_rate for each in grid(["bar_65536"], seeds=[4], rates=[1e-3, 4e-3])] == [1e-3] * 2 + [
