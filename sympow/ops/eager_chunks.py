@@ -77,7 +77,8 @@ class ChunkedSequence:
             one = v.new_ones(1, 1, 1)
             return Chunk(q, k, v, one[None], one, None)
         decay = self.keys(self.log_g[:, span, :, None])[:, 0].cumsum(1)
-        return Chunk(q, k, v, decay.exp()[:, None, None], (decay[:, -1:] - decay).exp()[:, None], decay)
+        past, kept = decay_factors(decay), decay_factors(decay[:, -1:] - decay)
+        return Chunk(q, k, v, past[:, None, None], kept[:, None], decay)
 
     def queries(self, x: Tensor) -> Tensor:
         """Returns [B, C, H, *] as a new [N, *, R, C], C filled up."""
@@ -204,12 +205,12 @@ class Block:
             if chunk.decay is not None:
                 decay = self.keys(chunk.decay[:, None])
                 pair = (decay - decay.transpose(1, 2)).add_(future)
-            self.pair_decay = pair.exp()[:, :, None]  # [M, n, 1, c]
+            self.pair_decay = decay_factors(pair)[:, :, None]  # [M, n, 1, c]
         elif chunk.decay is not None:
             start = index * self.size
             before = chunk.decay[:, None, start - 1 : start]
-            self.key_decay = (before - chunk.decay[:, None, :start]).exp_()
-            self.row_decay = (chunk.decay[:, None, None, start : start + self.size] - before[..., None]).exp_()
+            self.key_decay = decay_factors(before - chunk.decay[:, None, :start])
+            self.row_decay = decay_factors(chunk.decay[:, None, None, start : start + self.size] - before[..., None])
             self.v = self.v * self.key_decay
 
     def scores(self) -> Tensor:
@@ -270,6 +271,16 @@ def score_blocks(chunk: Chunk) -> Iterator[Block]:
 def whole_blocks(time: int) -> int:
     """Rounds a number of tokens up to whole blocks of scores, unless one block holds them."""
     return time if time <= SCORE_ROWS else -(-time // SCORE_ROWS) * SCORE_ROWS
+
+
+def decay_factors(log_decay: Tensor) -> Tensor:
+    """Returns exp(log_decay), and 0 in place of factors below the square root of the smallest normal number.
+
+    So a product of two factors is 0 or a normal number. Many processors compute with subnormal numbers, which are
+    smaller than normal ones, a hundred times more slowly. The factors that become 0 are at most 1e-19 in float32.
+    """
+    least = math.log(torch.finfo(log_decay.dtype).tiny) / 2
+    return torch.threshold(log_decay, least, -math.inf).exp_()
 
 
 def power(s: Tensor, p: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Every implementation of power_attention and power_attention_step against the reference in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -76,6 +78,18 @@ def test_strong_decay_does_not_overflow():
     # Nothing but the token itself is left.
     own = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True).square() / case.K
     torch.testing.assert_close(results["out"], own / (own + 1e-6) * inputs["v"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_decays_are_never_subnormal(dtype):
+    tiny = torch.finfo(dtype).tiny
+    logs = torch.linspace(3 * math.log(tiny), 0, 4001, dtype=dtype)
+    factors = eager_chunks.decay_factors(logs)
+    products = factors[:, None] * factors
+    assert ((products == 0) | (products >= tiny)).all()
+    kept = factors > 0
+    assert torch.equal(factors[kept], logs[kept].exp()) and logs[~kept].exp().max() < 2 * tiny**0.5
+    assert eager_chunks.decay_factors(torch.tensor([math.nan, -math.inf]).to(dtype)).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
