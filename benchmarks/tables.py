@@ -268,7 +268,6 @@ def hf_generate_table(rows: list[dict]) -> str:
 
 TABLES = {
     "ops_cpu.json": ops_table,
-    "ops_intel_cpu.json": ops_table,
     "ops_h200.json": gpu_table,
     "positions_h200.json": positions_table,
     "host_h200.json": host_table,
