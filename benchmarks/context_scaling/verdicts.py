@@ -197,13 +197,29 @@ def scra_curves(found: Found) -> list[str]:
 
 
 def scra_axes(found: Found) -> list[str]:
-    """Judges what models gain from longer rows of the same documents."""
-    sentences = []
+    """Judges what models gain from longer rows of the same documents, and tells how the ratio changes with updates."""
+    sentences = ratio_by_updates(found)
     for variant in ("power", "softmax"):
         whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
         what = f"{loss_of(variant)} on whole documents minus that on cut ones"
         sentences.append(judged(found.difference(whole, cut), 0.0, what))
     return sentences
+
+
+def ratio_by_updates(found: Found) -> list[str]:
+    """Tells the ratio of p = 2 to softmax attention at 16,384 tokens after several numbers of updates; [] if unknown.
+    """
+    ratios = {}
+    for tokens in (SHORT // 4, SHORT, MIDDLE):
+        run, base = (pick("scra_axes", each, tokens=tokens, documents=1, size=None) for each in ("power", "softmax"))
+        ratios[run.steps] = found.ratio(run, base)
+    known = {steps: value for steps, value in ratios.items() if value is not None}
+    if len(known) < 2:
+        return []
+    *parts, last = (f"{value.text()} after {steps:,} updates" for steps, value in known.items())
+    changes = min(known.values()).mean < 1 < max(known.values()).mean
+    return [f"At 16,384 tokens, {loss_of('power')} over that of softmax attention is {', '.join(parts)} and {last}, of "
+            f"one document each.{' So who leads depends on the length of the run.' * changes}"]  # fmt: skip
 
 
 def scra_bodies(found: Found) -> list[str]:
@@ -255,6 +271,7 @@ def page(found: Found) -> list[str]:
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
         sentences.append(f"{start} {listed}." if parts else f"{start} {MISSING}.")
+    sentences += ratio_by_updates(found)
     judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
