@@ -19,8 +19,8 @@ from benchmarks.prose import wrapped
 from sympow.recall import write_results
 
 BARS = "bars.csv"
-# What bars.csv calls the variants. "power_large" is that of p > 2 with at most 10 times the state of p = 2, and
-# "hybrid_softmax" the better one of two with one softmax layer in six.
+# What bars.csv calls the variants. "power_large" has p > 2 and at most 10 times the state of p = 2. Of the three
+# variants with one softmax layer in six, "hybrid_softmax" is the one with windows.
 BAR_VARIANTS = {"softmax": "softmax", "power": "power_p2", "power_p4_k24": "power_p4_k24",
                 "power_p4_k32": "power_large", "power4": "power4", "hybrid_softmax": "hybrid_softmax_and_power",
                 "hybrid_softmax_gate": "hybrid_gated_softmax_and_power",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -30,8 +30,17 @@ def judged(value: Interval | None, most: float, what: str, least: bool = False, 
     word = REPRODUCED if high <= limit else REFUTED if low > limit else OPEN
     if value.count < LEAST:
         word = OPEN
-    count = f"{value.count} {of}{'s' if value.count > 1 else ''}"
-    return f"**{word}**: {what} is {value.text()} ({count}; {claim})."
+    return f"**{word}**: {what} is {value.text()} ({counted(value, of)}; {claim})."
+
+
+def counted(value: Interval, of: str = "pair") -> str:
+    """Returns "3 pairs": how many values a mean is of."""
+    return f"{value.count} {of}{'s' if value.count > 1 else ''}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Returns "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def untold(sentence: str) -> str:
@@ -99,7 +108,7 @@ def lead_by_position(found: Found, run: Run, base: Run) -> list[str]:
     told = [f"{lead.text()} nats {place}" for place, lead in leads.items() if lead is not None]
     if not told:
         return []
-    lead = f'"{label(run.variant)}" is ahead by {told[0]}, {told[1]} and {told[2]}.'
+    lead = f'"{label(run.variant)}" is ahead by {listed(told)}.'
     return [f"{lead} A lead at the first positions does not come from the context."]
 
 
@@ -111,7 +120,7 @@ def tokens_4096(found: Found) -> list[str]:
                   for tokens in (SHORT, MIDDLE, LONG)]  # fmt: skip
         known = [value for value in ratios if value is not None]
         if len(known) == len(ratios):
-            trend = " and ".join(", ".join(value.text() for value in known).rsplit(", ", 1))
+            trend = listed([value.text() for value in known])
             reached = sum(value.mean <= most for value in known)
             sentences.append(f'After 30, 100 and 300 million tokens, the ratio of "{label(variant)}" is {trend}. '
                              f"It is at most {most:.2f} at {reached or 'none'} of these three points.")  # fmt: skip
@@ -209,17 +218,14 @@ def scra_axes(found: Found) -> list[str]:
 def ratio_by_updates(found: Found) -> list[str]:
     """Tells the ratio of p = 2 to softmax attention at 16,384 tokens after several numbers of updates; [] if unknown.
     """
-    ratios = {}
+    parts = []
     for tokens in (SHORT // 4, SHORT, MIDDLE):
         run, base = (pick("scra_axes", each, tokens=tokens, documents=1, size=None) for each in ("power", "softmax"))
-        ratios[run.steps] = found.ratio(run, base)
-    known = {steps: value for steps, value in ratios.items() if value is not None}
-    if len(known) < 2:
-        return []
-    *parts, last = (f"{value.text()} after {steps:,} updates" for steps, value in known.items())
-    changes = min(known.values()).mean < 1 < max(known.values()).mean
-    return [f"At 16,384 tokens, {loss_of('power')} over that of softmax attention is {', '.join(parts)} and {last}, of "
-            f"one document each.{' So who leads depends on the length of the run.' * changes}"]  # fmt: skip
+        value = found.ratio(run, base)
+        if value is not None:
+            parts.append(f"{value.text()} after {run.steps:,} updates ({counted(value)})")
+    what = f"At 16,384 tokens, one document a step, {loss_of('power')} over that of softmax attention is"
+    return [f"{what} {listed(parts)}."] if len(parts) > 1 else []
 
 
 def scra_bodies(found: Found) -> list[str]:
@@ -269,16 +275,15 @@ def page(found: Found) -> list[str]:
         ratios = {study: found.ratio(pick(study, variant), pick(study, "softmax"), column)
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
-        listed = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
-        sentences.append(f"{start} {listed}." if parts else f"{start} {MISSING}.")
+        sentences.append(f"{start} {listed(parts) or MISSING}.")
     sentences += ratio_by_updates(found)
     judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
     counts = f"Of the claims below, {len(reproduced)} are reproduced and {len(refuted)} refuted."
     named = "".join(f"\n    - {each.removeprefix(f'**{REFUTED}**: ').removesuffix('.')}" for each in refuted)
-    listed = f" These claims are refuted:{named}" if refuted else ""
-    return [*sentences, f"{counts} The others are left open.{listed}"]
+    these = f" These claims are refuted:{named}" if refuted else ""
+    return [*sentences, f"{counts} The others are left open.{these}"]
 
 
 def _change(found: Found, study: str, variant: str, base: str, grows: bool = False) -> str:

@@ -276,8 +276,8 @@ def whole_blocks(time: int) -> int:
 def decay_factors(log_decay: Tensor) -> Tensor:
     """Returns exp(log_decay), and 0 in place of factors below the square root of the smallest normal number.
 
-    So a product of two factors is 0 or a normal number. Many processors compute with subnormal numbers, which are
-    smaller than normal ones, a hundred times more slowly. The factors that become 0 are at most 1e-19 in float32.
+    So a product of two factors is 0 or a normal number. Many processors compute slowly with subnormal numbers,
+    which are smaller than normal ones. The factors that become 0 are at most 1.1e-19 in float32.
     """
     least = math.log(torch.finfo(log_decay.dtype).tiny) / 2
     return torch.threshold(log_decay, least, -math.inf).exp_()

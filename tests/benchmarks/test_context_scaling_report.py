@@ -272,7 +272,7 @@ def test_other_pages_quote_the_committed_rows():
     assert f"after 30 million tokens, {long} times after 300 million" in readme
     assert f"windows in every second layer it is {ratio('bars_4096', 'hybrid_window', 2)} times" in readme
     early, late = (ratio("scra_axes", "power", 2, tokens=tokens, documents=1, size=None) for tokens in (SHORT, MIDDLE))
-    assert f"At 16,384 tokens the ratio of p = 2 is {early} after 30 million, {late} after 100." in readme
+    assert f"At 16,384 tokens the ratio is {early} after 30 million, {late} after 100 (one seed)." in readme
     long, short = (ratio(study, "power", 2) for study in ("bar_65536", "bars_1024"))
     assert (f"17M parameters, four pairs of runs), the loss of p = 2 is {long} times that of softmax attention in rows "
             f"of 65,536 tokens, and {short} times in rows of 1,024") in readme  # fmt: skip
