@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 from benchmarks.context_scaling.found import Found, pick, runs_of
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 from benchmarks.context_scaling.labels import label
+from benchmarks.context_scaling.labels import setting as in_words
 from benchmarks.context_scaling.paired import Interval, interval
 from benchmarks.context_scaling.studies import ABLATIONS
 from benchmarks.context_scaling.tables import MISSING
@@ -206,8 +208,8 @@ def scra_curves(found: Found) -> list[str]:
 
 
 def scra_axes(found: Found) -> list[str]:
-    """Judges what models gain from longer rows of the same documents, and tells how the ratio changes with updates."""
-    sentences = ratio_by_updates(found)
+    """Judges what models gain from longer rows of the same documents, and tells how the ratio changes along axes."""
+    sentences = ratios_along_axes(found)
     for variant in ("power", "softmax"):
         whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
         what = f"{loss_of(variant)} on whole documents minus that on cut ones"
@@ -215,17 +217,39 @@ def scra_axes(found: Found) -> list[str]:
     return sentences
 
 
-def ratio_by_updates(found: Found) -> list[str]:
-    """Tells the ratio of p = 2 to softmax attention at 16,384 tokens after several numbers of updates; [] if unknown.
+def ratios_along_axes(found: Found) -> list[str]:
+    """Tells the ratio of p = 2 to softmax attention at 16,384 tokens by updates, and by weights of the blocks.
+
+    A sentence is left out if fewer than two of its ratios are known.
     """
+    by_updates = [pick("scra_axes", "power", tokens=tokens, documents=1, size=None)
+                  for tokens in (SHORT // 4, SHORT, MIDDLE)]  # fmt: skip
+    by_size = [pick("scra_axes", "power", context=16_384, tokens=SHORT, documents=1, size=size)
+               for size in ("tiny", None, "small")]  # fmt: skip
+    sentences = []
+    for runs, where, point in (
+        (by_updates, "one document a step", lambda run: f"after {run.steps:,} updates"),
+        (by_size, f"after {by_size[0].steps} updates of one document", lambda run: f"with {in_words(run, ['size'])}"),
+    ):
+        ratios = {point(run): found.ratio(run, replace(run, variant="softmax")) for run in runs}
+        parts = [f"{value.text()} {name} ({counted(value)})" for name, value in ratios.items() if value is not None]
+        what = f"At 16,384 tokens, {where}, {loss_of('power')} over that of softmax attention is"
+        sentences += [f"{what} {listed(parts)}."] if len(parts) > 1 else []
+    return sentences
+
+
+def behind_gated(found: Found) -> list[str]:
+    """Tells how far variants are behind softmax attention that has the same gate; [] if unknown."""
     parts = []
-    for tokens in (SHORT // 4, SHORT, MIDDLE):
-        run, base = (pick("scra_axes", each, tokens=tokens, documents=1, size=None) for each in ("power", "softmax"))
-        value = found.ratio(run, base)
+    for study, variant, context in (("controls", "power", 4096), ("controls", "power", DOCUMENT),
+                                    ("bars_4096", "hybrid_softmax_gate", 4096)):  # fmt: skip
+        run = pick(study, variant, context=context)
+        value = found.difference(run, replace(run, variant="softmax_gate"))
         if value is not None:
-            parts.append(f"{value.text()} after {run.steps:,} updates ({counted(value)})")
-    what = f"At 16,384 tokens, one document a step, {loss_of('power')} over that of softmax attention is"
-    return [f"{what} {listed(parts)}."] if len(parts) > 1 else []
+            told = f'for "{label(variant)}" at {context:,} tokens ({counted(value)})'
+            parts.append(f"{value.text(sign=True)} {told}")
+    what = f'The loss minus that of softmax attention with the same gate ("{label("softmax_gate")}") is'
+    return [f"{what} {listed(parts)}."] if parts else []
 
 
 def scra_bodies(found: Found) -> list[str]:
@@ -276,7 +300,7 @@ def page(found: Found) -> list[str]:
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         sentences.append(f"{start} {listed(parts) or MISSING}.")
-    sentences += ratio_by_updates(found)
+    sentences += [*behind_gated(found), *ratios_along_axes(found)]
     judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip

@@ -282,22 +282,30 @@ def test_other_pages_quote_the_committed_rows():
     names = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
              "hybrid_window": "power, and windows of 512 in every second layer",
              "hybrid_softmax": "power, and softmax attention in the fourth of six layers",
+             "hybrid_softmax_gate": "the same, with the gate in the softmax layer",
              "hybrid_softmax_window": "windows of 512 in three of six layers, softmax attention in the fourth, "
                                       "power in two"}  # fmt: skip
     for variant, name in names.items():
         assert f"| {name} | {ratio('bars_1024', variant, 3)} | {ratio('bars_4096', variant, 3)} |" in decision
+    for study, variant, context in (("controls", "power", 4096), ("controls", "power", DOCUMENT),
+                                    ("bars_4096", "hybrid_softmax_gate", 4096)):  # fmt: skip
+        run = pick(study, variant, context=context)
+        behind = found.difference(run, replace(run, variant="softmax_gate"))
+        assert behind.count == 3 and behind.text(sign=True) in " ".join(decision.split())
+        if variant == "power":
+            assert f"by {behind.text(2) if context == DOCUMENT else f'{behind.mean:.2f}'}" in readme
     parts = {"power_no_convolution": "without the short convolution", "power_no_head_norm": "without the norm",
              "power_no_output_gate": "without the output gate", "power_plain": "without all"}  # fmt: skip
     for variant, name in parts.items():
         change = found.difference(pick("ablations", variant), pick("ablations", "power"))
         assert change.count == 3 and f"{change.text(sign=True)} {name}" in " ".join(decision.split())
     guide = (program.ROOT / "docs/guides/choosing.md").read_text(encoding="utf-8")
-    hybrids = ("hybrid_window", "hybrid_softmax", "hybrid_softmax_window")
+    hybrids = ("hybrid_window", "hybrid_softmax", "hybrid_softmax_gate", "hybrid_softmax_window")
     for variant in ("power", *hybrids):
         (line,) = (line for line in guide.splitlines() if f"| `scaling:{variant}` |" in line)
         assert line.endswith(f" | {ratio('bars_1024', variant, 2)} |")
-    listed = "{}, {} and {}".format(*(ratio("bars_4096", variant, 2) for variant in hybrids))
-    assert f"ratios of the last three rows are {listed}" in " ".join(guide.split())
+    listed = "{}, {}, {} and {}".format(*(ratio("bars_4096", variant, 2) for variant in hybrids))
+    assert f"ratios of the last four rows are {listed}" in " ".join(guide.split())
 
 
 def test_every_study_is_shown_or_named_as_missing(found, tmp_path):
