@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     timed = commands.add_parser("speed", help="time training steps, alone on a GPU")
     timed.set_defaults(command=_speed)
     timed.add_argument("--variants", required=True, help="recipes of sympow/recipes/scaling.py")
-    timed.add_argument("--contexts", default="1024,4096,65536", help="(default: %(default)s)")
+    timed.add_argument("--contexts", default="1024,4096,16384,65536", help="(default: %(default)s)")
     timed.add_argument("--modes", default="eager,compiled", help="(default: %(default)s)")
 
     for command in (run, timed):

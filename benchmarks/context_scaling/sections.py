@@ -54,14 +54,17 @@ SECTIONS = {
         "Does the ratio to softmax attention fall with the number of tokens in a run? The claims for 100 million "
         "tokens are 1.03 for p = 2 and 1.00 for p = 4.",
         partial(figures.by_number, field="tokens", ratio=True)),
+    "tokens_16384": Section(
+        "Longer runs at 16,384 tokens",
+        "Does the lead over softmax attention last in longer runs? Runs have 8, 30 and 100 million tokens.",
+        partial(figures.by_number, field="tokens", ratio=True)),
     "by_context": Section(
         "Loss and gain by the context of training",
         "[SCRA] claims that the ratio of power attention to softmax attention falls as the context grows. The second "
         "table compares p = 2 with softmax attention at equal tokens, FLOPs and time. Those at equal FLOPs and time "
         "are losses on four of the held-out documents, at the last point along the cheaper run, after seven eighths of "
         "it. There the loss of the other run is interpolated between its measured points, and its learning rate is "
-        "still higher. The third table shows tokens per second of training steps at 65,536 "
-        "tokens of context.",
+        "still higher. The third table shows tokens per second of training steps.",
         partial(figures.by_number, field="context"),
         (tables.comparison, tables.budgets, tables.speeds)),
     "beyond": Section(
@@ -135,9 +138,18 @@ SECTIONS = {
         "studies at 1,024 tokens use rates from this sweep. If the best rate is the lowest or the highest of a sweep, "
         "more rates are needed.",
         figures.learning_rates, (tables.rates,)),
-    "rates": Section(
+    "rates_4096": Section(
         "Learning rates at 4,096 tokens",
         "All other studies at 4,096 tokens use a rate of 2e-3. The table is like that at 1,024 tokens.",
+        figures.learning_rates, (tables.rates,)),
+    "rates_16384": Section(
+        "Learning rates at 16,384 tokens",
+        "All other studies at 16,384 tokens use a rate of 2e-3. The table is like that at 1,024 tokens.",
+        figures.learning_rates, (tables.rates,)),
+    "rates_65536": Section(
+        "Learning rates at 65,536 tokens",
+        "A step holds eight documents, and a run 100 million tokens. All other studies at 65,536 tokens use a rate of "
+        "2e-3. The table is like that at 1,024 tokens.",
         figures.learning_rates, (tables.rates,)),
 }  # fmt: skip
 

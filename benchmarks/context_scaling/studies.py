@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 
@@ -11,7 +12,8 @@ CONTEXTS = (1024, 4096, 16_384, 65_536)
 SWEEP = (1e-3, 2e-3, 4e-3)
 # Variants that are best at the highest rate of the sweep at 4,096 tokens, so that a higher one is tried.
 HIGH_RATES = ("softmax_gate", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax")
-RATE_STUDIES = ("rates_1024", "rates")  # they compare learning rates, not variants
+# These studies compare learning rates, not variants.
+RATE_STUDIES = ("rates_1024", "rates_4096", "rates_16384", "rates_65536")
 
 # The learning rate by variant and context, from the studies of rates; all others have that of `Run`.
 RATES: dict[tuple[str, int], float] = dict.fromkeys(
@@ -51,6 +53,10 @@ def _runs(variants: Iterable[str], contexts: Iterable[int], **fields: int | str 
     return [Run(variant, context, **fields) for context in contexts for variant in variants]  # type: ignore[arg-type]
 
 
+def _swept(runs: Iterable[Run], rates: Iterable[float]) -> list[Run]:
+    return [replace(run, learning_rate=rate) for rate, run in product(rates, runs)]
+
+
 def _axes() -> list[Run]:
     """Returns both variants along each axis of [SCRA]. Runs that several axes share occur once."""
     variants = ("softmax", "power")
@@ -77,16 +83,21 @@ STUDIES = {
         Study("tokens_4096", "Does the ratio to softmax attention at 4,096 tokens change with the tokens of a run?",
               tuple(run for tokens in (MIDDLE, SHORT, LONG)
                     for run in _runs(("softmax", "power", "power4"), [4096], tokens=tokens))),
+        Study("tokens_16384", "Does the ratio at 16,384 tokens change with the tokens of a run?",
+              tuple(run for tokens in (SHORT // 4, SHORT, MIDDLE)
+                    for run in _runs(("softmax", "power"), [16_384], tokens=tokens))),
         Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
                     + _runs(("power_p4_k24",), CONTEXTS[:3]))),
         Study("rates_1024", "Is each variant's learning rate its best at 1,024 tokens?",
-              tuple(replace(run, learning_rate=rate) for rate in (*SWEEP[1:], 8e-3) for run in _runs(BARS, [1024])),
-              seeds=1),
-        Study("rates", "Is each variant's learning rate its best at 4,096 tokens?",
-              tuple([replace(run, learning_rate=rate) for rate in SWEEP
-                     for run in _runs(BARS + CONTROLS[1:], [4096])]
-                    + [replace(run, learning_rate=8e-3) for run in _runs(HIGH_RATES, [4096])]),
+              tuple(_swept(_runs(BARS, [1024]), (*SWEEP[1:], 8e-3))), seeds=1),
+        Study("rates_4096", "Is each variant's learning rate its best at 4,096 tokens?",
+              tuple(_swept(_runs(BARS + CONTROLS[1:], [4096]), SWEEP)
+                    + _swept(_runs(HIGH_RATES, [4096]), (8e-3,))), seeds=1),
+        Study("rates_16384", "Is each variant's learning rate its best at 16,384 tokens?",
+              tuple(_swept(_runs(("softmax", "power"), [16_384]), SWEEP)), seeds=1),
+        Study("rates_65536", "Is each variant's learning rate its best at 65,536 tokens?",
+              tuple(_swept(_runs(("softmax", "softmax_gate", "power"), [65_536], tokens=MIDDLE, documents=8), SWEEP)),
               seeds=1),
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
               tuple(_runs((*CONTROLS, "power_p4_k24"), [4096])

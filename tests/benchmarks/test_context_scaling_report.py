@@ -328,6 +328,6 @@ def test_what_the_page_does_not_know_is_named(found):
 def test_every_variant_has_a_name_and_a_look_where_it_is_drawn_in_lines():
     variants = {run.variant.split("+")[0] for study in STUDIES for run in runs_of(study)}
     assert variants <= set(LABELS)
-    for study in ("by_context", "conformal", "beyond", "rates", "scra_ratio", "scra_axes", "tokens_4096"):
+    for study in ("by_context", "conformal", "beyond", "rates_4096", "scra_ratio", "scra_axes", "tokens_4096"):
         looks = [LOOKS[variant] for variant in dict.fromkeys(run.variant for run in runs_of(study))]
         assert len(set(looks)) == len(looks), study
