@@ -113,8 +113,8 @@ SECTIONS = {
         figures.by_cost),
     "scra_latency": Section(
         "Equal time of training",
-        "[SCRA Table 4] compares at equal time. Here softmax attention gets 30 million tokens, and power attention and "
-        "a window get 100 million.",
+        "[SCRA Table 4] compares at equal time. Here softmax attention gets 30 million tokens, without and with a "
+        "gate, and power attention and a window get 100 million.",
         figures.by_cost),
     "conformal": Section(
         "Gate and rotation as published",

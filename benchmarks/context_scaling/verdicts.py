@@ -271,12 +271,12 @@ def scra_ratio(found: Found) -> list[str]:
 
 
 def scra_latency(found: Found) -> list[str]:
-    base, sentences = pick("scra_latency", "softmax"), []
-    for variant in ("power", "window"):
-        run = pick("scra_latency", variant)
+    sentences = []
+    for variant, other in (("power", "softmax"), ("window", "softmax"), ("power", "softmax_gate")):
+        run, base = pick("scra_latency", variant), pick("scra_latency", other)
         times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
         longer = "" if None in times else f", trained for {times[0] / times[1]:.2f} times as long,"  # type: ignore[operator]
-        what = f"{loss_of(variant)}{longer} minus that of softmax attention"
+        what = f'{loss_of(variant)}{longer} minus that of "{label(other)}"'
         sentences.append(judged(found.difference(run, base), 0.0, what))
     return sentences
 
