@@ -114,7 +114,7 @@ SECTIONS = {
     "scra_latency": Section(
         "Equal time of training",
         "[SCRA Table 4] compares at equal time. Here softmax attention gets 30 million tokens, without and with a "
-        "gate, and power attention and a window get 100 million.",
+        "gate. Power attention, a window and a hybrid of both get 100 million.",
         figures.by_cost),
     "conformal": Section(
         "Gate and rotation as published",

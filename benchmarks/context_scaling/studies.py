@@ -85,7 +85,7 @@ STUDIES = {
                     for run in _runs(("softmax", "power", "power4"), [4096], tokens=tokens))),
         Study("tokens_16384", "Does the ratio at 16,384 tokens change with the tokens of a run?",
               tuple(run for tokens in (SHORT // 4, SHORT, MIDDLE)
-                    for run in _runs(("softmax", "power"), [16_384], tokens=tokens))),
+                    for run in _runs(("softmax", "power", "hybrid_window"), [16_384], tokens=tokens))),
         Study("by_context", "What does each make of a longer context, at equal tokens, FLOPs and time?",
               tuple(_runs(("softmax", "power", "hybrid_softmax", "hybrid_window"), CONTEXTS)
                     + _runs(("power_p4_k24",), CONTEXTS[:3]))),
@@ -122,8 +122,8 @@ STUDIES = {
               tuple(_runs(("ratio_1_12", "ratio_2_1", "ratio_4_1", "ratio_99_1"), [65_536])),
               baseline="ratio_1_12", seeds=1),
         Study("scra_latency", "At equal time of training, who leads at 65,536 tokens?",
-              (*_runs(("softmax", "softmax_gate"), [65_536]), *_runs(("power", "window"), [65_536], tokens=MIDDLE)),
-              seeds=1),
+              (*_runs(("softmax", "softmax_gate"), [65_536]),
+               *_runs(("power", "window", "hybrid_window"), [65_536], tokens=MIDDLE)), seeds=1),
         Study("beyond", "What happens beyond the context trained at, up to 16 times?",
               tuple(_runs(("softmax", "softmax_gate", "power", "power_data", "power_ungated", "hybrid_softmax",
                            "hybrid_window"), [1024, 4096]))),

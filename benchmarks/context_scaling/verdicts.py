@@ -272,7 +272,8 @@ def scra_ratio(found: Found) -> list[str]:
 
 def scra_latency(found: Found) -> list[str]:
     sentences = []
-    for variant, other in (("power", "softmax"), ("window", "softmax"), ("power", "softmax_gate")):
+    for variant, other in (("power", "softmax"), ("window", "softmax"), ("hybrid_window", "softmax"),
+                           ("power", "softmax_gate")):  # fmt: skip
         run, base = pick("scra_latency", variant), pick("scra_latency", other)
         times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
         longer = "" if None in times else f", trained for {times[0] / times[1]:.2f} times as long,"  # type: ignore[operator]
