@@ -45,27 +45,29 @@ def swap_mixers(
     A window layer attends to the last tokens as the teacher does. A power layer weighs tokens by (score + a)^p instead
     of exp(score). The constant a is `INITIAL_SCORE`, and biases of queries and keys contain it. The new parts of a
     power layer initially change nothing, or little: the short convolution is the identity, the output gate is 1, and
-    the gate is nearly open and the same for all tokens. A power layer has no norm of heads, because the norm would
-    remove the magnitudes of the heads' outputs.
+    the gate is nearly open and the same for all tokens. A power layer gets no new norm of heads, because the norm would
+    remove the magnitudes of the heads' outputs. Parts that the teacher's layers have too keep their weights.
 
     Args:
         teacher: a model of the llama body in which all layers have softmax attention.
-        pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer.
+        pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer; or a
+            text for `parse_pattern`.
         p: the power of power layers.
         window: the number of tokens that a window layer attends to.
 
-    Raises ValueError for a model with another body or other mixers, and the errors of the mixers for their options.
+    Raises ValueError for a model with another body or other mixers, and for an unknown kind, and the errors of the
+    mixers for their options.
     """
     config = teacher.config
+    pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
+    if not pattern or any(kind not in KINDS for kind in pattern):
+        raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
     kept = config.mixers[0]
     if config.body != "llama" or any(mixer.name != "softmax" for mixer in config.mixers) or len(config.mixers) > 1:
         names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
         raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")
-    mixers = {
-        "softmax": kept,
-        "window": MixerConfig("window", kept.options | {"window": window}),
-        "power": MixerConfig("power", kept.options | _power_options(kept.options, p)),
-    }
+    own = {"softmax": {}, "window": {"window": window}, "power": _power_options(kept.options, p)}
+    mixers = {kind: MixerConfig(kind, kept.options | own[kind]) for kind in dict.fromkeys(pattern)}
     kinds = [pattern[layer % len(pattern)] for layer in range(config.n_layers)]
     alike = kinds if len(set(kinds)) > 1 else kinds[:1]
     student = LanguageModel(replace(config, mixers=tuple(mixers[kind] for kind in alike)), seed=0)
@@ -79,7 +81,7 @@ def swap_mixers(
                 parameter.copy_(weights[name])
         for block in student.blocks:
             if isinstance(block.mixer, PowerAttention):
-                _make_neutral(block.mixer)
+                _make_neutral(block.mixer, kept.options)
     return student.train(teacher.training)
 
 
@@ -90,23 +92,24 @@ def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
         "bias": True,
         "out_bias": kept.get("out_bias", kept.get("bias", True)),
         "rotary_fraction": kept.get("rotary_fraction", 1.0),
-        "gate_bias": GATE_BIAS,
+        "gate_bias": kept.get("gate_bias", GATE_BIAS),
         "initial_score": 0.0 if kept.get("qk_norm") else INITIAL_SCORE,  # a norm after the biases would change them
-        "head_norm": False,
+        "head_norm": kept.get("head_norm", False),
         "output_gate": True,
-        "output_gate_bias": True,
+        "output_gate_bias": kept.get("output_gate_bias", False) if kept.get("output_gate") else True,
     }
 
 
-def _make_neutral(mixer: PowerAttention) -> None:
-    """Sets the new parts of a power layer so that they change nothing, or little."""
-    if mixer.convolution is not None:
+def _make_neutral(mixer: PowerAttention, kept: dict[str, Any]) -> None:
+    """Sets the new parts of a power layer so that they change nothing, or little; `kept`: the softmax layer's options.
+    """
+    if mixer.convolution is not None and not kept.get("short_convolution"):
         mixer.convolution.weight.zero_()
         mixer.convolution.weight[:, -1] = 1
         if mixer.convolution.bias is not None:
             mixer.convolution.bias.zero_()
-    if mixer.gate is not None:
+    if mixer.gate is not None and not kept.get("gate"):
         mixer.gate.weight.zero_()  # what remains is the bias
-    if mixer.output_gate is not None:
+    if mixer.output_gate is not None and not kept.get("output_gate"):
         mixer.output_gate.weight.zero_()
         mixer.output_gate.bias.fill_(ONE)

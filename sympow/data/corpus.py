@@ -87,9 +87,15 @@ class Subset:
     Args:
         corpus: the corpus to select from.
         indices: int64 [N], the indices of the selected documents, in the order of the subset.
+
+    Raises ValueError for indices that are not integers [N] from 0 to one less than the corpus has documents.
     """
 
     def __init__(self, corpus: Corpus, indices: np.ndarray):
+        if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer):
+            raise ValueError(f"indices must be integers [N]; got {indices.dtype} {list(indices.shape)}")
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(corpus)):
+            raise ValueError(f"a corpus of {len(corpus)} documents has none of index {_beyond(indices, len(corpus))}")
         self._corpus = corpus
         self._indices = indices
         self.lengths = corpus.lengths[indices]
@@ -104,6 +110,11 @@ class Subset:
     def __getitem__(self, index: int) -> np.ndarray:
         check_index(index, len(self))
         return self._corpus[int(self._indices[index])]
+
+
+def _beyond(indices: np.ndarray, count: int) -> int:
+    """Returns the first index that is not from 0 to count - 1."""
+    return int(indices[(indices < 0) | (indices >= count)][0])
 
 
 def choose_held_out(lengths: np.ndarray, fraction: float, seed: int) -> np.ndarray:

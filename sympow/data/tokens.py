@@ -224,7 +224,11 @@ def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> It
     """Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
 
     Memory is bounded if the text has line ends; otherwise the whole text is in memory.
+
+    Raises ValueError for a size below 1.
     """
+    if size < 1:
+        raise ValueError(f"size must be at least 1 character; got {size}")
     rest = ""
     while block := text.read(size):
         rest += block

@@ -27,7 +27,14 @@ class BigramCounts:
         self.vocab_size, self.tokens = vocab_size, tokens
 
     def lookup(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Returns how often `second` followed `first`, int64, of their shape; both hold tokens."""
+        """Returns how often `second` followed `first`, int64, of their shape; both hold tokens.
+
+        Raises ValueError for tokens outside of the vocabulary.
+        """
+        for tokens in (first, second):
+            if np.size(tokens) and not (np.min(tokens) >= 0 and np.max(tokens) < self.vocab_size):
+                raise ValueError(f"the bigrams are of a vocabulary of {self.vocab_size} tokens; got tokens from "
+                                 f"{np.min(tokens)} to {np.max(tokens)}")  # fmt: skip
         if not len(self.keys):
             return np.zeros(np.shape(first), np.int64)
         wanted = _keys(first, second, self.vocab_size, self.keys.dtype)

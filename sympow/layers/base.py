@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.state import After, Kind, MixerState, check_batch, check_kind, state_kind, try_by_copies
+from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 
 
@@ -171,13 +171,13 @@ class Mixer(nn.Module, ABC):
         """Raises the errors of `check_input`, and an error if `state` is none of this mixer for the rows of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
-        check_kind(state, self._state_kind())
+        check_form(state, self._state_form())
 
-    def _state_kind(self) -> Kind:
-        """Returns the classes of this mixer's state; they are looked up once, on the meta device."""
-        found: Kind | None = self.__dict__.get("_kind")
+    def _state_form(self) -> Form:
+        """Returns what all states of this mixer share; it is looked up once, on the meta device."""
+        found: Form | None = self.__dict__.get("_form")
         if found is None:
-            found = self._kind = state_kind(self.init_state(1, device="meta"))
+            found = self._form = form_of(self.init_state(1, device="meta"))
         return found
 
     def check_input(self, x: Tensor, weight: Tensor) -> None:

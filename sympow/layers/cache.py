@@ -33,6 +33,8 @@ class KVCache(MixerState):
     back. Token t has index t, or t % limit.
     """
 
+    constants: ClassVar[tuple[str, ...]] = ("limit",)
+
     k: Tensor
     v: Tensor
     length: int = 0
@@ -96,6 +98,8 @@ class WindowCache(KVCache):
 @dataclass
 class InputCache(MixerState):
     """Holds the last `limit` inputs of `length` tokens: x is [B, room, C], token t at index t % limit."""
+
+    constants: ClassVar[tuple[str, ...]] = ("limit",)
 
     x: Tensor
     length: int

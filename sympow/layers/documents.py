@@ -8,19 +8,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sympow.ops.documents import borders, check_borders
+
 
 def document_bounds(cu_seqlens: Tensor, x: Tensor) -> list[int]:
-    """Returns the cu_seqlens of x [1, T, ...] as plain numbers, checked; documents may be empty."""
-    integer = not cu_seqlens.is_floating_point() and cu_seqlens.dtype != torch.bool
-    if x.shape[0] != 1 or cu_seqlens.ndim != 1 or not integer:
-        raise ValueError(
-            f"cu_seqlens is an integer tensor [N + 1] and needs a batch of 1; "
-            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)} with a batch of {x.shape[0]}"
-        )
-    bounds = cu_seqlens.tolist()
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {x.shape[1]}; got {bounds}")
-    return bounds
+    """Returns the cu_seqlens of x [1, T, ...] as plain numbers, checked as in the op; documents may be empty."""
+    check_borders(cu_seqlens, x.shape[0])
+    return borders(cu_seqlens, x.shape[1])
 
 
 def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *tensors: Tensor) -> Tensor:

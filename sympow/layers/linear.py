@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.documents import per_document
-from sympow.layers.power import continue_power, initial_memory, memory_size, try_power
+from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops import DecodingState, PowerState, power_attention
@@ -65,6 +65,7 @@ class LinearAttention(AttentionMixer):
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         if feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map is one of {', '.join(FEATURE_MAPS)}; got {feature_map!r}")
+        check_form(chunk_size, impl)
         self.feature_map, self.chunk_size, self.impl = feature_map, chunk_size, impl
         self.reset_parameters()
 

@@ -33,6 +33,8 @@ from sympow.ops.decoding import try_on_state
 from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 
+IMPLS = ("auto", "eager", "triton", "reference")  # of the op
+
 
 @dataclass
 class PowerAttentionState(MixerState):
@@ -106,6 +108,7 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
         check_options(p, None, bool(normalize), eps)
+        check_form(chunk_size, impl)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
         if not (math.isfinite(initial_score) and initial_score >= 0):
             raise ValueError(f"initial_score must be finite and not negative; got {initial_score}")
@@ -235,6 +238,14 @@ def _moved(position: int | Tensor, positions: Tensor | None, n: int) -> int | Te
     if positions is None:
         return position + n
     return positions[:, n - 1].clone() if n else position  # a view would hold all positions
+
+
+def check_form(chunk_size: int | None, impl: str) -> None:
+    """Refuses, with a ValueError, values of `chunk_size` and `impl` that no call of the op takes."""
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    if impl not in IMPLS:
+        raise ValueError(f"impl is one of {', '.join(IMPLS)}; got {impl!r}")
 
 
 def initial_memory(

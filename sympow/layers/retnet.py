@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
-from sympow.layers.power import PowerAttentionState, continue_power, try_power
+from sympow.layers.power import PowerAttentionState, check_form, continue_power, try_power
 from sympow.layers.state import After
 from sympow.ops import PowerState, power_attention
 
@@ -51,6 +51,7 @@ class RetNet(AttentionMixer):
             heads["value_dim"] = 2 * (heads.get("head_dim") or d_model // max(n_heads, 1))
         heads.setdefault("bias", False)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        check_form(chunk_size, impl)
         self.chunk_size, self.impl = chunk_size, impl
         inner = n_heads * self.value_dim
         self.gate = nn.Linear(d_model, inner, bias=False)

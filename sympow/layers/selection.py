@@ -189,9 +189,11 @@ class SelectiveAttention(AttentionMixer):
 def most_rows(selected: Tensor) -> int:
     """Returns the largest number of selected rows in a sequence.
 
-    While a CUDA graph is captured, numbers cannot be read, so the result is the number of all rows.
+    On the meta device, in torch.compile, and while a CUDA graph is captured, numbers cannot be read. The result is then
+    the number of all rows.
     """
-    if selected.is_cuda and torch.cuda.is_current_stream_capturing():
+    unknown = selected.is_meta or torch.compiler.is_compiling()
+    if unknown or (selected.is_cuda and torch.cuda.is_current_stream_capturing()):
         return selected.shape[1]
     return int(selected.sum(1).max()) if len(selected) else 0
 

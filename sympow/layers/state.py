@@ -14,8 +14,9 @@ from sympow.ops import DecodingState, PowerState
 
 S = TypeVar("S")
 
-# The class of a mixer's state, and the kinds of the states in its fields.
-Kind = tuple[type, tuple[Any, ...]]
+# What all states of a mixer share, by fields: the forms of nested states, shapes of tensors without the batch (0: a
+# size that grows), and constants.
+Form = tuple[type, tuple[tuple[str, Any], ...]]
 # after(n) is the state after the first n of the tokens that a `try_step` has read. The other tokens are taken back, as
 # if they had never been read. It can be called only once, because it may overwrite the tensors from which it is made.
 After = Callable[[int], Any]
@@ -31,9 +32,11 @@ class MixerState:
     Attributes:
         counters: fields that count the tokens read. `step` also takes them as int64 [B], for rows of different
             lengths. None: the rows of a batch must be equally long.
+        constants: fields that are equal in all states of a mixer.
     """
 
     counters: ClassVar[tuple[str, ...] | None] = None
+    constants: ClassVar[tuple[str, ...]] = ()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields every tensor that the state holds."""
@@ -101,37 +104,53 @@ def check_batch(state: object, batch: int) -> None:
         raise ValueError(f"the state must be of as many sequences as the input, {batch}; got a state of {held}")
 
 
-def state_kind(state: MixerState) -> Kind:
-    """Returns the class of a state, and the kinds of the states in its fields."""
-    return type(state), tuple([state_kind(item) for item in _nested(state)])
+def form_of(state: MixerState) -> Form:
+    """Returns what all states of a mixer share, from its state before the first token."""
+    items: list[tuple[str, Any]] = []
+    for field in fields(state):
+        item = getattr(state, field.name)
+        if isinstance(item, MixerState):
+            items.append((field.name, form_of(item)))
+        elif (sizes := _sizes(item)) is not None:
+            items.append((field.name, sizes))
+        elif field.name in state.constants:
+            items.append((field.name, item))
+    return type(state), tuple(items)
 
 
-def check_kind(state: MixerState, expected: Kind) -> None:
-    """Refuses the state of another kind of mixer, whose fields have other names or another meaning."""
-    if not _is_of(state, expected):
-        found = _kind_name(state_kind(state))
-        raise TypeError(f"state must be that of this mixer, {_kind_name(expected)}; got {found}")
+def check_form(state: MixerState, expected: Form) -> None:
+    """Refuses, with a TypeError or a ValueError, the state of a mixer of another class or with other options."""
+    own, items = expected
+    if type(state) is not own:
+        raise TypeError(f"state must be that of this mixer, {own.__name__}; got {type(state).__name__}")
+    for name, form in items:
+        item = getattr(state, name)
+        if isinstance(form, tuple):
+            if type(item) is not form[0]:
+                wanted, got = form[0].__name__, type(item).__name__
+                raise TypeError(f"state must be that of this mixer, with {name} of {wanted}; got {got}")
+            check_form(item, form)
+        elif isinstance(form, list):
+            shape = _sizes(item)
+            if shape is None or not _fits(shape, form):
+                sizes = ", ".join(str(size) if size else "*" for size in ["B", *form])
+                got = type(item).__name__ if shape is None else f"[{', '.join(map(str, ['B', *shape]))}]"
+                raise ValueError(f"state must be that of this mixer, with {name} of [{sizes}]; got {got}")
+        elif item != form:
+            raise ValueError(f"state must be that of this mixer, with {name} = {form}; got {item}")
 
 
-def _is_of(state: MixerState, kind: Kind) -> bool:
-    """Tells whether a state is of a kind. torch.compile cannot compare kinds by `==` with torch 2.11."""
-    own, kinds = kind
-    nested = _nested(state)
-    if type(state) is not own or len(nested) != len(kinds):
+def _sizes(item: Any) -> list[int] | None:
+    """Returns the shape of a tensor, or of the sums of the op's state, without the batch; None for anything else."""
+    tensor = item.s if isinstance(item, PowerState | DecodingState) else item
+    return list(tensor.shape[1:]) if isinstance(tensor, Tensor) else None
+
+
+def _fits(shape: list[int], form: list[int]) -> bool:
+    """Tells whether sizes are those of a form. A loop, because torch.compile cannot compare lists of growing sizes."""
+    if len(shape) != len(form):
         return False
-    return all([_is_of(*each) for each in zip(nested, kinds, strict=True)])
-
-
-def _nested(state: MixerState) -> list[MixerState]:
-    """Returns the states in the fields of a state."""
-    items = [getattr(state, field.name) for field in fields(state)]
-    return [item for item in items if isinstance(item, MixerState)]
-
-
-def _kind_name(kind: Kind) -> str:
-    """Returns a name such as "ShortConvolutionState(KVCache)"."""
-    own, nested = kind
-    return own.__name__ + (f"({', '.join(map(_kind_name, nested))})" if nested else "")
+    return all([wanted == 0 or size == wanted for size, wanted in zip(shape, form, strict=True)])
 
 
 def _batch(value: Any) -> int | None:

@@ -76,9 +76,12 @@ class WindowAttention(WindowMixer):
         q, k, v = self.rotated_heads(x, state.length)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(state.length, Tensor):
-            held_k, held_v, seen = state.of_one_more(k, v, state.length)
-            y = attend(q.to(held_k.dtype), held_k, held_v, mask=seen)
-            state = replace(state, length=state.length + 1)
+            length, outs = state.length, []
+            for own_q, own_k, own_v in zip(*(part.split(1, dim=2) for part in (q, k, v)), strict=True):
+                held_k, held_v, seen = state.of_one_more(own_k, own_v, length)
+                outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen))
+                length = length + 1
+            y, state = torch.cat(outs, dim=2), replace(state, length=length)
         elif x.shape[1] == 1:
             state = state.extend(k, v)
             y = attend(q.to(state.k.dtype), *state.filled())

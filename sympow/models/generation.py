@@ -192,11 +192,14 @@ def probabilities(
     """
     logits, tokens = logits.float().sort(dim=-1, descending=True)
     probability = ((logits - logits[..., :1]) / temperature).softmax(-1)  # at most 0, so that nothing overflows
+    if isinstance(top_k, int):
+        top_k = min(top_k, logits.shape[-1])  # larger ones may not fit into 64 bits
     if top_k is not None:
         probability.masked_fill_(torch.arange(logits.shape[-1], device=logits.device) >= top_k, 0)
     if top_p is not None:
-        before = probability.cumsum(-1) - probability  # the likeliest token always stays
-        probability.masked_fill_(before >= top_p * probability.sum(-1, keepdim=True), 0)
+        before = probability.cumsum(-1) - probability
+        beyond = before >= top_p * probability.sum(-1, keepdim=True)
+        probability[..., 1:].masked_fill_(beyond[..., 1:], 0)  # the likeliest token always stays
     return torch.empty_like(probability).scatter_(-1, tokens, probability)
 
 

@@ -37,18 +37,19 @@ class RecallModel(LanguageModel):
         """Returns logits [B, Q, vocab_size] of the tokens after the positions [B, Q] in tokens [B, T]; both int64.
 
         The head is the largest matrix product of a small model. With Q of T positions it takes Q / T of the time.
+
+        Raises TypeError or ValueError for places of another dtype or shape, and on a CPU for places that are not from 0
+        to T - 1.
         """
         hidden = self._hidden(tokens, None)
+        _check_places(places, tokens)
         return self._head(hidden.gather(1, places.unsqueeze(2).expand(-1, -1, hidden.shape[2])))
 
-    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Steps as `LanguageModel.step` does.
-
-        Raises ValueError with learned positions.
-        """
+    def _embed_next(self, tokens: Tensor, state: ModelState) -> Tensor:
+        """Returns the vectors of tokens that follow a state. Raises ValueError with learned positions."""
         if self.positions is not None:
             raise ValueError("a model with learned positions has no step: its state does not say where it stands")
-        return super().step(tokens, state)
+        return super()._embed_next(tokens, state)
 
     def _vectors(self, tokens: Tensor) -> Tensor:
         vectors = super()._vectors(tokens)
@@ -59,6 +60,24 @@ class RecallModel(LanguageModel):
         return vectors + self.positions[: tokens.shape[1]]
 
     def _check_vocabulary(self, tokens: Tensor, name: str) -> None:
-        """Checks the dtype only. A task fixes the range of tokens; to check it, every step would wait for a GPU."""
-        if tokens.dtype != torch.int64:
+        """Checks the tokens; on a GPU their dtype only.
+
+        A task fixes the range of tokens. To check it, every step would wait for the GPU.
+        """
+        if not tokens.is_cuda:
+            super()._check_vocabulary(tokens, name)
+        elif tokens.dtype != torch.int64:
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
+
+
+def _check_places(places: Tensor, tokens: Tensor) -> None:
+    batch, time = tokens.shape
+    if places.dtype != torch.int64:
+        raise TypeError(f"places must be int64; got {places.dtype}")
+    if places.ndim != 2 or places.shape[0] != batch:
+        raise ValueError(f"places must be [B, Q] with B = {batch} as in tokens; got {list(places.shape)}")
+    if places.device.type != "cpu" or places.numel() == 0 or torch.compiler.is_dynamo_compiling():
+        return
+    low, high = (bound.item() for bound in places.aminmax())
+    if low < 0 or high >= time:
+        raise ValueError(f"places must be from 0 to {time - 1}; got {low} to {high}")

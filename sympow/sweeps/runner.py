@@ -64,9 +64,11 @@ def run_jobs(
         estimates: estimates how long jobs take.
         slurm: the parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
 
-    Raises ValueError for an unknown executor, ImportError if submitit is needed and not installed, and
-    KeyboardInterrupt after SIGINT or SIGTERM, when the workers have been stopped.
+    Raises ValueError for an unknown executor and for less than one worker, ImportError if submitit is needed and not
+    installed, and KeyboardInterrupt after SIGINT or SIGTERM, when the workers have been stopped.
     """
+    if workers < 1:
+        raise ValueError(f"a sweep needs at least one worker; got {workers}")
     if executor is not None and executor not in EXECUTORS:
         raise ValueError(unknown("executor", executor, EXECUTORS))
     deadline = time.time() + 60 * minutes

@@ -66,6 +66,28 @@ def test_patterns():
             parse_pattern(text)
 
 
+@pytest.mark.parametrize("pattern", ["linear", ("linear",), (), ["power", "x"]])
+def test_an_unknown_pattern_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"a pattern is made of power, window, softmax"):
+        swap_mixers(teacher(), pattern)
+
+
+def test_a_pattern_can_be_a_text():
+    by_text, by_kinds = (swap_mixers(teacher(), each) for each in ("power*2,softmax", ("power", "power", "softmax")))
+    assert by_text.config == by_kinds.config
+
+
+def test_parts_that_the_teacher_has_keep_their_weights():
+    model = teacher(short_convolution=3, head_norm=True, output_gate=True, gate=True, gate_bias=(2.0, 3.0))
+    weights, swapped = model.state_dict(), swap_mixers(model, ("power",))
+    kept = {name: weight for name, weight in swapped.state_dict().items() if name in weights}
+    parts = ("mixer.convolution.weight", "mixer.head_norm.weight", "mixer.output_gate.weight", "mixer.gate.weight")
+    for part in parts:
+        assert sum(name.endswith(part) for name in kept) == 6
+    assert all(torch.equal(weight, weights[name]) for name, weight in kept.items() if "qkv.bias" not in name)
+    assert swapped.config.mixers[0].options["gate_bias"] == [2.0, 3.0]
+
+
 def test_other_models_are_refused():
     power = LanguageModel(ModelConfig(VOCAB, 32, 1, 4, body="llama"), seed=0)
     with pytest.raises(ValueError, match="has the llama body and softmax attention; got llama, power"):

@@ -60,6 +60,21 @@ def test_what_is_no_corpus_is_refused(documents, error, message):
         TokenCorpus.from_documents(documents, vocab_size=7)
 
 
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([True, False, True, False], r"indices must be integers \[N\]; got bool \[4\]"),
+        ([[0]], r"got int64 \[1, 1\]"),
+        ([0.0], "got float64"),
+        ([0, 4, 5], "a corpus of 4 documents has none of index 4"),
+        ([-1], "none of index -1"),
+    ],
+)
+def test_indices_that_name_no_documents_are_refused(indices, message):
+    with pytest.raises(ValueError, match=message):
+        Subset(TokenCorpus.from_documents(DOCUMENTS, vocab_size=7), np.array(indices))
+
+
 def test_subset_reads_the_chosen_documents():
     subset = Subset(TokenCorpus.from_documents(DOCUMENTS, vocab_size=7), np.array([3, 0]))
     assert subset.lengths.tolist() == [2, 3] and subset.vocab_size == 7

@@ -179,3 +179,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(size):
         assert np.array_equal(np.concatenate(pieces), tokenizer.encode(text))
         assert len(pieces) > 3 or size == 10_000
     assert list(encode_stream(ByteTokenizer(), io.StringIO(""))) == []
+
+
+def test_pieces_of_no_characters_are_refused():
+    with pytest.raises(ValueError, match="size must be at least 1 character; got 0"):
+        list(encode_stream(ByteTokenizer(), io.StringIO("abc"), 0))

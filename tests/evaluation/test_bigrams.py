@@ -66,3 +66,10 @@ def test_what_cannot_be_counted_is_refused():
 def test_an_empty_table_knows_no_bigram():
     counts = BigramCounts(np.empty(0, np.uint32), np.empty(0, np.int64), 5, 0)
     assert counts.lookup(np.array([1, 2]), np.array([3, 4])).tolist() == [0, 0]
+
+
+def test_tokens_of_another_vocabulary_are_refused():
+    counts = BigramCounts(np.array([52], np.uint32), np.array([3]), 50, 9)  # of the bigram (1, 2)
+    assert counts.lookup(np.array([1]), np.array([2])).tolist() == [3]
+    with pytest.raises(ValueError, match="of a vocabulary of 50 tokens; got tokens from 52 to 52"):
+        counts.lookup(np.array([0]), np.array([52]))

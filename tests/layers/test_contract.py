@@ -393,9 +393,61 @@ def test_a_state_of_another_mixer_is_refused(case):
 
 def test_a_state_of_another_mixer_behind_a_convolution_is_refused():
     power, softmax = (MIXERS[name](D_MODEL, HEADS, short_convolution=4) for name in ("power", "softmax"))
-    message = r"mixer, ShortConvolutionState\(PowerAttentionState\); got ShortConvolutionState\(KVCache\)$"
+    message = "mixer, with behind of PowerAttentionState; got KVCache$"
     with pytest.raises(TypeError, match=message):
         power.step(sequence(2).to(power.qkv.weight), softmax.init_state(2))
+
+
+OTHER_OPTIONS = {
+    "taps": ("power", {"short_convolution": 2}, {}),
+    "features": ("linear", {"feature_map": "elu+1"}, {}),
+    "positions": ("power", {"rotation": "data"}, {}),
+    "window": ("window", {"window": 4}, {"window": 2}),
+    "block": ("blocked_window", {"window": 4}, {"window": 2}),
+    "filter": ("long_convolution", {"max_length": 8}, {"max_length": 4}),
+    "top k": ("selection", {"selection": "learned", "top_k": 3}, {"selection": "learned", "top_k": 4}),
+    "head": ("softmax", {"head_dim": 4}, {"head_dim": 8}),
+    "groups": ("power", {"n_kv_heads": 2}, {}),
+    "size": ("h3", {"state_dim": 4}, {"state_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_a_state_of_other_options_is_refused(name):
+    mixer, *sets = OTHER_OPTIONS[name]
+    own, other = (make((mixer, options)) for options in sets)
+    x = sequence(2)[:, :5]
+    for layer, state in ((own, other.init_state(2)), (own, other.step(x, other.init_state(2))[1])):
+        for step in (layer.step, layer.try_step):
+            with torch.no_grad(), pytest.raises(ValueError, match=r"state|K="):
+                step(x[:, :1], state, **layer.extras(tokens_of(x[:, :1])))
+
+
+@pytest.mark.parametrize("case", STEPPED)
+def test_rows_of_different_lengths_step_by_several_tokens(case):
+    mixer, x = make(case), sequence(2)
+    with torch.no_grad():
+        begun = mixer.step(x[:, :9], mixer.init_state(2), **mixer.extras(tokens_of(x[:, :9])))[1]
+        if not begun.rows_may_differ:
+            pytest.skip("rows of this mixer are equally long")
+        state = begun.with_all_room().counting(torch.tensor([9, 9]))
+        y, state = mixer.step(x[:, 9:12], state, **mixer.extras(tokens_of(x[:, 9:12])))
+        z, _ = mixer.step(x[:, 12:14], state, **mixer.extras(tokens_of(x[:, 12:14])))
+    torch.testing.assert_close(torch.cat([y, z], dim=1), run(mixer, x)[:, 9:14], **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["power", "linear", "retnet"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size must be an integer >= 1, or None; got 0"),
+        ({"chunk_size": True}, "chunk_size must be an integer >= 1, or None; got True"),
+        ({"impl": "nope"}, "impl is one of auto, eager, triton, reference; got 'nope'"),
+    ],
+)
+def test_forms_that_the_op_lacks_are_refused_when_the_layer_is_made(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        MIXERS[name](D_MODEL, HEADS, **options)
 
 
 def test_an_array_is_refused():

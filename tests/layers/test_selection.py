@@ -240,3 +240,9 @@ def test_matching_autocorrelation_is_attention_to_its_lags(filler):
     y.square().sum().backward()
     assert all(weight.grad.abs().max() > 0 for weight in (mixer.query.weight, mixer.key.weight))
     assert mixer(x[:, :1], **{name: ids[:, :1] for name, ids in options.items()}).shape == (2, 1, d)
+
+
+def test_selected_rows_of_the_meta_device_are_all():
+    mixer = MIXERS["selection"](16, 2, selection="learned").to("meta")
+    assert mixer(torch.empty(2, 40, 16, device="meta")).shape == (2, 40, 16)
+    assert module.most_rows(torch.zeros(2, 40, dtype=torch.bool, device="meta")) == 40

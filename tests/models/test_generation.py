@@ -109,6 +109,8 @@ def test_tokens_that_the_tokenizer_lacks_are_not_drawn(options):
         ({"top_p": 0.51}, {1, 3}),
         ({"top_p": 1.0}, {0, 1, 2, 3}),
         ({"top_p": 1e-9}, {3}),
+        ({"top_p": 1e-46}, {3}),  # 0 in float32
+        ({"top_k": 2**70}, {0, 1, 2, 3}),
         # top_p is of what top_k left: 0.5 and 0.3 are 0.625 and 0.375 of it
         ({"top_k": 2, "top_p": 0.6}, {3}),
         ({"temperature": 0}, {3}),

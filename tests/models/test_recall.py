@@ -60,10 +60,30 @@ def test_positions_end_and_cannot_be_stepped():
     model = RecallModel(CONFIG, positions=8, seed=0)
     with pytest.raises(ValueError, match="the model has 8 positions; got 9 tokens"):
         model(torch.zeros(1, 9, dtype=torch.int64))
-    with pytest.raises(ValueError, match="learned positions has no step"):
-        model.step(torch.zeros(1, 1, dtype=torch.int64), model.init_state(1))
+    for step in (model.step, model.try_step):
+        with pytest.raises(ValueError, match="learned positions has no step"):
+            step(torch.zeros(1, 1, dtype=torch.int64), model.init_state(1))
     with pytest.raises(TypeError, match=r"tokens must be int64; got torch\.int32"):
         model(torch.zeros(1, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "message"),
+    [
+        ([[1, 2]], ValueError, r"places must be \[B, Q\] with B = 3 as in tokens; got \[1, 2\]"),
+        ([1, 2, 3], ValueError, r"got \[3\]"),
+        ([[0], [1], [10]], ValueError, "places must be from 0 to 9; got 0 to 10"),
+        ([[0.0], [1.0], [2.0]], TypeError, "places must be int64; got torch.float32"),
+    ],
+)
+def test_wrong_places_are_refused(places, error, message):
+    with pytest.raises(error, match=message):
+        RecallModel(CONFIG, seed=1).query_logits(data()[0], torch.tensor(places))
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="tokens must lie in a vocabulary of 50 tokens; got 50"):
+        RecallModel(CONFIG, seed=1)(torch.full((1, 2), 50))
 
 
 def test_a_block_without_mlp_steps_as_its_sequence():

@@ -106,3 +106,8 @@ def test_an_unknown_executor_is_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown executor 'threads'; known: process, slurm, submitit"):
         list(run_jobs(named("a"), Chores(), tmp_path / "out", executor="threads"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_without_workers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a sweep needs at least one worker; got 0"):
+        list(run_jobs(named("a"), Chores(), tmp_path / "out", workers=0))
