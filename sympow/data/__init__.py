@@ -1,4 +1,4 @@
-"""Reads documents and makes batches of tokens. Of sympow, this package imports only `progress`."""
+"""Reads documents and makes batches of tokens. Of sympow, this package imports only `progress` and `fields`."""
 
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig

@@ -61,8 +61,8 @@ class AttentionMixer(Mixer):
             rotations of the mixer.
         frequencies: rule of the rotation's frequencies (M13), "standard" or "conformal".
         max_length: N of the conformal rule, the number of tokens of the longest document; for this rule only.
-        rotary_fraction: share of the channels of every query and key that are rotated, the first ones, rounded down to
-            an even number, at least 2.
+        rotary_fraction: share of the channels of every query and key that are rotated. They are the first channels;
+            their number is rounded down to an even number, and is at least 2.
         rope_base: N of the standard rule, 10,000 if None; for this rule only.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: the number that the norm of queries and keys adds to the mean square.
@@ -71,7 +71,7 @@ class AttentionMixer(Mixer):
         short_convolution: taps of a causal depthwise convolution of x, before all other parts; 0: no convolution.
         head_norm: RMSNorm over the channels of every head's output.
         output_gate: multiply every head's output by silu(W_g c).
-        output_gate_bias: silu(W_g c + b) instead, b = 0 at first.
+        output_gate_bias: multiply by silu(W_g c + b) instead; b starts at 0.
 
     Raises ValueError for a width that the heads do not divide and for options it does not know.
     """

@@ -168,7 +168,7 @@ class Mixer(nn.Module, ABC):
         return {"tokens": tokens} if self.reads_tokens else {}
 
     def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
-        """Raises the errors of `check_input`, and an error if `state` is none of this mixer for the rows of x."""
+        """Raises the errors of `check_input`, and an error if `state` is no state of this mixer for the rows of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
         check_form(state, self._state_form())
@@ -195,7 +195,7 @@ class Mixer(nn.Module, ABC):
 def state_options(
     weight: Tensor, device: torch.device | str | None, dtype: torch.dtype | None, *, sums: bool = False
 ) -> dict[str, Any]:
-    """Returns device and dtype of a state: those of `weight` unless given, `sums` in float32 at least.
+    """Returns device and dtype of a state: those of `weight` unless they are given; float32 at least for `sums`.
 
     See `Mixer.init_state`. Raises TypeError for a dtype that cannot hold fractions, which a step would round off.
     """

@@ -66,7 +66,7 @@ class KVCache(MixerState):
 
 @dataclass
 class WindowCache(KVCache):
-    """A `KVCache` with a limit.
+    """Holds the last tokens of a window: a `KVCache` with a limit.
 
     If the cache has room for all tokens that it can hold, its rows may differ in length: `length` is then int64 [B].
     """

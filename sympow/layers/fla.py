@@ -144,8 +144,8 @@ class DeltaNet(FlaMixer):
 class GatedDeltaNet(FlaMixer):
     """Applies the delta rule with decay (Yang et al., "Gated Delta Networks", 2024).
 
-    The layer has (2 + 3 expand_v) d head_dim H weights and a few more. The source has fewer heads than other layers.
-    Its heads have 256 channels, with head_dim H = 3 d / 4.
+    The layer has (2 + 3 expand_v) d head_dim H weights and a few more. In the source this layer has fewer heads than
+    other layers: heads of 256 channels, with head_dim H = 3 d / 4.
 
     Args:
         d_model, n_heads: as in `Mixer`.

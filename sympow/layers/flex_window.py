@@ -26,7 +26,7 @@ def suits_flex(q: Tensor, v: Tensor) -> bool:
 def flex_attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Returns softmax attention of each token to the last `window` tokens, itself included.
 
-    The first call for some shapes compiles a kernel.
+    The first call with new shapes compiles a kernel.
 
     Args:
         q: [B, H, T, K].

@@ -77,7 +77,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """q, k and log_g -> q and k of which the scores hold -L_j.
+    """Maps q, k and log_g to q and k whose scores contain -L_j.
 
     Its backward adds up the gradient of log_g.
 

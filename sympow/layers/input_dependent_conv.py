@@ -99,8 +99,8 @@ class ProgrammaticConv(_InputDependentConv):
 class AutocorrelationConv(_InputDependentConv):
     """Applies a BaseConv whose filter is 1 at the lags of the largest autocorrelation ("Zoology", 2023, section 5).
 
-    h_l = 1 for the `top_k` lags l >= 1 where the sum over t of x_t . x_{t-l} is largest, by FFT in O(T log T). Which
-    lags they are has no gradient.
+    h_l = 1 for the `top_k` lags l >= 1 where the sum over t of x_t . x_{t-l} is largest, by FFT in O(T log T). The
+    choice of the lags has no gradient.
 
     With `matching`, the correlation is that of queries x W_q with keys, x W_k of the token before. A lag then leads to
     the token after a similar earlier token. Token t weighs its lags l by softmax(q_t . k_{t-l} / sqrt(d)) over them, in

@@ -43,8 +43,8 @@ class RWKV4(Mixer):
         d_model, n_heads: as in `Mixer`.
         depth: the depth of the layer in the model, layer / (layers - 1): 0 for the first, 1 for the last. The published
             initialisation of decays, and of the token shift of values, depends on it.
-        shift_depth: layer / layers, never 1, on which all token shifts depend: the last layer keeps some of the token
-            before. None: `depth`, with which a layer of depth 1 starts without a shift.
+        shift_depth: layer / layers, which is never 1. All token shifts depend on it, so the last layer keeps a part of
+            the token before. None: `depth`, with which a layer of depth 1 starts without a shift.
     """
 
     shifts_tokens = True

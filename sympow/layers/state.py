@@ -26,8 +26,8 @@ After = Callable[[int], Any]
 class MixerState:
     """Holds what a mixer carries from step to step: a dataclass of tensors, nested states and plain numbers.
 
-    If gradients are off, `step` may update the tensors in place. Use the state that it returns, not the state that it
-    was given.
+    If gradients are off, `step` may update the tensors in place. Use the state that `step` returns, not the state that
+    it was given.
 
     Attributes:
         counters: fields that count the tokens read. `step` also takes them as int64 [B], for rows of different

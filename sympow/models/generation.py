@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     def state(self) -> ModelState:
         """Returns the state from which the token was drawn.
 
-        It has not read the token itself. The next token overwrites it.
+        It has not read the token itself. The next step overwrites the state.
 
         With drafts the state may have read accepted tokens too.
         """
@@ -181,7 +181,7 @@ def probabilities(
 ) -> Tensor:
     """Returns the probabilities of the tokens [B, vocab], which need not add up to 1.
 
-    They are in the order of the tokens: in the order of their size, rounding errors of the logits would change which
+    They are in the order of the tokens. If they were sorted by size, rounding errors of the logits would change which
     token gets which random number.
 
     Args:

@@ -155,9 +155,9 @@ class LanguageModel(nn.Module):
         """Sums up the errors of the mixers' outputs over all tokens whose target is not -100.
 
         Every block gets its input from the teacher. The error of a token is the squared difference between the outputs
-        of the two mixers, divided by the mean square of the teacher's output over all tokens. It is a mean over the
-        layers. Layers whose mixers have the same configuration in the teacher are left out, because their error is 0
-        before training.
+        of the two mixers, divided by the mean square of the teacher's output over all tokens. The errors are averaged
+        over the layers. Layers whose mixers have the same configuration in the teacher are left out, because their
+        error is 0 before training.
 
         Args:
             tokens: as for `token_losses`.
@@ -165,7 +165,8 @@ class LanguageModel(nn.Module):
             cu_seqlens: as for `token_losses`.
             teacher: a model with the same blocks except for the mixers, on the same device; it gets no gradient.
 
-        Raises ValueError where blocks, width or vocabularies differ, or the body is not of norm, mixer and MLP.
+        Raises ValueError where blocks, width or vocabularies differ, where the body is neither gpt2 nor llama, and
+        where no mixer differs.
         """
         self._check_targets(targets, tokens)
         self._check_teacher(teacher)

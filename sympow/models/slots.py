@@ -47,11 +47,11 @@ class Slots:
     Rows 0 to `count - 1` are in use.
 
     States whose rows may differ in length (`MixerState.counters`) are stored as one batch. For other states, such as
-    key/value caches, every sequence keeps its own state, and the mixer is stepped row by row. The results are the same,
-    but this is slower.
+    key/value caches of softmax attention, every sequence keeps its own state, and the mixer is stepped row by row. The
+    results are the same, but steps are slower.
 
-    On a GPU a step of a model that has only states of the first kind is a CUDA graph, one for each number of rows
-    (rounded up): most of its time would otherwise go into launching small kernels.
+    On a GPU a step of a model that has only states of the first kind is a CUDA graph. There is one graph for each
+    number of rows (rounded up). Without graphs, most of the time would go into launching small kernels.
 
     Args:
         model: the model.

@@ -50,8 +50,8 @@ class NgramDrafts(Drafts):
     """Finds an earlier occurrence of the last tokens, and proposes the tokens that followed it (prompt lookup).
 
     Args:
-        longest: the most last tokens that are looked up. These come first.
-        shortest: the fewest last tokens that are looked up.
+        longest: the largest number of last tokens that are looked up. Larger numbers are looked up first.
+        shortest: the smallest number of last tokens that are looked up.
     """
 
     def __init__(self, longest: int = 5, shortest: int = 2):
@@ -78,7 +78,7 @@ class NgramDrafts(Drafts):
         if found is None:
             return []
         draft: list[int] = []
-        for at in range(found, found + most):  # after the end of the text, it continues the draft: a period
+        for at in range(found, found + most):  # after the end of the text, the draft repeats itself
             draft.append(text[at] if at < len(text) else draft[at - len(text)])
         return draft
 

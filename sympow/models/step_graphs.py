@@ -71,8 +71,8 @@ class StepGraphs:
     def _captured(self, tokens: Tensor, state: Any) -> _Graph:
         """Returns the graph of a step, which is not run yet."""
         graph = torch.cuda.CUDAGraph()
-        torch.clear_autocast_cache()  # a graph may read no casts of weights that are gone when it runs
-        # Other threads, as those of a server, may use the device meanwhile.
+        torch.clear_autocast_cache()  # a graph must not read casts of weights that no longer exist when it runs
+        # Other threads, such as those of a server, may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._advance(tokens, state)
         torch.clear_autocast_cache()

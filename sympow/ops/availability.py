@@ -9,12 +9,12 @@ from importlib import metadata
 
 import torch
 
-_LEAST = (3, 6)  # before it Gluon, and what it compiles, were others
+_LEAST = (3, 6)  # earlier versions have another Gluon, and compile it in another way
 _DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm")
 
 
 def why_no_triton() -> str | None:
-    """Returns why Triton cannot be used, as the end of a sentence, or None if it can. It is not imported."""
+    """Returns why Triton cannot be used, as the end of a sentence, or None if it can. Triton is not imported."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     for name in _DISTRIBUTIONS:
@@ -25,7 +25,8 @@ def why_no_triton() -> str | None:
     return None
 
 
-# Why there are no kernels at all, as the end of a sentence; None if there are. Asked once, without loading triton.
+# Why there are no kernels at all, as the end of a sentence; None if there are. It is computed once, and does not load
+# triton.
 NO_TRITON = why_no_triton()
 
 

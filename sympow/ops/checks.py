@@ -73,7 +73,7 @@ def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> N
 
 
 def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
-    """Refuses, with a TypeError or a ValueError, a state that is not one of the call; `batch` sequences."""
+    """Refuses, with a TypeError or a ValueError, a state that does not fit the call, which has `batch` sequences."""
     if state is None:
         return
     if (state.p, state.key_dim) != (p, k.shape[3]):
@@ -93,9 +93,9 @@ def check_state(state: PowerState | DecodingState | None, batch: int, k: Tensor,
 
 
 def check_rotation(rotation: Rotation, q: Tensor, k: Tensor, in_parts: bool) -> None:
-    """Refuses, with a TypeError or a ValueError, a rotation that is not one of q and k.
+    """Refuses, with a TypeError or a ValueError, a rotation that does not fit q and k.
 
-    in_parts: it is of packed documents or of rows split over ranks.
+    in_parts: whether the call has packed documents, or rows split over ranks.
     """
     if not isinstance(rotation, Rotation):
         raise TypeError(f"rotation must be a sympow.ops.Rotation; got {type(rotation).__name__}")

@@ -19,7 +19,7 @@ def exclusive_scan(x: Tensor, log_decay: Tensor | None, group: dist.ProcessGroup
 
     The sum on rank r is sum_{j<r} exp(sum_{j<m<r} log_decay_m) x_j.
 
-    Every rank of the group calls it, with tensors of one shape. No gradients: `exclusive_sum` has them.
+    Every rank of the group calls it, with tensors of one shape. It has no gradients. `exclusive_sum` has gradients.
 
     Args:
         x: [N, ...], floating-point.
@@ -72,7 +72,7 @@ def _scan(
         # A separate tensor, because the memory of the message may be overwritten before the send is complete.
         leaving = message.clone() if first else _leaving(message, log_decay, incoming, widths)
         sent = _begin(dist.isend, leaving, after, group)
-        if not message.is_cuda:  # gloo drops what nobody waits for; NCCL keeps it until it is sent
+        if not message.is_cuda:  # gloo drops a message that nobody waits for; NCCL keeps it until it is sent
             sent.wait()
     return incoming
 
@@ -177,7 +177,7 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup, reverse: bool) -> Tensor:
 
 @torch.library.custom_op("sympow::neighbour", mutates_args=())
 def _neighbour_as_operator(x: Tensor, group: str, reverse: bool) -> Tensor:
-    """In a graph of torch.compile: whole, for the reason of `_scan_as_operator`."""
+    """Runs `_neighbour` as one operator in a graph of torch.compile, as `_scan_as_operator` does."""
     resolve: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return _exchanged(x, resolve(group), reverse)
 

@@ -23,9 +23,9 @@ _MATRIX_SHARE = 4
 def causal_convolution(x: Tensor, h: Tensor) -> Tensor:
     """Returns y_t = sum over s <= t of h_s x_{t-s}, in float32 at least.
 
-    There are three forms, which agree up to rounding. With few taps, shifted signals are added up. Short sequences are
-    multiplied with the Toeplitz matrix of every filter, in O(T T). All others are convolved by fast Fourier transforms,
-    in O(T log T) for any number of taps.
+    There are three forms, which agree up to rounding. With few taps, shifted signals are added up. Short sequences in
+    large batches are multiplied with the Toeplitz matrix of every filter, in O(T T). All others are convolved by fast
+    Fourier transforms, in O(T log T) for any number of taps.
 
     Args:
         x: [B, T, ...].
@@ -87,14 +87,14 @@ def convolve_by_matrices(x: Tensor, h: Tensor) -> Tensor:
     with without_autocast(x):
         y = signals.reshape(len(filters), -1, time) @ _matrices(filters, time)
     y = y.view(signals.shape).permute([order.index(axis) for axis in range(x.ndim)])
-    return y.contiguous()  # what follows reads it beside tensors that lie as x does
+    return y.contiguous()  # later operations read it together with tensors that have the layout of x
 
 
 def _matrices(h: Tensor, time: int) -> Tensor:
     """Maps filters h [F, S] to matrices [F, T, T] with h_{t-s} in row s and column t.
 
-    Rows of S taps and T zeros, read as rows of one element less: each begins one element earlier than the row above it.
-    Its gradient is a sum in a fixed order, where that of indexing would be atomic additions on a GPU.
+    Rows of S taps and T zeros are read as rows of one element less. So each row begins one element earlier than the row
+    above it. The gradient is a sum in a fixed order. The gradient of indexing would be atomic additions on a GPU.
     """
     period = h.shape[1] + time
     rows = pad(h, (0, time))[:, None].expand(-1, time, -1).flatten(1)

@@ -1,6 +1,6 @@
 """FLOPs and state size of power, softmax, linear and window attention, in plain numbers.
 
-Conventions, held everywhere below:
+These conventions hold for all functions below:
 - A multiply-add is 2 FLOPs. Only matrix products count (and the decay of a gated state); the masked half of a
   causal product does not count, nor do exponentials, row sums and the forming of phi.
 - Pairs (i, j), j <= i, are in two products forward, q . k of width K and the sum of v of width V, and in
@@ -128,8 +128,8 @@ class ModelShape:
 
     Attributes:
         mlp_ratio: hidden width over d_model of an MLP of two matrices.
-        other_weights: elements of a block's matrices, but for queries, keys, values and outputs; None: those of
-            that MLP.
+        other_weights: elements of a block's matrices other than those of queries, keys, values and outputs; None: the
+            elements of that MLP.
     """
 
     d_model: int
@@ -172,7 +172,7 @@ def weight_state_flop_ratio(
 ) -> float:
     """Returns the weight-state FLOP ratio [SCRA section 3.2].
 
-    That is what training spends on weights over what it spends on the state.
+    The ratio is the FLOPs of training for the weights, divided by the FLOPs of training for the state.
 
     FLOPs a token, forward and backward:
     - weights: 6 an element of `block_weights` (2 forward, 4 backward);
@@ -182,7 +182,7 @@ def weight_state_flop_ratio(
       a long sequence costs up to twice that, since its windows are full (`softmax_flops` counts them);
     - power attention, linear attention with p = 1: 2 D V for each of 3 products a query head and 4 a
       key/value head, and chunk / 2 pairs within chunks. Every token is counted as reading a state.
-    Normalizers are left out on all sides.
+    Normalizers are not counted.
 
     The source does not spell its definition out. This one gives its Table 2 (124M GPT-2) when values below 10
     are rounded to whole numbers and values above to multiples of 5, as `format_ratio` does: softmax attention

@@ -102,7 +102,7 @@ def try_on_state(
     """Reads new tokens behind `state`, which stays as it is.
 
     Returns out [B, T, H, V] in the dtype of v, and a function of n that gives the state after the first n tokens,
-    n >= 1. No gradients.
+    n >= 1. There are no gradients.
     """
     time, dtype = k.shape[1], state.s.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -134,7 +134,7 @@ def _attended(
 ) -> Tensor:
     """Returns the outputs [B, G, R, T, V] of T tokens from a state and a tail; q [B, G, R, T, K] is scaled.
 
-    `held` [..., T, C] tells which of the tail each of them sees: those up to itself.
+    `held` [..., T, C] tells which tokens of the tail each token sees: the tokens up to itself.
     """
     left, kept = decays(tail_g[:, :, None].masked_fill(~held, 0))  # [B, G, T], [B, G, T, C]
     kept = kept.masked_fill(~held, 0)

@@ -16,7 +16,7 @@ from sympow.ops.types import PowerState
 
 
 def default_capacity(dim: int) -> int:
-    """Returns the tokens of a tail beside D rows of state.
+    """Returns the number of tokens that a tail beside D rows of state has room for.
 
     With a longer tail the state is written less often. But the tail is also read for every token and takes memory. With
     this number of tokens and K = V, the tail has about 1/16 of the elements of the state.
@@ -45,10 +45,10 @@ class DecodingState:
     Attributes:
         s: [N, G, D, V] and z: [N, G, D], as in PowerState, after the last folded token. s may be bfloat16, with z in
             float32. A step then reads half as many bytes, and s is rounded whenever a tail is folded.
-        tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens since, in any dtype of the inputs.
+        tail_k: [N, G, C, K] and tail_v: [N, G, C, V], the tokens after that one, in any dtype of the inputs.
         tail_g: [N, G, C], their log gates, in the dtype of z; 0 for tokens without a gate.
-        count: int32 [N, G], how many they are, 0 to C. A step folds them first if its own tokens find no room; one of
-            more than C tokens folds on its way, too.
+        count: int32 [N, G], the number of tokens in the tail, 0 to C. If there is no room for the tokens of a step, the
+            step first folds the tail. A step of more than C tokens also folds between its tokens.
         arrived: int32 [N, G], 0 between steps: a counter of the kernel's.
         p: the power; D = spow_dim(K, p).
         key_dim: K.
@@ -231,7 +231,7 @@ class DecodingState:
         if tokens > held:
             raise ValueError(f"only tokens of the tail can be taken back, and it holds {held}; got {tokens}")
         self.count.sub_(tokens).clamp_(min=0)
-        # A weight of 0 does not hide what is not finite.
+        # A weight of 0 does not remove values that are not finite.
         gone = torch.arange(self.capacity, device=self.count.device) >= self.count[..., None]
         self.tail_g.masked_fill_(gone, 0)
         self.tail_k.masked_fill_(gone[..., None], 0)
@@ -240,7 +240,7 @@ class DecodingState:
     def folded(self, dtype: torch.dtype | None = None) -> PowerState:
         """Returns the PowerState after the last token: new tensors, this state stays as it is.
 
-        Gradients of s and z pass.
+        Gradients flow to s and z.
 
         It is computed and returned in `dtype`, float32 or float64; None: the dtype of z.
         """

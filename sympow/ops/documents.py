@@ -11,7 +11,7 @@ from torch import Tensor
 def check_borders(cu_seqlens: Tensor, batch: int) -> None:
     """Raises TypeError or ValueError unless cu_seqlens is an integer tensor [N + 1] and the batch is 1.
 
-    Its values are not looked at: on a GPU the host would wait for them.
+    Its values are not checked, because the host would have to wait for a GPU.
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(

@@ -74,7 +74,7 @@ def step(
 ) -> tuple[Tensor, PowerState]:
     """Decodes one token after another on a state, (M9) and (M10), in few operations.
 
-    No gradients.
+    There are no gradients.
     """
     s, z = (state.s, state.z) if inplace else (state.s.clone(), state.z.clone())
     time, groups, key_dim = k.shape[1:]

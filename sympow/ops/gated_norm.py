@@ -1,6 +1,7 @@
 """The norm of every head's output, and the output gate.
 
-On a GPU both are one kernel each way (`sympow.ops.triton.gated_norm`); elsewhere they are plain torch.
+On a GPU one kernel computes both in the forward, and one kernel in the backward (`sympow.ops.triton.gated_norm`).
+Elsewhere they are plain torch.
 """
 
 from __future__ import annotations

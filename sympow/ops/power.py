@@ -57,14 +57,15 @@ def power_attention(
         q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
             state is the initial one, or zeros.
         k: [B, T, G, K], G key/value heads; H is a multiple of G. Head h reads key/value head h // (H / G).
-        v: [B, T, G, V], V free.
+        v: [B, T, G, V], with any V.
         log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. Its
-            values are checked on the CPU only: on a GPU that would wait for the device.
+            values are checked on the CPU only, because the host would have to wait for a GPU.
         p: the power, an integer >= 1.
         scale: multiplies q.k; K**-0.5 if None.
         normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
         eps: added to the normalizer, so that a row of zero scores gives zero.
-        chunk_size: tokens of the chunked form; T or more is the quadratic form. None: chosen by a cost model.
+        chunk_size: tokens of a chunk; T or more is the quadratic form. None: the implementation chooses, by a cost
+            model or by tables of measurements.
         initial_state: the incoming state, of batch B (of batch N with cu_seqlens). Gradients flow into it.
         return_state: return the state after the last token (of each document with cu_seqlens). It carries gradients.
         cu_seqlens: int32 or int64 [N + 1], 0 = first <= ... <= last = T, with B = 1: N documents packed along T, none
@@ -144,7 +145,7 @@ def power_attention_step(
 ) -> PowerOutput[State]:
     """Decodes one or a few new tokens on a state, (M9) and (M10).
 
-    No gradients.
+    There are no gradients.
 
     Args:
         q: [B, T, H, K], T the number of new tokens.
@@ -156,9 +157,10 @@ def power_attention_step(
         normalize: as for `power_attention`.
         eps: as for `power_attention`.
         state: the incoming state. It is a PowerState, such as `PowerState.zeros(...)` or a result of `power_attention`,
-            of which every token changes all numbers; or a DecodingState made from one, which keeps new tokens in a
-            tail. On a GPU a step then launches one kernel and can be captured in a CUDA graph (`inplace=True`).
-            `pool.at(slots)` gives the states of a batch in a pool without copying them; slots are int32 [B].
+            or a DecodingState made from a PowerState. Every token changes all numbers of a PowerState. A DecodingState
+            keeps new tokens in a tail. On a GPU a step on it launches one kernel and can be captured in a CUDA graph
+            (`inplace=True`). `pool.at(slots)` gives the states of a batch in a pool without copying them; slots are
+            int32 [B].
         inplace: write the new state into the tensors of `state`, whose old content is lost.
         impl: "auto", "eager" or "reference", which computes in float64; for a DecodingState also "triton", which "auto"
             takes where it can.

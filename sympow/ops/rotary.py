@@ -50,8 +50,8 @@ def rotary_frequencies(
         key_dim: K, even.
         rule: "standard": theta_1 = 1, N = base (Su et al., 2021). "conformal": theta_1 = 2 pi, N = max_length, the
             longest document (Kumar et al., 2025).
-        max_length: N of the conformal rule; not taken by the standard one.
-        base: N of the standard rule, 10,000 if None; not taken by the conformal one.
+        max_length: N of the conformal rule; only for this rule.
+        base: N of the standard rule, 10,000 if None; only for this rule.
         rotary_dim: the number of channels that are rotated, even and at most K. The first rotary_dim / 2 pairs have the
             frequencies of a key of rotary_dim channels, the others 0. None: all channels are rotated.
         device: of the result.

@@ -1,7 +1,7 @@
 """Causal depthwise convolution of a few taps: every channel by itself, documents apart.
 
-On a GPU it is one kernel each way, and one for a step (`sympow.ops.triton.short_convolution`). Elsewhere it is plain
-torch.
+On a GPU there is one kernel for the forward, one for the backward and one for a step
+(`sympow.ops.triton.short_convolution`). Elsewhere it is plain torch.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ State = TypeVar("State")
 class OutOfRangeError(ValueError):
     """Says that numbers have left their range: a gate that is not finite and <= 0, or sums too large for their dtype.
 
-    Training that diverges ends in it on a CPU. On a GPU numbers are not checked, and come out as inf, NaN or 0.
+    On a CPU, training that diverges ends with this error. On a GPU numbers are not checked, and results contain inf,
+    NaN or 0.
     """
 
 
@@ -31,7 +32,7 @@ class PowerState:
     """Holds what power attention remembers of the past: (M9), in the symmetric-power basis (M7).
 
     The basis is lexicographic and defined by the mathematics alone, so a state made by one implementation can be
-    continued by any other. `scale` is not part of it: it is folded into the query's side.
+    continued by any other. `scale` is not part of the state, because queries are multiplied by it.
 
     Attributes:
         s: [B, G, D, V], the decayed sum of phi(k) v^T; float32, or float64 when the inputs were float64.

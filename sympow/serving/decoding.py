@@ -1,4 +1,4 @@
-"""Steps all sequences whose prompts are read as one batch, and adds the drawn tokens to their answers."""
+"""Steps all sequences whose prompts have been read, as one batch. Adds the drawn tokens to their answers."""
 
 from __future__ import annotations
 

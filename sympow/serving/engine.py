@@ -36,7 +36,7 @@ class EngineClosedError(RuntimeError):
 
 
 class Load(NamedTuple):
-    """Counts requests that wait for a slot, requests whose prompt is read, and requests that are decoded."""
+    """Counts the requests that wait for a slot, whose prompt is being read, and whose answer is being decoded."""
 
     waiting: int
     reading: int

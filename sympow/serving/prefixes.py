@@ -22,7 +22,7 @@ from torch import Tensor
 from sympow.models import Context, ContextError, LanguageModel, ModelState, load_context, save_context
 from sympow.models.context_file import NO_TOKENS, extended_digest, fingerprint
 
-BLOCK = 32  # tokens hashed at a time; prefixes that are shorter are not kept
+BLOCK = 32  # tokens hashed at a time; shorter prefixes are not kept
 _SEEN = 1 << 17  # blocks of prompts that are remembered, to find common prefixes
 _WAITING = 16  # prefixes that may wait to be written; others are dropped
 _SUFFIX = ".ctx"

@@ -228,7 +228,7 @@ def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) 
 
 
 def _remove(path: Path) -> None:
-    """Removes a file or a folder. A folder loses its name first: a kill must not leave a part of it that has one."""
+    """Removes a file or a folder. A folder is renamed first, so that a kill leaves no part under its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -300,7 +300,7 @@ def _instead(path: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only while it is
+    return path.is_dir() or zipfile.is_zipfile(path)  # a folder has its name only while it is whole
 
 
 def _in_folder(folder: Path) -> list[Path]:

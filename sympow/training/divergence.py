@@ -1,7 +1,7 @@
 """Recognises training that has diverged where a component refuses the numbers first.
 
-On a CPU, power attention refuses gates that are not finite and states that leave their range, and AdamW a learning rate
-beyond float32. All other components pass numbers on that are not finite, up to the loss.
+On a CPU, power attention refuses gates that are not finite and states that leave their range. AdamW refuses a learning
+rate beyond float32. All other components pass on numbers that are not finite, up to the loss.
 """
 
 from __future__ import annotations

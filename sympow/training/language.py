@@ -75,10 +75,10 @@ def train(
     ranks share, so the position in the data depends on the step only. The loss of a step is the mean over all its
     targets that are not -100.
 
-    On the CPU a continued run equals an uninterrupted one bit for bit. On another number of ranks it equals it up to
-    rounding. SIGINT and SIGTERM end the run after the current step with a checkpoint. A second signal ends it at once.
-    On several ranks a second signal has no effect, because torchrun forwards a signal that a scheduler may already have
-    sent to every process.
+    On the CPU a continued run equals an uninterrupted one bit for bit. If the number of ranks changes, the two runs are
+    equal up to rounding. SIGINT and SIGTERM end the run after the current step with a checkpoint. A second signal ends
+    it at once. On several ranks a second signal has no effect, because torchrun forwards a signal that a scheduler may
+    already have sent to every process.
 
     Args:
         config: the config of the run.

@@ -68,8 +68,8 @@ def open_tracker(name: str, config: Mapping[str, Any], **options: Any) -> Any:
 
     Args:
         name: the name that is shown.
-        config: what the run is.
-        options: further ones of `wandb.init`.
+        config: the configuration of the run.
+        options: further options of `wandb.init`.
 
     Raises ImportError where wandb is not installed.
     """
@@ -82,13 +82,13 @@ def open_tracker(name: str, config: Mapping[str, Any], **options: Any) -> Any:
 
 def _open_tracker(run_dir: Path, config: RunConfig) -> Any:
     folder = run_dir.resolve()
-    # One id for one folder: a run that goes on, goes on there too.
+    # A folder has one id, so that a run that continues also continues in Weights & Biases.
     name = f"{config.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     return open_tracker(config.name, config.to_dict(), id=name, resume="allow", dir=folder)
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the rows of a run's `metrics.jsonl`, without a last line that was cut short; no file, no rows."""
+    """Reads the rows of a run's `metrics.jsonl`, without a last line that was cut short; none without a file."""
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         return []

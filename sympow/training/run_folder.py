@@ -32,7 +32,7 @@ _OWN = ("tokenizer.json", *BESIDE, "metrics.jsonl", "checkpoints", "tensorboard"
 def open_run_folder(
     run_dir: str | os.PathLike[str], config: RunConfig, ranks: Ranks = ALONE, restart: bool = False
 ) -> Iterator[Path]:
-    """Makes the folder of a new run, or checks that an existing one belongs to `config`, and keeps it for the block.
+    """Makes the folder of a new run, or checks that an existing one belongs to `config`, and locks it for the block.
 
     Every rank calls it. No other process can open the folder in the meantime, unless its file system has no locks: then
     a line on stderr says so.

@@ -60,14 +60,14 @@ def run(
         out: the folder of the run: a new folder, or the folder of a run with the same config.
         restart: whether to remove the files of an earlier run in the folder first.
         quiet: show no progress on stderr.
-        lesson: loads what a distillation begins with and aims at, on the device of the run; `sympow.conversion.distill`
-            gives it.
+        lesson: a function that loads the initial weights and the objective of a distillation onto the device of the
+            run. `sympow.conversion.distill` passes it. None: the run is no distillation.
 
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
     Raises RuntimeError where another process trains in the folder, ValueError where the folder holds another run, where
-    the corpus has more tokens than the model, and for a distillation without a lesson; FileNotFoundError where the data
-    are missing; and as `train` does.
+    the vocabulary of the corpus is larger than that of the model, and where only one of `lesson` and
+    `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")

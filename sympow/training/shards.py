@@ -42,7 +42,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Every rank calls it.
 
-    Raises the OSError of the first rank that could not, or ShardError for another reason.
+    Raises the OSError of the first rank that could not write, or ShardError for another reason.
     """
     import torch.distributed.checkpoint as dcp  # takes a second, which a run on one process need not wait
 

@@ -1,4 +1,4 @@
-"""One optimizer step: the gradients of its passes, the move of the weights, and the loss without either."""
+"""One optimizer step: the gradients of its passes, and the update of the weights. Also the held-out loss."""
 
 import math
 from collections.abc import Callable, Sequence
