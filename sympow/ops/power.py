@@ -53,6 +53,9 @@ def power_attention(
     add up to less than eps, as with |scale q.k| below eps**(1 / p), its output is smaller than the weighted average.
     See docs/math.md.
 
+    Gradients are of first order. With `create_graph=True`, autograd takes them as constants, so second derivatives lack
+    the part of the op, mostly without an error. `torch.func` transforms are not supported. impl="reference" has both.
+
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
             state is the initial one, or zeros.
@@ -85,8 +88,8 @@ def power_attention(
 
     Raises:
         TypeError: wrong types or dtypes.
-        ValueError: anything else that does not fit, in one line; on a CPU also gates and sums that leave the range, as
-            OutOfRangeError. On a GPU these come out as inf, NaN or 0.
+        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range, and outputs that
+            leave the range, as OutOfRangeError. On a GPU these come out as inf, NaN or 0.
 
     Source: Buckman, Gelada, Zhang, "Symmetric Power Transformers" (2024); Kumar et al., "Conformal Transformations for
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
@@ -170,7 +173,8 @@ def power_attention_step(
         that was given.
 
     Raises:
-        ValueError: as `power_attention`, and if inputs of a step on a DecodingState require gradients.
+        ValueError: as `power_attention`, and if inputs of a step on a DecodingState require gradients. Sums that leave
+            the range are not checked.
         TypeError: as `power_attention`.
     """
     check_inputs(q, k, v, log_g)
