@@ -221,6 +221,8 @@ def parser() -> argparse.ArgumentParser:
                          help="Learn from this model: a run's folder, or what `sympow convert` reads.")  # fmt: skip
     distill.add_argument("--out", metavar="DIR", type=_path, required=True,
                          help="Write the run into this folder.")  # fmt: skip
+    distill.add_argument("--restart", action="store_true",
+                         help="First remove the files of an earlier run in the folder.")  # fmt: skip
     distill.add_argument("--quiet", action="store_true", help="Print the last line only, without progress.")
 
     sizes = command("sizes", "Print state sizes and FLOP ratios of a model shape.", about.SIZES)

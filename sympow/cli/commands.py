@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -197,10 +198,10 @@ def convert(options: argparse.Namespace) -> None:
 
 def distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
-    run = distillation_run(read_config(options.run), options.run, options.teacher)
-    config = override(run, options.overrides)
+    start, teacher = (os.path.normpath(path) for path in (options.run, options.teacher))
+    config = override(distillation_run(read_config(start), start, teacher), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
-    return _train(config, Path(options.out), options.quiet)
+    return _train(config, Path(options.out), options.quiet, options.restart)
 
 
 def sizes(options: argparse.Namespace) -> None:

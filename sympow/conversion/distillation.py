@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sympow.data import BPETokenizer, Tokenizer
 from sympow.models import LanguageModel
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, TrainingResult, load_model, run
 from sympow.training.ranks import Rows
-from sympow.training.runs import Lesson
+from sympow.training.runs import Lesson, saved_tokenizer
 
 
 class Distillation:
@@ -98,16 +99,26 @@ def distill(
     return run(config, out, restart=restart, quiet=quiet, lesson=open_lesson)
 
 
-def load_teacher(source: str) -> LanguageModel:
-    """Loads a teacher: a pretrained model, or the model of a run folder, such as one converted with pattern softmax."""
+def load_teacher(source: str) -> tuple[LanguageModel, Tokenizer | None]:
+    """Loads a teacher: a pretrained model, or the model of a run folder, such as one converted with pattern softmax.
+
+    Returns the model and its tokenizer, None for a model without one.
+    """
     if (Path(source) / "checkpoints").is_dir():
-        return load_model(source).model
+        return load_model(source).model, saved_tokenizer(Path(source))
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
 
-    return load_pretrained(source).model
+    loaded = load_pretrained(source)
+    return loaded.model, None if loaded.tokenizer is None else BPETokenizer(loaded.tokenizer)
 
 
 def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -> Lesson:
-    """Loads the converted model and its teacher. Raises the errors of `load_model` and `load_pretrained`."""
-    start = load_model(config.start).model.state_dict()
-    return Lesson(start, Distillation(config, steps, load_teacher(config.teacher), device))
+    """Loads the converted model and its teacher.
+
+    Raises the errors of `load_model` and `load_pretrained`, and ValueError for a teacher with other tokens.
+    """
+    start, own = load_model(config.start).model.state_dict(), saved_tokenizer(Path(config.start))
+    teacher, tokenizer = load_teacher(config.teacher)
+    if own is not None and tokenizer is not None and list(own.token_bytes) != list(tokenizer.token_bytes):
+        raise ValueError(f"{config.teacher} and {config.start} differ in their tokenizers; a teacher needs the same")
+    return Lesson(start, Distillation(config, steps, teacher, device))

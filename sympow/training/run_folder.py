@@ -66,8 +66,12 @@ def _check_run_folder(path: Path) -> None:
     """Raises FileExistsError unless a run can be in the folder `path`: an earlier run, or nothing."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; a run needs a folder")
-    if path.exists() and _names(path) and not (path / "config.json").exists():
+    if not path.exists() or not _names(path):
+        return
+    if not (path / "config.json").exists():
         raise FileExistsError(f"{path} holds other things than a run (it has no config.json); give another folder")
+    if not _is_of_run(_read_json(path / "config.json")):
+        raise FileExistsError(f"{path} holds other things than a run (config.json is no run's); give another folder")
 
 
 def _write_config(path: Path, config: RunConfig) -> None:
@@ -81,6 +85,11 @@ def _write_config(path: Path, config: RunConfig) -> None:
         elif decisive(stored) != decisive(config.to_dict()):
             clear_run_folder(path)
     write_text(file, json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+def _is_of_run(stored: dict[str, Any]) -> bool:
+    """Tells whether the content of a config.json is that of a run, of whatever version."""
+    return all(isinstance(stored.get(part), dict) for part in ("model", "data", "training"))
 
 
 def _names(path: Path) -> list[str]:
@@ -98,6 +107,8 @@ def clear_run_folder(run_dir: str | os.PathLike[str]) -> None:
         return
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no run at {path}: it has no config.json, so nothing in it is removed")
+    if not _is_of_run(_read_json(path / "config.json")):
+        raise FileNotFoundError(f"no run at {path}: its config.json is of no run, so nothing in it is removed")
     others = [name for name in _names(path) if name not in _OWN]
     if others:
         raise FileExistsError(f"{path} holds other files than those of a run, {', '.join(others)}: move them first")
@@ -214,7 +225,7 @@ def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None
         kind = "a run of version 0.1" if older else "a run"
         raise ValueError(
             f"{where} holds {kind} with {field} = {old!r}, not {new!r}: "
-            "continue with the same config, remove the run (sympow train --restart), or give another folder (--out)"
+            "continue with the same config, remove the run (--restart), or give another folder (--out)"
         )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.data import Batches, Tokenizer, load_tokenizer, open_corpus
+from sympow.data import Batches, ByteTokenizer, DataConfig, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.progress import Progress
@@ -119,7 +119,7 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
     tokenizer = saved_tokenizer(folder)
     if config.distillation is not None:
         tokenizer = saved_tokenizer(Path(config.distillation.start))
-        _check_tokenizer(config.data.tokenizer, tokenizer)
+        _check_tokenizer(config.data, tokenizer)
     settings, splits = config.training, open_corpus(config.data, tokenizer=tokenizer)
     if splits.train.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -138,15 +138,22 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
     return batches, held_out
 
 
-def _check_tokenizer(named: str, own: Tokenizer | None) -> None:
+def _check_tokenizer(data: DataConfig, own: Tokenizer | None) -> None:
     """Raises ValueError if the data config names another tokenizer than that of the model.
 
+    "bpe" is what the config has by default. FileNotFoundError for a tokenizer that does not exist.
+
     Args:
-        named: the value of `DataConfig.tokenizer`.
+        data: the config of the run's data.
         own: the model's tokenizer.
     """
-    if own is None or not Path(named).exists():
+    if own is None:
         return
-    other = load_tokenizer(named)
+    if data.vocab_size not in (None, own.vocab_size):
+        raise ValueError(f"data.vocab_size = {data.vocab_size}, but the tokenizer of the model to distill has "
+                         f"{own.vocab_size} tokens")  # fmt: skip
+    if data.tokenizer in ("bpe", "none"):
+        return
+    other = ByteTokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
     if list(other.token_bytes) != list(own.token_bytes):
-        raise ValueError(f"the data are in tokens of {named}, which is not the tokenizer of the converted model")
+        raise ValueError(f"the data are in tokens of {data.tokenizer}, not in those of the model to distill")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sympow.conversion import Distillation, distillation_run, swap_mixers
-from sympow.data import Batches, DataConfig, TokenCorpus
+from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
+from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import DistillationConfig, RunConfig, TrainingConfig, load_model, read_metrics, train
 from sympow.training.checkpoint import list_checkpoints
+from sympow.training.run_folder import read_config, write_run_folder
 from tests.ranks import run_ranks
 
 VOCAB, STEPS = 17, 9
@@ -137,3 +138,52 @@ def test_settings_that_do_not_fit_are_refused():
         teacher().mixing_error_sum(tokens, tokens, teacher())
     assert RunConfig.from_dict(config.to_dict()) == config
     assert distillation_run(config, "start", "teacher").distillation.teacher == "teacher"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A student, its teacher, a teacher of other tokens, and a text."""
+    path = tmp_path_factory.mktemp("distillation")
+    model = LanguageModel(dataclasses.replace(CONFIG, vocab_size=264), seed=1)
+    texts = {"own": "the kernel of a kernel", "other": "abab cdcd, efgh ijkl"}
+    tokens = {name: BPETokenizer.train([text], 264) for name, text in texts.items()}
+    settings = TrainingConfig(context=16, steps=1, warmup_steps=0)
+    runs = (("student", swap_mixers(model), "own"), ("teacher", model, "own"), ("stranger", model, "other"))
+    for name, made, own in runs:
+        tokens[own].save(path / f"{own}.json")
+        text = (path / f"{own}.json").read_text()
+        write_run_folder(path / name, RunConfig(name, made.config, DataConfig(), settings), made, tokenizer=text)
+    (path / "text").mkdir()
+    (path / "text" / "a.txt").write_text("the kernel of a kernel\n" * 40)
+    return path
+
+
+def to_distill(folders, teacher="teacher", **data):
+    run = distillation_run(read_config(folders / "student"), f"{folders}/student", f"{folders}/{teacher}")
+    training = TrainingConfig(context=16, batch_size=2, steps=2, warmup_steps=0, evaluation_batches=1)
+    stages = dataclasses.replace(run.distillation, layer_steps=1, text_steps=1)
+    data = DataConfig(**{"kind": "text", "path": f"{folders}/text", "held_out": 0.5, "pack": True} | data)
+    return dataclasses.replace(run, training=training, distillation=stages, data=data)
+
+
+def test_a_teacher_of_other_tokens_is_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match="stranger and .*student differ in their tokenizers; a teacher needs the same"):
+        distill(to_distill(folders, "stranger"), tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"tokenizer": "bytes"}, ValueError, "in tokens of bytes, not in those of the model to distill"),
+        ({"tokenizer": "nosuch"}, FileNotFoundError, "tokenizer file does not exist: nosuch"),
+        ({"vocab_size": 300}, ValueError, "data.vocab_size = 300, but the tokenizer of the model to distill has 264"),
+    ],
+)
+def test_data_in_other_tokens_are_refused(folders, tmp_path, data, error, message):
+    with pytest.raises(error, match=message):
+        distill(to_distill(folders, **data), tmp_path, quiet=True)
+
+
+def test_options_that_say_what_holds_are_taken(folders, tmp_path):
+    config = to_distill(folders, tokenizer=f"{folders}/own.json", vocab_size=264)
+    assert distill(config, tmp_path, quiet=True).step == 2

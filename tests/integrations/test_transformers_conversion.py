@@ -170,7 +170,7 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["distill", "{}/hf", "--teacher", "{}/hf", "--out", "{}/new"], "is of a model of Hugging Face transformers"),
         (["distill", "{}/swapped", "--teacher", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["distill", "{}/swapped", "--teacher", "{}/hf", "--out", "{}/new", "data.kind=text", "data.path={}/text",
-          "data.tokenizer={}/other"], "which is not the tokenizer of the converted model"),
+          "data.tokenizer={}/other"], "not in those of the model to distill"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_in_one_line(folder, arguments, message, capsys):

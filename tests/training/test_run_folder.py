@@ -7,7 +7,7 @@ import os
 import pytest
 
 from sympow.training import run, train
-from sympow.training.run_folder import open_run_folder
+from sympow.training.run_folder import clear_run_folder, open_run_folder
 
 
 def names(folder) -> list[str]:
@@ -50,3 +50,15 @@ def test_a_file_system_without_locks_is_told_and_the_run_goes_on(
     assert train(config, make_batches(config), tmp_path / "run", quiet=True).step == 2
     line = "cannot be locked (No locks available): do not start the same command twice at the same time"
     assert capsys.readouterr().err == f"{tmp_path / 'run'} {line}\n"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_config_of_something_else_is_left_alone(tmp_path, make_config, restart):
+    """As that of a tokenizer or a model of the Hub."""
+    for name, text in (("config.json", '{"model_type": "llama"}'), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(FileExistsError, match="holds other things than a run"):
+        run(make_config(), tmp_path, restart=restart, quiet=True)
+    with pytest.raises(FileNotFoundError, match="its config.json is of no run, so nothing in it is removed"):
+        clear_run_folder(tmp_path)
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}' and len(names(tmp_path)) == 2
