@@ -59,6 +59,6 @@ def test_a_config_of_something_else_is_left_alone(tmp_path, make_config, restart
         (tmp_path / name).write_text(text)
     with pytest.raises(FileExistsError, match="holds other things than a run"):
         run(make_config(), tmp_path, restart=restart, quiet=True)
-    with pytest.raises(FileNotFoundError, match="its config.json is of no run, so nothing in it is removed"):
+    with pytest.raises(FileNotFoundError, match=r"its config\.json is of no run, so nothing in it is removed"):
         clear_run_folder(tmp_path)
     assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}' and len(names(tmp_path)) == 2
