@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "sweeps": {"fields", "data", "training"},
     "integrations": {"progress", "ops", "layers", "models", "data", "training"},
     "serving": {"data", "models"},
-    "conversion": {"ops", "layers", "models", "training", "integrations"},
+    "conversion": {"ops", "layers", "models", "data", "training", "integrations"},
     "recall": {"progress", "fields", "ops", "layers", "models", "data", "evaluation", "training", "sweeps"},
     "recipes": {"fields", "ops", "layers", "models", "data", "evaluation", "training", "recall"},
     "cli": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -198,7 +197,7 @@ def convert(options: argparse.Namespace) -> None:
 
 def distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
-    start, teacher = (os.path.normpath(path) for path in (options.run, options.teacher))
+    start, teacher = str(Path(options.run)), str(Path(options.teacher))
     config = override(distillation_run(read_config(start), start, teacher), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
     return _train(config, Path(options.out), options.quiet, options.restart)

@@ -99,11 +99,12 @@ def distill(
     return run(config, out, restart=restart, quiet=quiet, lesson=open_lesson)
 
 
-def load_teacher(source: str) -> tuple[LanguageModel, Tokenizer | None]:
-    """Loads a teacher: a pretrained model, or the model of a run folder, such as one converted with pattern softmax.
+def load_teacher(source: str) -> LanguageModel:
+    """Loads a teacher: a pretrained model, or the model of a run folder, such as one converted with pattern softmax."""
+    return _teacher_and_tokenizer(source)[0]
 
-    Returns the model and its tokenizer, None for a model without one.
-    """
+
+def _teacher_and_tokenizer(source: str) -> tuple[LanguageModel, Tokenizer | None]:
     if (Path(source) / "checkpoints").is_dir():
         return load_model(source).model, saved_tokenizer(Path(source))
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
@@ -118,7 +119,7 @@ def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -
     Raises the errors of `load_model` and `load_pretrained`, and ValueError for a teacher with other tokens.
     """
     start, own = load_model(config.start).model.state_dict(), saved_tokenizer(Path(config.start))
-    teacher, tokenizer = load_teacher(config.teacher)
+    teacher, tokenizer = _teacher_and_tokenizer(config.teacher)
     if own is not None and tokenizer is not None and list(own.token_bytes) != list(tokenizer.token_bytes):
         raise ValueError(f"{config.teacher} and {config.start} differ in their tokenizers; a teacher needs the same")
     return Lesson(start, Distillation(config, steps, teacher, device))

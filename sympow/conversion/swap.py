@@ -50,20 +50,18 @@ def swap_mixers(
 
     Args:
         teacher: a model of the llama body in which all layers have softmax attention.
-        pattern: the kinds of layers, at most one a layer, repeated over the layers: "power", "window", or "softmax" to
-            keep the layer; or a text for `parse_pattern`.
+        pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer; or a
+            text for `parse_pattern`.
         p: the power of power layers.
         window: the number of tokens that a window layer attends to.
 
-    Raises ValueError for a model with another body or other mixers, and for an unknown kind or too many, and the
-    errors of the mixers for their options.
+    Raises ValueError for a model with another body or other mixers, and for an unknown kind, and the errors of
+    the mixers for their options.
     """
     config = teacher.config
     pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
     if not pattern or any(kind not in KINDS for kind in pattern):
         raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
-    if len(pattern) > config.n_layers:
-        raise ValueError(f"the pattern has {len(pattern)} layers, the model only {config.n_layers}")
     kept = config.mixers[0]
     if config.body != "llama" or any(mixer.name != "softmax" for mixer in config.mixers) or len(config.mixers) > 1:
         names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))

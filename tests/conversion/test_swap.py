@@ -70,8 +70,6 @@ def test_patterns():
 def test_an_unknown_pattern_is_refused(pattern):
     with pytest.raises(ValueError, match=r"a pattern is made of power, window, softmax"):
         swap_mixers(teacher(), pattern)
-    with pytest.raises(ValueError, match="the pattern has 7 layers, the model only 6"):
-        swap_mixers(teacher(), "power*6,softmax")
 
 
 def test_a_pattern_can_be_a_text():
