@@ -82,10 +82,9 @@ def load_served(path: str, device: torch.device) -> Served:
     folder = Path(path)
     config = folder / "config.json"
     if config.is_file() and "model_type" in _json(config):
-        from sympow.integrations.transformers import SympowForCausalLM, to_native  # which imports transformers
+        from sympow.integrations.transformers.folders import load_exported  # which imports transformers
 
-        model = to_native(SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True))
-        return Served(model.to(device), load_tokenizer(folder), folder)
+        return Served(load_exported(folder).to(device), load_tokenizer(folder), folder)
     run = load(folder, device)
     if run.tokenizer is None:
         raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from sympow.cli import main
 from sympow.data import BPETokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, tokenizer_config, write_beside
 from sympow.integrations.transformers.folders import from_transformers
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields
 from sympow.serving.http import ChatTemplate
 from sympow.training import load_model, read_metrics
 from sympow.training.checkpoint import latest_step
@@ -125,6 +126,7 @@ def test_a_text_ends_where_the_tokenizer_says(folder, capsys):
 
 def test_special_tokens_of_a_gguf_file(tmp_path):
     gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_token_list(["a", "<end>", "<pad>"])
     writer.add_eos_token_id(1)
@@ -133,7 +135,7 @@ def test_special_tokens_of_a_gguf_file(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    write_beside(gguf_beside(tmp_path / "tiny.gguf"), tmp_path)
+    write_beside(gguf_beside(gguf_fields(tmp_path / "tiny.gguf")), tmp_path)
     assert tokenizer_config(tmp_path) == {"eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 1, "pad_token_id": 2}
 
@@ -167,6 +169,8 @@ def test_the_pattern_softmax_is_the_teacher_itself(folder):
         (["convert", "{}/hf", "--out", "{}/new", "--pattern", "linear"], "a pattern is made of power, window, softmax"),
         (["convert", "{}/bare", "--out", "{}/new"], "has no tokenizer.json"),
         (["convert", "{}/text", "--out", "{}/new"], "it has no config.json"),
+        (["convert", "{}/words", "--out", "{}/new"], "words cannot be used: expected a byte-level BPE"),
+        (["convert", "{}/cut", "--out", "{}/new"], "cut cannot be read: Error while deserializing header"),
         (["distill", "{}/hf", "--teacher", "{}/hf", "--out", "{}/new"], "is of a model of Hugging Face transformers"),
         (["distill", "{}/swapped", "--teacher", "{}/text", "--out", "{}/new"], "it has no config.json"),
         (["distill", "{}/swapped", "--teacher", "{}/hf", "--out", "{}/new", "data.kind=text", "data.path={}/text",
@@ -177,6 +181,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, arguments, message, 
     if not (folder / "bare").exists():
         AutoModelForCausalLM.from_pretrained(folder / "hf").save_pretrained(folder / "bare")
         BPETokenizer.train(["other words, other pairs"], 270).save(folder / "other" / "tokenizer.json")
+        for name, file, text in (("words", "tokenizer.json", "{}"), ("cut", "model.safetensors", "")):
+            shutil.copytree(folder / "hf", folder / name)
+            (folder / name / file).write_text(text)
     assert main([word.format(folder) for word in arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sympow")]  # others are bars
     assert len(lines) == 1 and message in lines[0]

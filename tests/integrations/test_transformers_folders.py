@@ -1,15 +1,19 @@
 """Run folders as folders of transformers and back: weights bit for bit, tokenizers with the same tokens."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.cli import main
+from sympow.cli.serving import load_served
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.data.tokens import BPETokenizer
-from sympow.integrations.transformers import from_transformers, to_transformers
+from sympow.integrations.transformers import SympowForCausalLM, from_transformers, to_transformers
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, load_model, save_checkpoint
 from sympow.training.run_folder import open_run_folder
@@ -94,6 +98,34 @@ def test_command(run, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
     assert "hf is no run: its config.json is of a model of Hugging Face" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", ["bytes"], indirect=True)
+def test_cut_weights_are_refused(run, tmp_path):
+    file = to_transformers(run, tmp_path / "hf") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for read in (lambda: load_served(str(tmp_path / "hf"), "cpu"), lambda: from_transformers(tmp_path / "hf", "out")):
+        with pytest.raises(ValueError, match="hf cannot be read: Error while deserializing header"):
+            read()
+
+
+@pytest.mark.parametrize("run", ["bytes"], indirect=True)
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    ],
+)
+def test_a_full_disk_is_one_line_with_the_folder(run, error, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(SympowForCausalLM, "save_pretrained", full)
+    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and str(tmp_path / "hf") in line and "No space left on device" in line
+    assert not (tmp_path / "hf").exists()
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path):

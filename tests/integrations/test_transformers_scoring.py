@@ -47,6 +47,15 @@ def test_commands_read_folders_of_transformers(folder, capsys):
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["gpt2", "4", "32"]
 
 
+def test_cut_weights_are_refused_in_one_line(folder, capsys):
+    (folder / "gpt2" / "model.safetensors").write_bytes(b"")
+    assert main(["passkey", str(folder / "gpt2"), "--context", "64", "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith(f"sympow: error: {folder / 'gpt2'} cannot be read: Error while")
+    (folder / "gpt2" / "model.safetensors").rename(folder / "gpt2" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="gpt2 cannot be read: "):
+        load_causal_lm(folder / "gpt2")
+
+
 def test_the_data_of_other_models_must_be_named(folder, capsys):
     assert main(["ar-hits", str(folder / "gpt2"), "--quiet"]) == 2
     assert "what the first model was trained on is not known" in capsys.readouterr().err

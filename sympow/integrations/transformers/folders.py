@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from sympow.data import load_tokenizer
-from sympow.data.files import write_text
+from sympow.data.files import naming, write_text
 from sympow.data.tokenizer_files import CONFIG, end_tokens, read_beside, tokenizer_config, write_beside
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
+from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.weights import Undrawn, native_name, weights
 from sympow.models import LanguageModel
 from sympow.training import load_model
@@ -36,8 +39,8 @@ def to_transformers(
             the run's folder has these, and sympow_run.json: the run's config and its steps.
         max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
 
-    Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty. After an error
-    nothing is left of the folder, so that the call can be repeated.
+    Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty, OSError where the
+    disk takes no more. After an error nothing is left of the folder, so that the call can be repeated.
     """
     loaded = load_model(run_folder)
     folder = new_folder(out)
@@ -57,7 +60,11 @@ def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int 
     model = from_native(loaded.model)
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    try:
+        with naming(folder):
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
     run: dict[str, Any] = {"step": loaded.step, "config": loaded.config.to_dict()}
     if source.is_file():
         text = source.read_text(encoding="utf-8")
@@ -80,7 +87,7 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
         out: a new or an empty folder.
 
     Raises FileNotFoundError for a folder without sympow_run.json, ValueError for a model that is not of
-    sympow, FileExistsError where `out` is not empty.
+    sympow and for a file of weights that is cut, FileExistsError where `out` is not empty.
     """
     source = Path(folder)
     for name in ("config.json", RUN_FILE):
@@ -91,7 +98,7 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
         raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
     run = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))
     target = new_folder(out)
-    model = to_native(SympowForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True))
+    model = load_exported(source)
     config = RunConfig.from_dict(run["config"])
     warmup = min(config.training.warmup_steps, max(1, run["step"]))
     training = replace(config.training, steps=max(1, run["step"]), warmup_steps=warmup)
@@ -101,6 +108,16 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
         tokenizer = _BYTES if run["tokenizer"] == "bytes" else (source / _TOKENIZER).read_text(encoding="utf-8")
     beside = read_beside(source)
     return write_run_folder(target, config, model, step=run["step"], tokenizer=tokenizer, beside=beside)
+
+
+def load_exported(folder: Path) -> LanguageModel:
+    """Loads the native model of a folder that `to_transformers` made, in evaluation mode.
+
+    Raises the errors of `reading`, such as ValueError for a file of weights that is cut.
+    """
+    with reading(folder):
+        model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    return to_native(model)
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:

@@ -6,6 +6,7 @@ transformers can convert it too, but then splits texts differently from the file
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,30 @@ _WORDS = (
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
 
 
-def gguf_beside(file: Path) -> dict[str, str]:
-    """Reads the special tokens and the chat template in a GGUF file, as `sympow.data.tokenizer_files.read_beside`."""
-    from gguf import GGUFReader
+def gguf_fields(file: Path) -> dict[str, Any]:
+    """Reads the fields of the tokenizer in a GGUF file, by their names.
 
-    fields = {name: field.contents() for name, field in GGUFReader(file).fields.items() if name.startswith("tokenizer")}
+    Raises ImportError without the packages that reading a GGUF file needs, ValueError for a file that is cut or of
+    another kind.
+    """
+    try:
+        import accelerate  # noqa: F401  (transformers needs it to read the weights)
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ImportError(f"reading {file} needs gguf and accelerate: pip install 'sympow[gguf]' ({error})") from None
+    try:
+        fields = GGUFReader(file).fields  # the reader looks for all tensors in the file
+        return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer")}
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is not a whole GGUF file ({error})") from None
+
+
+def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Makes the files beside a tokenizer.json of special tokens and the chat template, as `read_beside` returns them.
+
+    Args:
+        fields: the result of `gguf_fields`.
+    """
     numbers = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
     numbers["pad"] = fields.get("tokenizer.ggml.padding_token_id")
     numbers = {kind: int(number) for kind, number in numbers.items() if number is not None}
@@ -33,24 +53,24 @@ def gguf_beside(file: Path) -> dict[str, str]:
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
 
-def gguf_tokenizer(file: Path) -> str:
-    """Reads the byte-level BPE in a GGUF file of SmolLM, Llama 3 or Qwen2: the text of a tokenizer.json.
+def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
+    """Makes the text of a tokenizer.json of the byte-level BPE in a GGUF file of SmolLM, Llama 3 or Qwen2.
+
+    Args:
+        fields: the result of `gguf_fields`.
+        name: of the file, for the message.
 
     Raises ValueError for a tokenizer of another kind.
     """
-    from gguf import GGUFReader
 
-    fields = GGUFReader(file).fields
-
-    def value(name: str) -> Any:
-        field = fields.get(f"tokenizer.ggml.{name}")
-        return None if field is None else field.contents()
+    def value(field: str) -> Any:
+        return fields.get(f"tokenizer.ggml.{field}")
 
     kind, splitter = value("model"), _splitters().get(value("pre"))
     if kind != "gpt2" or splitter is None:
         known = ", ".join(_splitters())
         raise ValueError(
-            f"{file} has a tokenizer of the kind {kind!r}, {value('pre')!r}; known are byte-level BPEs of {known}"
+            f"{name} has a tokenizer of the kind {kind!r}, {value('pre')!r}; known are byte-level BPEs of {known}"
         )
     tokens, types = value("tokens"), value("token_type")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
+from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
+from sympow.integrations.transformers.reading import reading
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -47,8 +48,9 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
             packages gguf and accelerate, an id on the Hugging Face Hub, or a model of transformers in memory, which
             comes without a tokenizer.
 
-    Raises FileNotFoundError for a file that is missing, ValueError for another architecture, for layers that are
-    quantized, for weights that do not fit the config, and for a tokenizer with more tokens than the model.
+    Raises FileNotFoundError for a file that is missing, ValueError for a file that is cut, for another architecture,
+    for layers that are quantized, for a tokenizer that is no byte-level BPE, for one with more tokens than the model,
+    and for weights that do not fit the config. Config and tokenizer are checked before the weights are read.
     """
     if isinstance(source, PreTrainedModel):
         config = source.config
@@ -56,33 +58,39 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         model, tokenizer, beside = source, None, {}
     else:
         where = _place(source)
-        config = _opened(source, AutoConfig, where)
+        fields = gguf_fields(Path(source)) if "gguf_file" in where else None
+        with reading(source):
+            config = AutoConfig.from_pretrained(**where)
         _check_config(config, str(source))
-        where_32 = where | {"dtype": torch.float32}
-        model, report = _opened(source, AutoModelForCausalLM, where_32, output_loading_info=True)
+        tokenizer, beside = _tokenizer(source, where, fields), _beside(source, fields)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, config.vocab_size, str(source))
+        with reading(source):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=torch.float32, output_loading_info=True
+            )
         missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
-        tokenizer, beside = _tokenizer(source, where), _beside(source)
     native = _native(config, model.state_dict(), str(source) if tokenizer is not None else type(model).__name__)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, native.config.vocab_size, str(source))
     return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
 
 
-def check_vocabulary(tokenizer: str, vocab_size: int, name: str) -> None:
-    """Raises ValueError where the tokenizer has tokens that a model of `vocab_size` tokens does not know.
+def check_tokenizer(tokenizer: str, vocab_size: int, name: str) -> None:
+    """Raises ValueError for a tokenizer that is no byte-level BPE, or has tokens that the model does not know.
 
     Args:
         tokenizer: the text of a tokenizer.json.
         vocab_size: of the model.
         name: of the model, for the message.
     """
-    spec = json.loads(tokenizer)
-    tokens = [*spec["model"]["vocab"].values(), *(added["id"] for added in spec.get("added_tokens", []))]
-    if max(tokens) >= vocab_size:
+    try:
+        size = BPETokenizer(tokenizer).vocab_size
+    except ValueError as error:
+        raise ValueError(f"the tokenizer.json of {name} cannot be used: {error}") from None
+    if size > vocab_size:
         raise ValueError(
-            f"{name} has {vocab_size} embeddings, but its tokenizer has the token {max(tokens)}: "
+            f"{name} has {vocab_size} embeddings, but its tokenizer has the token {size - 1}: "
             "the tokenizer is not that of the model"
         )
 
@@ -103,34 +111,25 @@ def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(source)}
 
 
-def _opened(source: str | os.PathLike[str], factory: Any, where: Mapping[str, Any], **options: Any) -> Any:
-    """Calls factory.from_pretrained; its errors become one line."""
-    try:
-        return factory.from_pretrained(**where, **options)
-    except ImportError as error:
-        raise ImportError(f"reading {source} needs more packages: {_line(error)}") from error
-    except OSError as error:
-        raise FileNotFoundError(f"{source} cannot be read: {_line(error)}") from error
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{source} cannot be read: {_line(error)}") from error
-
-
-def _tokenizer(source: str | os.PathLike[str], where: Mapping[str, Any]) -> str | None:
-    """Returns the text of the tokenizer.json; None for a folder without one."""
-    folder = Path(source)
-    if folder.is_dir():
-        file = folder / "tokenizer.json"
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    if folder.suffix == ".gguf":
-        return gguf_tokenizer(folder)
-    made = _opened(source, AutoTokenizer, where)
+def _tokenizer(
+    source: str | os.PathLike[str], where: Mapping[str, Any], fields: Mapping[str, Any] | None
+) -> str | None:
+    """Returns the text of the tokenizer.json; None for a folder without one. `fields` are those of a GGUF file."""
+    if fields is not None:
+        return gguf_tokenizer(fields, str(source))
+    if Path(source).is_dir():
+        file = Path(source) / "tokenizer.json"
+        with reading(file):
+            return file.read_text(encoding="utf-8") if file.is_file() else None
+    with reading(source):
+        made = AutoTokenizer.from_pretrained(**where)
     return made.backend_tokenizer.to_str() if made.is_fast else None
 
 
-def _beside(source: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the texts of the files beside the tokenizer, by their names."""
-    if Path(source).suffix == ".gguf":
-        return gguf_beside(Path(source))
+def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns the texts of the files beside the tokenizer, by their names. `fields` are those of a GGUF file."""
+    if fields is not None:
+        return gguf_beside(fields)
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items() if file is not None}
@@ -232,7 +231,3 @@ def neighbouring_pairs(rows: Tensor, head_dim: int) -> Tensor:
         The rows in another order: row m of a head's first half at 2 m, row m of its second half at 2 m + 1.
     """
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from sympow.integrations.transformers.reading import reading
+
 _ELEMENTS = 1 << 26  # of the logits formed at once, at least those of a row
 
 
@@ -52,6 +54,10 @@ class ScoredCausalLM(nn.Module):
 
 
 def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> ScoredCausalLM:
-    """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+    """Loads the model of a folder, without the network, in the dtype of its weights, in evaluation mode.
+
+    Raises the errors of `reading`, such as ValueError for a file of weights that is cut.
+    """
+    with reading(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
     return ScoredCausalLM(model.to(device)).eval()

@@ -1,0 +1,33 @@
+"""Errors of reading a model by transformers, in one line each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+
+
+@contextmanager
+def reading(source: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the errors of a block that reads a model, or one of its files, into one line that names it.
+
+    Args:
+        source: the folder, the file or the id on the Hugging Face Hub.
+
+    Raises ImportError where a package is missing, FileNotFoundError for a file that is missing or cannot be opened, and
+    ValueError for all else that cannot be read, such as a file of weights that is cut.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"reading {source} needs more packages: {_line(error)}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"{source} cannot be read: {_line(error)}") from error
+    except (ValueError, KeyError, RuntimeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{source} cannot be read: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
