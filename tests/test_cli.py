@@ -1,6 +1,8 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -352,8 +354,38 @@ def test_places_that_cannot_be_written(folder, fails, tmp_path):
         for place in (tmp_path, tmp_path / "no" / "x.png"):
             line = fails("evaluate", folder / "power", option, place)
             assert line == f"{place} cannot be written: it is a folder, or its folder does not exist"
+    for command in ("evaluate", "passkey", "ar-hits"):
+        for option in ("--csv", "--plot", "--html")[: 3 if command == "ar-hits" else 2]:
+            line = fails(command, "no run", option, "/proc/x.png")
+            assert line == "/proc/x.png cannot be written: No such file or directory"
     line = fails("evaluate", folder / "power", "--plot", tmp_path / "x.xyz")
     assert line.startswith(f"{tmp_path}/x.xyz: an image is one of ") and line.endswith("got 'xyz'")
+
+
+def test_files_that_are_there_already(folder, fails, tmp_path, monkeypatch):
+    """They stay as they are until there are results, and one that cannot be opened is told before."""
+    file = tmp_path / "old.csv"
+    file.write_text("older results")
+    words = ["evaluate", folder / "power", "--csv", file, "--plot"]
+    assert fails(*words, "/proc/x.png").startswith("/proc/x.png cannot be written")
+    assert fails(*words, tmp_path / "x.xyz").startswith(f"{tmp_path}/x.xyz: an image is one of ")
+    assert file.read_text() == "older results" and list(tmp_path.iterdir()) == [file]
+
+    def denied(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(Path, "open", denied)
+    assert fails("evaluate", "no run", "--csv", file) == f"{file} cannot be written: Permission denied"
+
+
+@pytest.mark.parametrize("words", [["evaluate", "no run", "--plot", "x.png"], ["ar-hits", "no run", "--plot", "x.png"],
+                                   ["kernel-corpus", "--out", "corpus", "--plot", "x.png"], ["demo"]],
+                         ids=lambda words: words[0])  # fmt: skip
+def test_matplotlib_is_missed_before_the_work(fails, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert fails(*words) == "drawing images needs matplotlib: pip install 'sympow[eval]'"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_vocabulary_larger_than_the_models(folder, fails, tmp_path):

@@ -69,6 +69,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_pages_that_install_an_extra_install_what_draws():
+    """The demo, and every command with --plot, needs the extra `eval`."""
+    seen = []
+    for page, found in COMMANDS.items():
+        installed = re.findall(r"\[(.*?)\]", " ".join(each.text for each in found if each.words[0] == "pip"))
+        if installed and any(each.text.startswith("sympow demo") or "--plot" in each.words for each in found):
+            assert "eval" in ",".join(installed).split(","), page
+            seen.append(page)
+    assert "docs/serving.md" in seen
+
+
 @pytest.mark.parametrize("page", [page for page, commands in RUNNING.items() if commands])
 def test_commands_of_a_page_run(page, world, folder):
     for command in RUNNING[page]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,7 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
 
 def demo(options: argparse.Namespace) -> int | None:
     """Runs `sympow demo`: trains the recipes in `recipes/demo.py`, compares them, generates a text with the first."""
+    _image_types()  # raises without matplotlib, before the training
     folder = Path(options.out)
     folders = []
     for name in ("power", "softmax"):
@@ -313,24 +314,46 @@ def demo(options: argparse.Namespace) -> int | None:
 
 
 def _check_image(file: str | None) -> None:
-    """Raises ValueError if matplotlib draws no images of the type of `file`, and as `_check_writable`."""
+    """Raises ValueError if matplotlib draws no images of the type of `file`, ImportError without matplotlib.
+
+    Raises also as `_check_writable`.
+    """
     if file is None:
         return
     _check_writable(file)
-    with suppress(ImportError):  # which the drawing reports, with the extra to install
+    types = _image_types()
+    if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in types:
+        raise ValueError(f"{file}: an image is one of {', '.join(sorted(types))}; got {kind!r}")
+
+
+def _image_types() -> Collection[str]:
+    """Returns the types of images that matplotlib draws. Raises ImportError without matplotlib."""
+    try:
         from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError("drawing images needs matplotlib: pip install 'sympow[eval]'") from error
+    return FigureCanvasBase.get_supported_filetypes()
 
-        kinds = FigureCanvasBase.get_supported_filetypes()
-        if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in kinds:
-            raise ValueError(f"{file}: an image is one of {', '.join(sorted(kinds))}; got {kind!r}")
 
+def _check_writable(file: str | None, replaced: bool = False) -> None:
+    """Raises OSError if results cannot be written to `file`. It is called before a long evaluation.
 
-def _check_writable(file: str | None) -> None:
-    """Raises FileNotFoundError if results cannot be written to `file`. It is called before a long evaluation."""
+    Args:
+        file: the path of the results; None: there are none to write. An existing file is not changed.
+        replaced: whether a new file takes the place of an existing one, so that only the folder must be writable.
+    """
     if file is None:
         return
-    if not Path(file).parent.is_dir() or Path(file).is_dir():
+    place = Path(file)
+    if not place.parent.is_dir() or place.is_dir():
         raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    try:
+        if replaced or not place.exists():
+            tempfile.TemporaryFile(dir=place.parent).close()
+        elif place.is_file():  # opening a pipe could block
+            place.open("ab").close()
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _slurm_parameter(text: str) -> tuple[str, int | str]:
