@@ -160,6 +160,15 @@ def test_generate_is_reproducible_and_says_what_it_cost(folder, tmp_path, capsys
     assert capsys.readouterr().out == out
 
 
+def test_line_ends_of_a_prompt_file_are_kept(folder, tmp_path, capsys):
+    """As training reads them."""
+    (tmp_path / "prompt").write_bytes(b"the\r\nquick\r")
+    words = ["generate", str(folder / "power"), "--max-new-tokens", "1", "--prompt-file", str(tmp_path / "prompt")]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("the\r\nquick\r") and "prefill of 11 tokens" in err
+
+
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("drafts", [["--speculate"], ["--draft", "softmax"], ["--draft", "power"]])
 def test_drafts_change_nothing_but_the_speed(drafts, temperature, folder, capsys, monkeypatch):

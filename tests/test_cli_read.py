@@ -125,6 +125,9 @@ class Killed(BaseException):
 @pytest.mark.parametrize("run", ["hybrid", "power"])
 def test_an_interrupted_reading_ends_with_the_same_file(run, dtype, folder, tmp_path, monkeypatch, capsys):
     options = ("--chunk", "50", "--dtype", dtype)
+    (tmp_path / "other.txt").write_text(text(50, 77), encoding="utf-8")
+    assert read(tmp_path, folder / run, tmp_path / "m.ctx", source="other.txt") == 0
+    older = (tmp_path / "m.ctx").read_bytes()
     assert read(folder, run, tmp_path / "whole.ctx", *options) == 0
     monkeypatch.setattr(reading, "SAVE_EVERY", 0.0)
     original, left = reading.Context.read, [3]
@@ -135,13 +138,12 @@ def test_an_interrupted_reading_ends_with_the_same_file(run, dtype, folder, tmp_
             raise Killed
         return original(self, *arguments, **keywords)
 
-    (tmp_path / "m.ctx").write_bytes(b"an older file")
     monkeypatch.setattr(reading.Context, "read", dying)
     for done in (150, 350):
         with pytest.raises(Killed):
             read(folder, run, tmp_path / "m.ctx", *options)
         assert read_header(tmp_path / "m.ctx.part").tokens == done
-        assert (tmp_path / "m.ctx").read_bytes() == b"an older file"
+        assert (tmp_path / "m.ctx").read_bytes() == older
         left[0] = 4
     left[0] = 1000
     assert read(folder, run, tmp_path / "m.ctx", *options) == 0
@@ -161,6 +163,40 @@ def test_a_part_of_another_text_or_model_is_not_gone_on_from(folder, tmp_path, c
         assert main(["read", *words]) == 0
         assert f"m.ctx.part {cause}: reading from the beginning" in capsys.readouterr().err
         assert (tmp_path / "m.ctx").read_bytes() == (tmp_path / "whole.ctx").read_bytes()
+
+
+def test_line_ends_are_kept(folder, tmp_path):
+    """As training reads them."""
+    (tmp_path / "dos.txt").write_bytes(b"key\r\nvalue\r\nstate\r")
+    assert read(tmp_path, folder / "hybrid", tmp_path / "m.ctx", source="dos.txt") == 0
+    assert read_header(tmp_path / "m.ctx").tokens == 18
+
+
+def test_no_other_file_is_replaced(folder, fails, tmp_path):
+    start = ("read", folder / "power", folder / "manual.txt", "--quiet", "--out")
+    allowed = "--out names a new file, or a context file"
+    for content in (b"#", b"# my notes", bytes([32, *[0] * 7]) + b"{}" * 16):
+        (tmp_path / "notes.md").write_bytes(content)
+        assert fails(*start, tmp_path / "notes.md") == f"{tmp_path}/notes.md is no context file: {allowed}"
+        assert (tmp_path / "notes.md").read_bytes() == content
+    assert fails(*start, tmp_path) == f"{tmp_path} is no regular file: {allowed}"
+    (tmp_path / "empty").touch()  # as `mktemp` makes it
+    assert read(folder, "power", tmp_path / "empty") == 0
+    whole = (tmp_path / "empty").read_bytes()
+    (tmp_path / "empty").write_bytes(whole[:-5])  # a context file that was cut is made again
+    assert read(folder, "power", tmp_path / "empty") == 0
+    assert (tmp_path / "empty").read_bytes() == whole
+
+
+def test_a_context_is_not_replaced_by_its_continuation(folder, fails, tmp_path, monkeypatch):
+    """The same command again would read the text once more."""
+    assert read(folder, "power", tmp_path / "m.ctx") == 0
+    content = (tmp_path / "m.ctx").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    for out in ("m.ctx", f"{tmp_path}/m.ctx"):
+        line = fails("read", folder / "power", folder / "manual.txt", "--context", tmp_path / "m.ctx", "--out", out)
+        assert line == f"{out} is the --context of this reading: --out names another file"
+    assert (tmp_path / "m.ctx").read_bytes() == content
 
 
 def test_errors_are_one_line(folder, tmp_path, capsys):
@@ -184,6 +220,8 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
         "empty: a context holds at least one token"
     )
     assert "its folder does not exist" in fails(*start, tmp_path / "no" / "m.ctx")
+    line = fails("read", "no run", folder / "manual.txt", "--out", "/proc/m.ctx")
+    assert line == "/proc/m.ctx cannot be written: No such file or directory"
     assert "manual.txt is the text itself: --out names a new file" in fails(*start, folder / "manual.txt")
     assert f"{os.devnull} is no regular file: --out names a new file" in fails(*start, os.devnull)
     assert "invalid choice: 'int4'" in fails(*start, out, "--dtype", "int4")

@@ -17,7 +17,7 @@ from sympow import training
 from sympow.cli import serving
 from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
-from sympow.cli.reading import read_text
+from sympow.cli.reading import check_out, read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
@@ -148,12 +148,9 @@ def generate(options: argparse.Namespace) -> None:
 
 def read(options: argparse.Namespace) -> int | None:
     """Runs `sympow read`."""
-    _check_writable(options.out)
     out = Path(options.out)
-    if out.exists() and not out.is_file():
-        raise FileExistsError(f"{out} is no regular file: --out names a new file, or a context file")
-    if out.exists() and options.text != "-" and out.samefile(options.text):
-        raise FileExistsError(f"{out} is the text itself: --out names a new file, or a context file")
+    check_out(out, options.text, options.context)
+    _check_writable(options.out, replaced=True)
     run = load(options.run, resolve_device(options.device))
     done = read_text(
         run,

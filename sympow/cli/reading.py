@@ -14,7 +14,13 @@ import torch
 
 from sympow.data import encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
-from sympow.models.context_file import ContextHeader, extended_digest, fingerprint, read_header
+from sympow.models.context_file import (
+    ContextHeader,
+    extended_digest,
+    fingerprint,
+    is_context_file,
+    read_header,
+)
 from sympow.progress import Progress
 from sympow.training import Run
 from sympow.training.interrupt import StopRequest
@@ -34,6 +40,21 @@ class Reading(NamedTuple):
     tokens: int
     stopped_by: str | None
     already: bool = False
+
+
+def check_out(out: Path, text: str, before: str | None) -> None:
+    """Raises FileExistsError if `out` exists and is no file that `read_text` may replace; arguments as there."""
+    allowed = "--out names a new file, or a context file"
+    if not out.exists():
+        return
+    if not out.is_file():
+        raise FileExistsError(f"{out} is no regular file: {allowed}")
+    if text != "-" and out.samefile(text):
+        raise FileExistsError(f"{out} is the text itself: {allowed}")
+    if before is not None and out.resolve() == Path(before).resolve():
+        raise FileExistsError(f"{out} is the --context of this reading: --out names another file")
+    if out.stat().st_size and not is_context_file(out):
+        raise FileExistsError(f"{out} is no context file: {allowed}")
 
 
 def read_text(
@@ -180,7 +201,7 @@ def _opened(text: str) -> Iterator[TextIO]:
         if text == "-":
             yield sys.stdin
         else:
-            with open(text, encoding="utf-8") as file:
+            with open(text, encoding="utf-8", newline="") as file:  # with its line ends, as training reads texts
                 yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} is not UTF-8 text: {error.reason}") from None

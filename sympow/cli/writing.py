@@ -78,6 +78,6 @@ def text_of(file: str) -> str:
     if file == "-":
         return sys.stdin.read()
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_bytes().decode("utf-8")  # with its line ends, as training reads texts
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None

@@ -221,9 +221,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> Iterator[np.ndarray]:
-    """Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
+    r"""Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
 
-    Memory is bounded if the text has line ends; otherwise the whole text is in memory.
+    Memory is bounded if lines of the text end in "\n"; otherwise, also with "\r\n", the whole text is in memory.
 
     Raises ValueError for a size below 1.
     """

@@ -230,6 +230,19 @@ def read_header(path: str | os.PathLike[str]) -> ContextHeader:
         raise ContextError(f"{path} is not a context file of sympow: {_line(error)}") from error
 
 
+def is_context_file(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file begins as a context file does. Its end may be damaged, which `read_header` checks.
+
+    Raises OSError if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        try:
+            _header(file, Path(path))
+        except ContextError:
+            return False
+    return True
+
+
 def fingerprint(model: LanguageModel) -> tuple[str, str]:
     """Hashes the config of a model, and its weights with names, dtypes and shapes: two hexadecimal strings."""
     config = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
