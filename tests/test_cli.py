@@ -330,6 +330,11 @@ def test_unknown_and_wrong_options(folder, fails, tmp_path):
     train_bpe([Document("a", lambda: "a b c " * 99)], ["a"], 260, tmp_path).save(tmp_path / "words.json")
     line = fails("evaluate", folder / "power", "--data", f"tokenizer={tmp_path}/words.json")
     assert line.endswith(" but power reads text by its own, another one")
+    for command, label in (("evaluate", "power"), ("ar-hits", "the first model")):
+        line = fails(command, folder / "power", "--data", f"tokenizer={tmp_path}/no")
+        assert line == f"tokenizer file does not exist: {tmp_path}/no"
+        line = fails(command, folder / "power", "--data", "vocab_size=17")
+        assert line == f"vocab_size is 17, but the tokenizer of {label} has 256 tokens"
     assert "device 'meta' cannot be used here" in fails(
         "generate", folder / "power", "--prompt", "x", "--device", "meta"
     )
@@ -433,6 +438,20 @@ def test_a_run_without_its_tokenizer(folder, fails, tmp_path):
     assert fails("evaluate", run) == line  # and does not train another
 
 
+def test_a_tokenizer_that_is_gone_since_the_training(folder, fails, tmp_path):
+    """The run has its own copy. A user who names the file is told."""
+    words = tmp_path / "words.json"
+    train_bpe([Document("a", lambda: "a b c " * 99)], ["a"], 260, tmp_path).save(words)
+    options = [f"data.tokenizer={words}", "model.vocab_size=300", "training.steps=1", "--quiet"]
+    assert main(["train", f"{folder}/tiny.py:power", *options, "--out", str(tmp_path / "run")]) == 0
+    words.unlink()
+    evaluate = ["evaluate", str(tmp_path / "run"), "--context", "32", "--rows", "2"]
+    assert main(evaluate) == 0
+    assert fails(*evaluate, "--data", f"tokenizer={words}") == f"tokenizer file does not exist: {words}"
+    size = load(tmp_path / "run").tokenizer.vocab_size
+    assert main([*evaluate, "--data", f"vocab_size={size}"]) == 0
+
+
 def test_a_run_that_never_had_a_tokenizer(folder, fails, tmp_path):
     rows = torch.arange(8 * 64).remainder(251).view(8, 64).to(torch.uint16).numpy()
     zarr.save_array(tmp_path / "rows.zarr", rows)
@@ -461,7 +480,8 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
     )
     assert fails("generate", power, "--prompt", "x", "--seed", "-1").startswith("seed must be an integer from 0 ")
     assert "needs a document of 1,000,001 tokens" in fails("evaluate", power, "--context", "1000000")
-    assert fails("evaluate", power, power).startswith("a run is given twice: ")
+    for again in (power, f"{power}/", f"{folder}/./power", f"{folder}/softmax/../power"):
+        assert fails("evaluate", power, again) == f"a run is given twice: {power}, {again}"
     assert fails("sizes", "smal").startswith("a preset is one of nano, ")
 
 

@@ -393,7 +393,7 @@ def _evaluate(
     for label, run in runs.items():
         config = override(run.config.data, data)
         check_held_out(config, data)
-        check_data_tokenizer(config.tokenizer, run.tokenizer, label)
+        check_data_tokenizer(config, run.tokenizer, label, data)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):
                 opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out

@@ -190,7 +190,7 @@ def _data_config(first: Scored, assignments: Sequence[str]) -> DataConfig:
     check_held_out(config, assignments)
     if first.tokenizer is None and config.tokenizer == "bpe":
         raise ValueError("the first model has no tokenizer.json: --data tokenizer=... names one")
-    check_data_tokenizer(config.tokenizer, first.tokenizer, "the first model")
+    check_data_tokenizer(config, first.tokenizer, "the first model", assignments)
     return config
 
 

@@ -11,13 +11,13 @@ from sympow.data import ByteTokenizer, DataConfig, Tokenizer, load_tokenizer
 def labels_of(paths: Sequence[str]) -> list[str]:
     """Names runs by the last part of each path if these parts differ, otherwise by the whole path.
 
-    Raises ValueError for a run that is given twice.
+    Raises ValueError for a run that is given twice, also if its paths are written differently.
     """
-    last = [Path(path).resolve().name for path in paths]
-    labels = last if len(set(last)) == len(last) else list(paths)
-    if len(set(labels)) < len(paths):
+    resolved = [Path(path).resolve() for path in paths]
+    if len(set(resolved)) < len(paths):
         raise ValueError(f"a run is given twice: {', '.join(paths)}")
-    return labels
+    last = [path.name for path in resolved]
+    return last if len(set(last)) == len(last) else list(paths)
 
 
 def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
@@ -28,15 +28,24 @@ def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:
             raise ValueError(f"{first} and {label} have different tokenizers: their tokens mean different things")
 
 
-def check_data_tokenizer(named: str, own: Tokenizer | None, label: str) -> None:
-    """Raises ValueError if a data config names another tokenizer than that of the model, where it would be ignored.
+def check_data_tokenizer(data: DataConfig, own: Tokenizer | None, label: str, assignments: Sequence[str]) -> None:
+    """Raises ValueError if a data config describes another tokenizer than that of the model, where it would be ignored.
 
     Args:
-        named: the value of `DataConfig.tokenizer`. A file that is gone since the training is not compared.
+        data: the config, with the assignments. A file that is gone since the training is not compared.
         own: the model's tokenizer; None if it is not known.
         label: of the model.
+        assignments: what the user has set, key=value. A tokenizer among them must exist.
+
+    Raises FileNotFoundError if the user names a tokenizer that does not exist.
     """
-    if own is None or named in ("bpe", "none") or (named != "bytes" and not Path(named).exists()):
+    if own is None:
+        return
+    named, keys = data.tokenizer, _keys(assignments)
+    if "vocab_size" in keys and data.vocab_size not in (None, own.vocab_size):
+        raise ValueError(f"vocab_size is {data.vocab_size}, but the tokenizer of {label} has {own.vocab_size} tokens")
+    gone = named != "bytes" and "tokenizer" not in keys and not Path(named).exists()
+    if named in ("bpe", "none") or gone:
         return
     other = ByteTokenizer() if named == "bytes" else load_tokenizer(named)
     if list(other.token_bytes) != list(own.token_bytes):
@@ -53,9 +62,13 @@ def check_held_out(data: DataConfig, assignments: Sequence[str], group: str = ""
         assignments: what the user has set, key=value.
         group: what precedes the names of the config's fields in the keys, such as "data.".
     """
-    for key in (assignment.partition("=")[0] for assignment in assignments):
+    for key in _keys(assignments):
         if data.held_out_path is not None and key in (f"{group}held_out", f"{group}seed"):
             raise ValueError(
                 f"{key} chooses held-out documents, which {group}held_out_path = {data.held_out_path!r} gives already: "
                 "leave one of them out"
             )
+
+
+def _keys(assignments: Sequence[str]) -> list[str]:
+    return [assignment.partition("=")[0] for assignment in assignments]
