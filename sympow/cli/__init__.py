@@ -184,12 +184,13 @@ def parser() -> argparse.ArgumentParser:
                        help="Let at most N requests wait (default: 256).")  # fmt: skip
     for name, number, what in (("timeout", 600.0, "End an answer after X seconds"),
                                ("grace", 30.0, "Give running requests X seconds when the server ends"),
-                               ("cache-memory", 1.0, "Keep states of prompts in X GiB of memory"),
-                               ("cache-disk", 10.0, "Keep X GiB of these states in --cache-dir")):  # fmt: skip
+                               ("cache-memory", 1.0, "Keep states of prompts in X GiB of memory")):  # fmt: skip
         serve.add_argument(f"--{name}", metavar="X", type=_number, default=number,
                            help=f"{what} (default: {number:g}).")  # fmt: skip
     serve.add_argument("--cache-dir", metavar="DIR", type=_path,
                        help="Keep states of prompts in this folder too (default: in memory only).")  # fmt: skip
+    serve.add_argument("--cache-disk", metavar="X", type=_number,
+                       help="Keep X GiB of these states in --cache-dir (default: 10).")  # fmt: skip
     serve.add_argument("--device", default="auto", help=about.DEVICE)
 
     export = command("export", "Write a run as a folder for Hugging Face transformers.", about.EXPORT)
@@ -390,6 +391,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         getattr(options, lists[options.command]).extend(more)
     if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
         top.error("one of the arguments --prompt --prompt-file --context is required")
+    if options.command == "serve" and options.cache_disk is not None and options.cache_dir is None:
+        top.error("--cache-disk needs --cache-dir, the folder of the states on disk")
     return options
 
 

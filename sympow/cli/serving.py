@@ -20,6 +20,7 @@ from sympow.training.run_folder import folder_of
 from sympow.training.step import resolve_device
 
 KEYS = "SYMPOW_API_KEYS"
+CACHE_DISK = 10.0  # GiB in --cache-dir, unless --cache-disk says otherwise
 _GIB = 1 << 30
 
 
@@ -42,14 +43,14 @@ def run(options: argparse.Namespace) -> None:
     limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
     keys = api_keys(options.api_keys)
     cache = None if options.cache_dir is None else Path(options.cache_dir)
-    memory, disk = (round(_GIB * size) for size in (options.cache_memory, options.cache_disk))
+    disk = CACHE_DISK if options.cache_disk is None else options.cache_disk
     engine = Engine(
         served.model,
         served.tokenizer,
         slots=options.slots,
         queue=options.queue,
         chunk=options.prefill_chunk or (1024 if device.type == "cuda" else 256),
-        prefixes=PrefixCache(served.model, memory, cache, disk),
+        prefixes=PrefixCache(served.model, round(_GIB * options.cache_memory), cache, round(_GIB * disk)),
         ends=end_tokens(served.folder, served.tokenizer),
     )
     template = ChatTemplate.of(served.folder)

@@ -97,7 +97,7 @@ class Batches:
         if not self.rows:
             raise ValueError(
                 f"no document fills a row of context = {context} tokens, the longest has {corpus.lengths.max()}: "
-                "use a shorter context or pack=True"
+                "use a shorter context, or packing (data.pack=true)"
             )
 
     def __getitem__(self, index: int) -> Batch:

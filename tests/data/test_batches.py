@@ -176,7 +176,8 @@ def test_state_of_other_data_is_refused_in_one_line(other, message):
         (
             [9, 8],
             {"context": 10, "pack": False},
-            "no document fills a row of context = 10 tokens, the longest has 9: use a shorter",
+            "no document fills a row of context = 10 tokens, the longest has 9: use a shorter context, or packing "
+            r"\(data.pack=true\)$",
         ),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
 from benchmarks.serving import untrained_run
+from sympow import serving
 from sympow.cli import main
 from sympow.cli.serving import api_keys, engine_threads, load_served
 from sympow.data import ByteTokenizer
@@ -181,6 +182,18 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
         assert error.startswith("sympow: error: ") and message in error and error.count("\n") == 1
     with pytest.raises(SystemExit):
         main(["serve", str(folder), "--slots", "0"])
+
+
+def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):
+    def refuse(model, memory, cache, disk):
+        raise ValueError(f"{memory} {cache} {disk}")
+
+    monkeypatch.setattr(serving, "PrefixCache", refuse)
+    words = ["serve", str(folder), "--device", "cpu", "--cache-memory", "0.5"]
+    for more, cache, disk in (([], None, 10), (["--cache-dir", str(tmp_path)], tmp_path, 10),
+                              (["--cache-dir", str(tmp_path), "--cache-disk", "0"], tmp_path, 0)):  # fmt: skip
+        assert main([*words, *more]) == 2
+        assert capsys.readouterr().err == f"sympow: error: {1 << 29} {cache} {disk << 30}\n"
 
 
 def test_a_checkpoint_is_served_with_the_tokenizer_of_its_run(folder):
