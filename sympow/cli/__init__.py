@@ -214,10 +214,8 @@ def parser() -> argparse.ArgumentParser:
 
     distill = command("distill", "Train a converted model on its teacher, or continue.", about.DISTILL)
     distill.add_argument("run", metavar="DIR", type=_path, help="Train the model in this folder of `sympow convert`.")
-    distill.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[],
-        help="Set a field of the run's config, such as data.path=docs/train.zarr."
-    )
+    distill.add_argument("overrides", metavar="key=value", nargs="*", default=[],
+                         help="Set a field of the run's config, such as data.path=docs/train.zarr.")  # fmt: skip
     distill.add_argument("--teacher", metavar="MODEL", type=_path, required=True,
                          help="Learn from this model: a run's folder, or what `sympow convert` reads.")  # fmt: skip
     distill.add_argument("--out", metavar="DIR", type=_path, required=True,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sympow import training
 from sympow.cli import serving
 from sympow.cli.conversion import convert_model
 from sympow.cli.passkeys import measure_passkeys
+from sympow.cli.places import check_image, check_writable, image_types
 from sympow.cli.reading import check_out, read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
@@ -59,8 +59,8 @@ def train(options: argparse.Namespace) -> int | None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Runs `sympow evaluate`."""
-    _check_writable(options.csv)
-    _check_image(options.plot)
+    check_writable(options.csv)
+    check_image(options.plot)
     runs = _load_runs(options.runs, resolve_device(options.device))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, options.rows, options.data)
@@ -74,8 +74,8 @@ def evaluate(options: argparse.Namespace) -> None:
 def ar_hits(options: argparse.Namespace) -> None:
     """Runs `sympow ar-hits`."""
     for file in (options.csv, options.html):
-        _check_writable(file)
-    _check_image(options.plot)
+        check_writable(file)
+    check_image(options.plot)
     models = load_scored(options.runs, resolve_device(options.device))
     measured = measure(
         models,
@@ -108,8 +108,8 @@ def recall_probe(options: argparse.Namespace) -> None:
 
 def passkey(options: argparse.Namespace) -> None:
     """Runs `sympow passkey`."""
-    _check_writable(options.csv)
-    _check_image(options.plot)
+    check_writable(options.csv)
+    check_image(options.plot)
     rows = measure_passkeys(
         load_scored(options.runs, resolve_device(options.device)),
         options.context,
@@ -150,7 +150,7 @@ def read(options: argparse.Namespace) -> int | None:
     """Runs `sympow read`."""
     out = Path(options.out)
     check_out(out, options.text, options.context)
-    _check_writable(options.out, replaced=True)
+    check_writable(options.out, replaced=True)
     run = load(options.run, resolve_device(options.device))
     done = read_text(
         run,
@@ -251,7 +251,7 @@ def mqar_figures(options: argparse.Namespace) -> None:
 
 def kernel_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow kernel-corpus`."""
-    _check_image(options.plot)
+    check_image(options.plot)
     made = build_kernel_corpus(
         options.out,
         options.source,
@@ -264,7 +264,7 @@ def kernel_corpus(options: argparse.Namespace) -> None:
 
 def doc_corpus(options: argparse.Namespace) -> None:
     """Runs `sympow doc-corpus`."""
-    _check_image(options.plot)
+    check_image(options.plot)
     made = build_doc_corpus(
         options.out,
         options.source,
@@ -290,7 +290,7 @@ def _tell_corpus(made: dict[str, Any], options: argparse.Namespace) -> None:
 
 def demo(options: argparse.Namespace) -> int | None:
     """Runs `sympow demo`: trains the recipes in `recipes/demo.py`, compares them, generates a text with the first."""
-    _image_types()  # raises without matplotlib, before the training
+    image_types()  # raises without matplotlib, before the training
     folder = Path(options.out)
     folders = []
     for name in ("power", "softmax"):
@@ -308,49 +308,6 @@ def demo(options: argparse.Namespace) -> int | None:
     print(f"drawn: {folder / 'context_loss.png'}\n")
     write_text(next(iter(runs.values())), "def main(", 128, temperature=0.8, top_p=0.95)
     return None
-
-
-def _check_image(file: str | None) -> None:
-    """Raises ValueError if matplotlib draws no images of the type of `file`, ImportError without matplotlib.
-
-    Raises also as `_check_writable`.
-    """
-    if file is None:
-        return
-    _check_writable(file)
-    types = _image_types()
-    if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in types:
-        raise ValueError(f"{file}: an image is one of {', '.join(sorted(types))}; got {kind!r}")
-
-
-def _image_types() -> Collection[str]:
-    """Returns the types of images that matplotlib draws. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ImportError("drawing images needs matplotlib: pip install 'sympow[eval]'") from error
-    return FigureCanvasBase.get_supported_filetypes()
-
-
-def _check_writable(file: str | None, replaced: bool = False) -> None:
-    """Raises OSError if results cannot be written to `file`. It is called before a long evaluation.
-
-    Args:
-        file: the path of the results; None: there are none to write. An existing file is not changed.
-        replaced: whether a new file takes the place of an existing one, so that only the folder must be writable.
-    """
-    if file is None:
-        return
-    place = Path(file)
-    if not place.parent.is_dir() or place.is_dir():
-        raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
-    try:
-        if replaced or not place.exists():
-            tempfile.TemporaryFile(dir=place.parent).close()
-        elif place.is_file():  # opening a pipe could block
-            place.open("ab").close()
-    except OSError as error:
-        raise OSError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _slurm_parameter(text: str) -> tuple[str, int | str]:

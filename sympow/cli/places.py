@@ -1,0 +1,50 @@
+"""Checks the places of results before a command does its work."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+
+def check_image(file: str | None) -> None:
+    """Raises ValueError if matplotlib draws no images of the type of `file`, ImportError without matplotlib.
+
+    Raises also as `check_writable`.
+    """
+    if file is None:
+        return
+    check_writable(file)
+    types = image_types()
+    if (kind := Path(file).suffix.removeprefix(".").lower()) and kind not in types:
+        raise ValueError(f"{file}: an image is one of {', '.join(sorted(types))}; got {kind!r}")
+
+
+def image_types() -> Collection[str]:
+    """Returns the types of images that matplotlib draws. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError("drawing images needs matplotlib: pip install 'sympow[eval]'") from error
+    return FigureCanvasBase.get_supported_filetypes()
+
+
+def check_writable(file: str | None, replaced: bool = False) -> None:
+    """Raises OSError if results cannot be written to `file`. It is called before a long evaluation.
+
+    Args:
+        file: the path of the results; None: there are none to write. An existing file is not changed.
+        replaced: whether a new file takes the place of an existing one, so that only the folder must be writable.
+    """
+    if file is None:
+        return
+    place = Path(file)
+    if not place.parent.is_dir() or place.is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    try:
+        if replaced or not place.exists():
+            tempfile.TemporaryFile(dir=place.parent).close()
+        elif place.is_file():  # opening a pipe could block
+            place.open("ab").close()
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror}") from error
