@@ -134,13 +134,15 @@ SECTIONS = {
     "rates_1024": Section(
         "Learning rates at 1,024 tokens",
         "The table holds the loss of each variant at 2e-3, and the differences from it at the other rates, over pairs. "
-        "A cell is empty if there is no such pair. The best rate of each variant is in bold; the other "
+        "\"(no pair)\" marks a difference of means instead, where no run at 2e-3 has the same seed and corpus. A cell "
+        "is empty if the study has no such run. The best rate of each variant, by pairs, is in bold; the other "
         "studies at 1,024 tokens use rates from this sweep. If the best rate is the lowest or the highest of a sweep, "
         "more rates are needed.",
         figures.learning_rates, (tables.rates,)),
     "rates_4096": Section(
         "Learning rates at 4,096 tokens",
-        "All other studies at 4,096 tokens use a rate of 2e-3. The table is like that at 1,024 tokens.",
+        "The controls use the best rate of Gated DeltaNet, 4e-3. All other runs at 4,096 tokens have a rate of 2e-3. "
+        "The table is like that at 1,024 tokens.",
         figures.learning_rates, (tables.rates,)),
     "rates_16384": Section(
         "Learning rates at 16,384 tokens",

@@ -11,14 +11,15 @@ from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 CONTEXTS = (1024, 4096, 16_384, 65_536)
 SWEEP = (1e-3, 2e-3, 4e-3)
 # Variants that are best at the highest rate of the sweep at 4,096 tokens, so that a higher one is tried.
-HIGH_RATES = ("softmax_gate", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax")
+HIGH_RATES = ("softmax_gate", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "gated_delta_net")
 # These studies compare learning rates, not variants.
 RATE_STUDIES = ("rates_1024", "rates_4096", "rates_16384", "rates_65536")
 
 # The learning rate by variant and context, from the studies of rates; all others have that of `Run`.
 RATES: dict[tuple[str, int], float] = dict.fromkeys(
-    ((variant, 1024) for variant in
-     ("softmax", "power", "power_p4_k32", "power4", "hybrid_softmax_window", "hybrid_window")), 4e-3,
+    (*((variant, 1024) for variant in
+       ("softmax", "power", "power_p4_k32", "power4", "hybrid_softmax_window", "hybrid_window")),
+     ("gated_delta_net", 4096)), 4e-3,
 )  # fmt: skip
 
 BARS = ("softmax", "power", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "hybrid_softmax_gate",

@@ -46,7 +46,8 @@ def comparison(found: Found, study: str) -> str:
 def rates(found: Found, study: str) -> str:
     """Shows every variant's loss at the default learning rate, and the differences from it over pairs at the others.
 
-    The best rate is in bold, unless there is no difference. Variants without runs at the default rate are left out.
+    A difference without pairs is that of the means, and the cell says so. The best rate is in bold, unless there is no
+    difference over pairs. Variants without runs at the default rate are left out.
     """
     sweep = sorted({run.learning_rate for run in runs_of(study)} - {Run.learning_rate})
     lines = []
@@ -58,6 +59,11 @@ def rates(found: Found, study: str) -> str:
         cells, known = [_text(found.mean(base, "held_out_loss"), 3)], [0.0]
         for run in map(of_rate.get, sweep):
             change = found.difference(run, base) if run else None
+            means = [found.mean(each, "held_out_loss") for each in (run, base) if each]
+            if change is None and len(means) == 2 and means[0] and means[1]:
+                cells.append(f"{means[0].mean - means[1].mean:+.3f} (no pair)")
+                known.append(inf)
+                continue
             cells.append(MISSING if run and not found.rows(run) else _text(change, 3, sign=True))
             known.append(inf if change is None else change.mean)
         if known.count(inf) < len(sweep):

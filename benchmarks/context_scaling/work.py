@@ -87,6 +87,8 @@ class Trainer:
             torch.compiler.reset()
         with tempfile.TemporaryDirectory() as folder:
             train(config, batches, folder, observe=observe, quiet=True)
+            if "held_out_loss" not in found:
+                raise InterruptedError(f"{run.name} was stopped before step {settings.steps}, its last one")
             metrics = read_metrics(folder)
         if found["flops"] is not None:
             found["flops"] *= metrics[-1]["tokens"]

@@ -106,7 +106,7 @@ def test_rates_of_a_variant_are_compared_by_pairs(tmp_path):
     assert shown.splitlines()[0] == "|  | loss at 0.002 | change at 0.004 | change at 0.008 |"
     (line,) = lines(shown, "power, p = 2")
     assert line.endswith(" | **-0.100** | +0.050 |") and line.startswith("| power, p = 2 | 2.500 ± ")
-    assert lines(shown, "power, p = 4") == [f"| power, p = 4 | 2.000 |  | {tables.MISSING} |"]
+    assert lines(shown, "power, p = 4") == [f"| power, p = 4 | 2.000 | -1.000 (no pair) | {tables.MISSING} |"]
     drawn = figures.learning_rates(found, "rates_1024").axes[0].containers
     assert [[round(float(y), 3) for y in bars.lines[0].get_ydata()] for bars in drawn] == [[0.0, -0.1, 0.05]]
 
@@ -271,14 +271,18 @@ def test_other_pages_quote_the_committed_rows():
     assert f"the loss of p = 2 is {short} times that of softmax attention after 30 million tokens" in readme
     assert f"after 30 million tokens, {long} times after 300 million" in readme
     assert f"windows in every second layer it is {ratio('bars_4096', 'hybrid_window', 2)} times" in readme
-    early, late = (ratio("scra_axes", "power", 2, tokens=tokens, documents=1, size=None) for tokens in (SHORT, MIDDLE))
-    assert f"At 16,384 tokens the ratio is {early} after 30 million, {late} after 100 (one seed)." in readme
+    early, late = (ratio("tokens_16384", "power", 2, tokens=tokens) for tokens in (SHORT, MIDDLE))
+    assert f"At 16,384 tokens the ratio is {early} after 30 million, {late} after 100." in readme
+    later = pick("tokens_16384", "power", tokens=MIDDLE)
+    assert found.ratio(later, replace(later, variant="softmax")).count == 3
     long, short = (ratio(study, "power", 2) for study in ("bar_65536", "bars_1024"))
     assert (f"17M parameters, four pairs of runs), the loss of p = 2 is {long} times that of softmax attention in rows "
             f"of 65,536 tokens, and {short} times in rows of 1,024") in readme  # fmt: skip
     for study in ("bar_65536", "bars_1024"):
         assert found.ratio(pick(study, "power"), pick(study, "softmax")).count == 4
     decision = (program.ROOT / "docs/decisions/0007-block.md").read_text(encoding="utf-8")
+    early, late = (ratio("tokens_16384", "power", 3, tokens=tokens) for tokens in (SHORT, MIDDLE))
+    assert f"16,384 it is {early} after 30, {late} after 100." in decision
     names = {"power": "p = 2", "power_p4_k32": "p = 4, K = 32, two key/value heads of six", "power4": "p = 4, K = 64",
              "hybrid_window": "power, and windows of 512 in every second layer",
              "hybrid_softmax": "power, and softmax attention in the fourth of six layers",
