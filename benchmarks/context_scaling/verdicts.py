@@ -252,6 +252,20 @@ def behind_gated(found: Found) -> list[str]:
     return [f"{what} {listed(parts)}."] if parts else []
 
 
+def behind_window(found: Found) -> list[str]:
+    """Tells how far p = 2 is behind a window whose state is as large, at long contexts; [] if unknown."""
+    parts = []
+    for study, context in (("scra_window", 16_384), ("scra_window", DOCUMENT), ("controls", DOCUMENT),
+                           ("scra_latency", DOCUMENT)):  # fmt: skip
+        run = pick(study, "power", context=context)
+        value = found.difference(run, replace(run, variant="window"))
+        if value is not None:
+            documents = "one document" if run.documents == 1 else f"{run.documents} documents"
+            told = f"at {context:,} tokens after {run.steps:,} updates of {documents} ({counted(value)})"
+            parts.append(f"{value.text(sign=True)} {told}")
+    return [f'{loss_of("power").capitalize()} minus that of "{label("window")}" is {listed(parts)}.'] if parts else []
+
+
 def scra_bodies(found: Found) -> list[str]:
     run = pick("scra_bodies", "body_power")
     return [judged(found.difference(run, pick("scra_bodies", other)), 0.0,
@@ -273,7 +287,7 @@ def scra_ratio(found: Found) -> list[str]:
 def scra_latency(found: Found) -> list[str]:
     sentences = []
     for variant, other in (("power", "softmax"), ("window", "softmax"), ("hybrid_window", "softmax"),
-                           ("power", "softmax_gate")):  # fmt: skip
+                           ("power", "softmax_gate"), ("power", "window"), ("hybrid_window", "window")):  # fmt: skip
         run, base = pick("scra_latency", variant), pick("scra_latency", other)
         times = [speed and each.tokens / speed for each in (run, base) for speed in (found.speed(each),)]
         longer = "" if None in times else f", trained for {times[0] / times[1]:.2f} times as long,"  # type: ignore[operator]
@@ -301,7 +315,7 @@ def page(found: Found) -> list[str]:
                   for study in names if variant in {run.variant for run in runs_of(study)}}  # fmt: skip
         parts = [f"{value.text()} at {names[study]} tokens" for study, value in ratios.items() if value]
         sentences.append(f"{start} {listed(parts) or MISSING}.")
-    sentences += [*behind_gated(found), *ratios_along_axes(found)]
+    sentences += [*behind_gated(found), *behind_window(found), *ratios_along_axes(found)]
     judgements = [sentence for study, judge in VERDICTS.items() for sentence in judge(found)]
     reproduced, refuted = ([each for each in judgements if each.startswith(f"**{word}**")]
                            for word in (REPRODUCED, REFUTED))  # fmt: skip
