@@ -10,6 +10,8 @@ from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SHORT, Run
 
 CONTEXTS = (1024, 4096, 16_384, 65_536)
 SWEEP = (1e-3, 2e-3, 4e-3)
+# Long contexts are best at the lowest rate of the sweep, so that a lower one is tried there.
+LOW_RATE = 5e-4
 # Variants that are best at the highest rate of the sweep at 4,096 tokens, so that a higher one is tried.
 HIGH_RATES = ("softmax_gate", "power_p4_k24", "power_p4_k32", "power4", "hybrid_softmax", "gated_delta_net")
 # These studies compare learning rates, not variants.
@@ -96,9 +98,10 @@ STUDIES = {
               tuple(_swept(_runs(BARS + CONTROLS[1:], [4096]), SWEEP)
                     + _swept(_runs(HIGH_RATES, [4096]), (8e-3,))), seeds=1),
         Study("rates_16384", "Is each variant's learning rate its best at 16,384 tokens?",
-              tuple(_swept(_runs(("softmax", "power"), [16_384]), SWEEP)), seeds=1),
+              tuple(_swept(_runs(("softmax", "power"), [16_384]), (LOW_RATE, *SWEEP))), seeds=1),
         Study("rates_65536", "Is each variant's learning rate its best at 65,536 tokens?",
-              tuple(_swept(_runs(("softmax", "softmax_gate", "power"), [65_536], tokens=MIDDLE, documents=8), SWEEP)),
+              tuple(_swept(_runs(("softmax", "softmax_gate", "power"), [65_536], tokens=MIDDLE, documents=8), SWEEP)
+                    + _swept(_runs(("softmax", "power"), [65_536], tokens=MIDDLE, documents=8), (LOW_RATE,))),
               seeds=1),
         Study("controls", "Is it the power, or the gate, the block, the size of the state?",
               tuple(_runs((*CONTROLS, "power_p4_k24"), [4096])

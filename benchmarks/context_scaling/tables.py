@@ -54,18 +54,17 @@ def rates(found: Found, study: str) -> str:
     for variant in dict.fromkeys(run.variant for run in runs_of(study)):
         of_rate = {run.learning_rate: run for run in runs_of(study) if run.variant == variant}
         base = of_rate[Run.learning_rate]
-        if not found.rows(base):
+        of_base = found.mean(base, "held_out_loss")
+        if of_base is None:
             continue
-        cells, known = [_text(found.mean(base, "held_out_loss"), 3)], [0.0]
+        cells, known = [_text(of_base, 3)], [0.0]
         for run in map(of_rate.get, sweep):
-            change = found.difference(run, base) if run else None
-            means = [found.mean(each, "held_out_loss") for each in (run, base) if each]
-            if change is None and len(means) == 2 and means[0] and means[1]:
-                cells.append(f"{means[0].mean - means[1].mean:+.3f} (no pair)")
-                known.append(inf)
-                continue
-            cells.append(MISSING if run and not found.rows(run) else _text(change, 3, sign=True))
+            loss, change = (found.mean(run, "held_out_loss"), found.difference(run, base)) if run else (None, None)
             known.append(inf if change is None else change.mean)
+            if loss is not None and change is None:
+                cells.append(f"{loss.mean - of_base.mean:+.3f} (no pair)")
+            else:
+                cells.append(MISSING if run and loss is None else _text(change, 3, sign=True))
         if known.count(inf) < len(sweep):
             best = known.index(min(known))
             cells[best] = f"**{cells[best]}**"

@@ -240,30 +240,30 @@ def ratios_along_axes(found: Found) -> list[str]:
 
 def behind_gated(found: Found) -> list[str]:
     """Tells how far variants are behind softmax attention that has the same gate; [] if unknown."""
-    parts = []
-    for study, variant, context in (("controls", "power", 4096), ("controls", "power", DOCUMENT),
-                                    ("bars_4096", "hybrid_softmax_gate", 4096)):  # fmt: skip
-        run = pick(study, variant, context=context)
-        value = found.difference(run, replace(run, variant="softmax_gate"))
-        if value is not None:
-            told = f'for "{label(variant)}" at {context:,} tokens ({counted(value)})'
-            parts.append(f"{value.text(sign=True)} {told}")
+    runs = [pick("controls", "power", context=4096), pick("controls", "power", context=DOCUMENT),
+            pick("bars_4096", "hybrid_softmax_gate")]  # fmt: skip
+    parts = _behind(found, runs, "softmax_gate", lambda run: f'for "{label(run.variant)}" at {run.context:,} tokens')
     what = f'The loss minus that of softmax attention with the same gate ("{label("softmax_gate")}") is'
     return [f"{what} {listed(parts)}."] if parts else []
 
 
 def behind_window(found: Found) -> list[str]:
     """Tells how far p = 2 is behind a window whose state is as large, at long contexts; [] if unknown."""
-    parts = []
-    for study, context in (("scra_window", 16_384), ("scra_window", DOCUMENT), ("controls", DOCUMENT),
-                           ("scra_latency", DOCUMENT)):  # fmt: skip
-        run = pick(study, "power", context=context)
-        value = found.difference(run, replace(run, variant="window"))
-        if value is not None:
-            documents = "one document" if run.documents == 1 else f"{run.documents} documents"
-            told = f"at {context:,} tokens after {run.steps:,} updates of {documents} ({counted(value)})"
-            parts.append(f"{value.text(sign=True)} {told}")
+
+    def place(run: Run) -> str:
+        documents = "one document" if run.documents == 1 else f"{run.documents} documents"
+        return f"at {run.context:,} tokens after {run.steps:,} updates of {documents}"
+
+    runs = [pick(study, "power", context=context) for study, context in
+            (("scra_window", 16_384), ("scra_window", DOCUMENT), ("controls", DOCUMENT), ("scra_latency", DOCUMENT))]
+    parts = _behind(found, runs, "window", place)
     return [f'{loss_of("power").capitalize()} minus that of "{label("window")}" is {listed(parts)}.'] if parts else []
+
+
+def _behind(found: Found, runs: Sequence[Run], base: str, place: Callable[[Run], str]) -> list[str]:
+    """Tells the difference of each run to the baseline in the same setting, where there are pairs."""
+    values = {run: found.difference(run, replace(run, variant=base)) for run in runs}
+    return [f"{value.text(sign=True)} {place(run)} ({counted(value)})" for run, value in values.items() if value]
 
 
 def scra_bodies(found: Found) -> list[str]:
