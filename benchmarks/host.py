@@ -91,12 +91,18 @@ def softmax_call(inputs: dict[str, Tensor], mode: str) -> list[Tensor]:
     return [out] if mode == "forward" else [out, *torch.autograd.grad(out, leaves, inputs["dout"])]
 
 
-def layer_call(layer: nn.Module, x: Tensor, dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the output, and the gradients of x and of all parameters."""
+def layer_call(layer: nn.Module, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+    """Returns the output in the dtype of `dout`, and the gradients of `leaves`, of which the first is the input."""
+    x, dtype = leaves[0], dout.dtype
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(x.device.type, dtype)
     with autocast:
         out = layer(x)
-    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], dout.to(out.dtype))]
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def prepared(layer: nn.Module, x: Tensor, dout: Tensor) -> Callable[[], list[Tensor]]:
+    """Returns `layer_call` with its tensors, so that collecting the parameters is not timed."""
+    return partial(layer_call, layer, [x, *layer.parameters()], dout)
 
 
 def layer_calls(case: Case, device: str, what: str) -> tuple[Callable, Callable, float]:
@@ -115,14 +121,15 @@ def layer_calls(case: Case, device: str, what: str) -> tuple[Callable, Callable,
         torch.compiler.reset()
         mode = "reduce-overhead" if what == LAYERS[2] else None
         ours, peer = torch.compile(ours, mode=mode), torch.compile(peer, mode=mode)
+    call = prepared(ours, x, dout.to(dtype))
     for _ in range(3):  # with CUDA graphs, the first call runs without them and the second captures them
-        got = [each.clone() for each in layer_call(ours, x, dout, dtype)[:2]]
-    wanted = layer_call(exact, x, dout, torch.float32)
+        got = [each.clone() for each in call()[:2]]
+    wanted = prepared(exact, x, dout)()
     wrong = max(relative(a, b.double()) for a, b in zip(got, wanted[:2], strict=True))
     allowed = ROUNDINGS * torch.finfo(dtype).eps
     if not wrong <= allowed:
         raise RuntimeError(f"{case}, {what}: errs by {wrong:.1e} where {allowed:.1e} is allowed; not timed")
-    return partial(layer_call, ours, x, dout, dtype), partial(layer_call, peer, x, dout, dtype), wrong
+    return call, prepared(peer, x, dout.to(dtype)), wrong
 
 
 def op_calls(case: Case, device: str, mode: str) -> tuple[Callable, Callable, float]:
