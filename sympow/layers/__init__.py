@@ -6,6 +6,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.catalogue import FLA_MIXERS, MIXERS
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
+from sympow.layers.power_delta import PowerDeltaAttention
 from sympow.layers.registry import check_mixer, make_mixer
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
@@ -20,6 +21,7 @@ __all__ = [
     "Mixer",
     "MixerState",
     "PowerAttention",
+    "PowerDeltaAttention",
     "ShortConvolution",
     "SoftmaxAttention",
     "WindowAttention",

@@ -163,10 +163,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, dout, ds_out, dz_out):
         saved = ctx.saved_tensors  # read only once, because checkpointing does not keep the tensors after a read
         with without_autocast(saved[0]):
-            return _backward(ctx, saved, dout, ds_out, dz_out)
+            return gradients(ctx, saved, dout, ds_out, dz_out)
 
 
-def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+def gradients(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
     q, k, v, log_g, s, z, out, normalizer, s_out, z_out = saved
     p = ctx.options.p
     sequence = ChunkedSequence(q, k, v, log_g, ctx.options)

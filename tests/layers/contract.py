@@ -23,6 +23,14 @@ OPTIONS: dict[str, list[dict]] = {
         {"short_convolution": 1, "output_gate": False, "rotary_fraction": 0.5, "rotation": "data"},
         {"output_gate_bias": True, "head_norm": False, "rotary_fraction": 1.0},
     ],
+    "power_delta": [
+        {},
+        {"gate": False, "rotation": "none", "beta": 1.0},
+        {"n_kv_heads": 2, "beta_max": 1.9, "beta_bias": 1.0, "chunk_size": 5},
+        {"p": 1, "qk_norm": True, "bias": False, "value_dim": 10},
+        {"p": 3, "head_dim": 4, "impl": "reference"},
+        {"p": 4, "head_dim": 4, "short_convolution": 0, "head_norm": False, "output_gate": False},
+    ],
     "softmax": [
         {},
         {"n_kv_heads": 2, "value_dim": 10},
