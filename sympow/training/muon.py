@@ -21,6 +21,7 @@ STEPS = 5
 # a, b, c of the polynomial a s + b s^3 + c s^5, whose fifth iterate maps singular values of up to 1 to about 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7  # the least norm that matrices are divided by
+BATCH = 1 << 21  # elements of the matrices that a GPU orthogonalizes at once; so many nearly keep it busy
 RMS = 0.2  # of an update's elements, which is about that of AdamW's updates (Liu et al., arXiv 2502.16982)
 
 
@@ -194,5 +195,16 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scaled(matrices: Tensor) -> Tensor:
-    """Returns the updates of matrices [N, A, B], whose elements have a mean square of about `RMS` squared."""
-    return orthogonalized(matrices, RMS * sqrt(max(matrices.shape[-2:])))
+    """Returns the updates of matrices [N, A, B], whose elements have a mean square of about `RMS` squared.
+
+    The rounding of a product may depend on the number of matrices in it. So all batches are equally large and start at
+    an address of their own, on any number of ranks: a result does not depend on the matrices beside it.
+    """
+    rows, columns = matrices.shape[1:]
+    size = 1 if matrices.device.type == "cpu" else max(1, BATCH // (rows * columns))
+    found = []
+    for part in matrices.split(size):
+        batch = matrices.new_zeros(size, rows, columns)
+        batch[: len(part)] = part
+        found.append(orthogonalized(batch, RMS * sqrt(max(rows, columns)))[: len(part)])
+    return torch.cat(found)

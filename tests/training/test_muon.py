@@ -1,9 +1,8 @@
-"""Muon: the orthogonalization, which weights it moves, the one optimizer with AdamW, and its runs on one rank and more."""
+"""Muon: the orthogonalization, the weights it moves, the optimizer that it is with AdamW, runs on one rank and more."""
 
 import dataclasses
 import json
 import shutil
-from functools import partial
 from math import sqrt
 
 import pytest
@@ -60,7 +59,7 @@ def test_orthogonalized_applies_the_polynomial_to_the_singular_values(shape, dty
     for matrix, own in zip(matrices.to(dtype), found, strict=True):
         assert relative(own, exact(matrix, 0.3)) < error
         inner = torch.linalg.svdvals(own.double() / 0.3)[: min(shape) // 2]
-        assert 0.65 < inner.min() and inner.max() < 1.22
+        assert inner.min() > 0.65 and inner.max() < 1.22
 
 
 def test_zeros_stay_zeros():
@@ -138,6 +137,20 @@ def test_fused_matrices_move_as_matrices_of_their_own():
     assert torch.equal(fused, torch.cat(alone))
     start = torch.cat(parts)
     assert relative(whole.detach() - start, (fused.detach() - start).double()) > 0.5
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(("shape", "rows"), [((192, 67), [64, 128]), ((64, 256), [64]), ((768, 768), [768])], ids=str)
+def test_a_matrix_moves_alike_beside_any_others(device, shape, rows):
+    """Bit for bit. So ranks may share the matrices in any way."""
+    count = 2 if shape[0] > 192 and device == "cpu" else 7
+    starts = [drawn(*shape, seed=i).to(device) for i in range(count)]
+    together, alone = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    for weights in (together, *([weight] for weight in alone)):
+        for weight in weights:
+            weight.grad = weight.detach().sin()
+        Muon([(weight, rows) for weight in weights], [{"params": []}], lr=0.1, weight_decay=0.1).step()
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
 def test_rows_must_add_up():
@@ -473,7 +486,8 @@ def test_runs_on_ranks_resume_to_the_bit_and_equal_one_rank(tmp_path, make_wide)
     train_all([one])
     run_ranks(train_all, 2, [two, halves])
     runs = [forget_last_checkpoint(run, f"{run.name}, continued") for _, _, run in (two, halves, one)]
-    run_ranks(partial(train_all), 2, [(config, batches, runs[0]), (split, batches, runs[1]), (config, batches, runs[2])])
+    configs = (config, split, config)
+    run_ranks(train_all, 2, [(each, batches, run) for each, run in zip(configs, runs, strict=True)])
     assert_equal_ends(runs[0], two[2])
     assert_equal_ends(runs[1], halves[2])
     expected = [row["loss"] for row in read_metrics(one[2])]
