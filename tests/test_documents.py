@@ -77,7 +77,7 @@ RUNNING = [
     ("docs/guides/mixer.md", ...), ("docs/command-line.md", ...),
     ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
 ]  # fmt: skip
-WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/context-files.md", 1)]
+WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/transformers.md", 1), ("docs/context-files.md", 1)]
 OF_RUNS = ["docs/ar-hits.md", "docs/api/training.md"]
 OF_A_SERVER = ["docs/serving.md"]  # tests/serving runs it
 

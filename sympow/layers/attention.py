@@ -227,6 +227,10 @@ class AttentionMixer(Mixer):
         convolution = 0 if self.convolution is None else self.convolution.state_size()
         return self.mix_state_size(context) + convolution
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `qkv`, which holds the projections to queries, keys and values; see `Mixer.fused`."""
+        return {"qkv": list(self._split)}
+
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
         return self.gated_output(y, self.output_gates(x))

@@ -116,6 +116,14 @@ class Mixer(nn.Module, ABC):
         """
         return None
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names the linear layers of this module whose weight holds several matrices, one above another.
+
+        Returns the rows of every matrix, by the name of the layer. An optimizer that treats a weight as a matrix
+        (`sympow.training.muon`) treats each of them by itself. Parts of the module that are mixers name theirs.
+        """
+        return {}
+
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Returns the keyword options of the constructor."""

@@ -1,4 +1,4 @@
-"""Linear maps in float32, for numbers that are summed over the context: gates and the steps of positions."""
+"""Linear maps in float32: gates and the steps of positions, which are summed over the context, and long filters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Float32Linear(nn.Module):
 
     It is not a subclass of `nn.Linear`. Some frameworks, such as Hugging Face (`_init_weights`) and Zoology, draw the
     weights of every `nn.Linear` again and set its bias to 0. They do not change the initial values of this class.
+    Muon moves weights of `nn.Linear` only (`sympow.training.muon`), and AdamW those of this class.
 
     Args:
         d_model: d.

@@ -83,6 +83,10 @@ class H3(Mixer):
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.shift.state_size() + self.diagonal.state_size(self.head_dim**2)
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `qkv`, which holds the projections to q, k and v; see `Mixer.fused`."""
+        return {"qkv": [self.d_model] * 3}
+
     def _mixed(self, qkv: Tensor) -> Tensor:
         q, k, v = qkv.chunk(3, dim=-1)
         kv = self._outer(self.shift(k), v)

@@ -96,6 +96,10 @@ class Hyena(Mixer):
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `projections`, which holds the projections to q, k and v; see `Mixer.fused`."""
+        return {"projections": [self.d_model] * 3}
+
     def _mixed(self, projected: Tensor) -> Tensor:
         return self._long(*self._gated(self.short(projected)))
 

@@ -80,6 +80,10 @@ class LiquidS4(Mixer):
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 2 * self.ssm.state_size(1)
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
+        return {"out": [self.d_model] * 2}
+
     def _convolved(self, x: Tensor) -> Tensor:
         a, b, c = self.ssm.coefficients()
         u = x.to(a.real.dtype)

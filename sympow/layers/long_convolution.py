@@ -54,5 +54,9 @@ class LongConvolution(Mixer):
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
+        return {"out": [self.d_model] * 2}
+
     def _output(self, y: Tensor) -> Tensor:
         return F.glu(self.out(F.gelu(y)), dim=-1)

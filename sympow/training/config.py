@@ -10,6 +10,7 @@ from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
 TRACKERS = ("wandb",)
+OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class TrainingConfig:
         batch_size: rows in one optimizer step.
         micro_batch_size: rows in one forward and backward pass; None: all of `batch_size`.
         steps: optimizer steps of the whole run.
+        optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for all other weights, see
+            `sympow.training.optimizer.muon_weights`.
+        muon_rate: the factor of the learning rate for the matrices that Muon moves; for "muon" only.
         learning_rate: the highest one, reached after `warmup_steps`.
         min_lr_ratio: the last learning rate over the highest one (cosine decay).
         betas: the two decay rates of AdamW's averages.
-        weight_decay: the weight decay of AdamW. Only matrices decay.
+        weight_decay: the weight decay, which is decoupled from the gradient. Only matrices decay.
         clip: largest norm of the gradient.
         precision: "float32", or "bf16": autocast, with weights, state and optimizer in float32.
         seed: of the initial weights, the order of the data and the generators of torch.
@@ -43,6 +47,8 @@ class TrainingConfig:
     batch_size: int = 8
     micro_batch_size: int | None = None
     steps: int = 1000
+    optimizer: str = "adamw"
+    muon_rate: float = 1.0
     learning_rate: float = 6e-4
     warmup_steps: int = 100
     min_lr_ratio: float = 0.1
@@ -67,7 +73,7 @@ class TrainingConfig:
             _check_integer(name, getattr(self, name), 0)
         if self.seed >= 2**63:
             raise ValueError(f"training.seed must be below 2**63, got {self.seed}")
-        for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip"):
+        for name in ("learning_rate", "muon_rate", "min_lr_ratio", "weight_decay", "clip"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise TypeError(f"training.betas must be a tuple of two numbers, got {self.betas!r}")
@@ -87,6 +93,15 @@ class TrainingConfig:
             )
         if self.learning_rate <= 0:
             raise ValueError(f"training.learning_rate must be above 0, got {self.learning_rate}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(unknown("training.optimizer", str(self.optimizer), OPTIMIZERS))
+        if self.muon_rate <= 0:
+            raise ValueError(f"training.muon_rate must be above 0, got {self.muon_rate}")
+        if self.optimizer != "muon" and self.muon_rate != 1:
+            raise ValueError(
+                f"training.muon_rate is for training.optimizer = 'muon' only, got {self.muon_rate} "
+                f"and {self.optimizer!r}: set both"
+            )
         if self.clip <= 0:
             raise ValueError(f"training.clip must be above 0, got {self.clip}")
         if self.weight_decay < 0:
@@ -117,7 +132,7 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        values = read_fields(cls, values, "training")
+        values = {"optimizer": "adamw", **read_fields(cls, values, "training")}  # earlier runs do not name theirs
         if isinstance(values.get("betas"), list):
             values["betas"] = tuple(values["betas"])
         return cls(**values)
