@@ -167,6 +167,15 @@ class _Chunked(torch.autograd.Function):
 
 
 def gradients(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+    """Returns the gradients of the inputs of `_Chunked`, in their order.
+
+    Args:
+        ctx: has the `options` of the call and `needs_input_grad`.
+        saved: q, k, v, log_g, s, z, out, normalizer, s_out and z_out, None for what the call has not.
+        dout: the gradient of the output, or None.
+        ds_out: that of the last s, or None.
+        dz_out: that of the last z, or None.
+    """
     q, k, v, log_g, s, z, out, normalizer, s_out, z_out = saved
     p = ctx.options.p
     sequence = ChunkedSequence(q, k, v, log_g, ctx.options)

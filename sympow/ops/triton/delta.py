@@ -411,7 +411,8 @@ class _Chunks:
         columns = max(16, config.next_power_of_2(self.value_dim))
         constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": columns, "P": self.p, "BLOCK": BLOCK}
         gated = {"GATED": self.decays is not None, "PRECISION": self._precision}
-        return constants | gated | {"num_warps": 4}
+        wide = max(self.key_dim, columns) > 64
+        return constants | gated | {"num_warps": 8 if wide else 4}
 
     @property
     def _tf32(self) -> bool:
