@@ -93,6 +93,7 @@ def runs(
 GRIDS: dict[str, list[LearningRun]] = {
     "first": runs(MAIN, (1024, 4096), seeds=(0,), rates=(4e-3, 2e-3)),
     "rates": runs(MAIN, (1024, 4096), seeds=(0,), rates=(4e-3, 2e-3, 8e-3, 1e-3)),
+    "high": runs(MAIN, (1024, 4096), seeds=(0,), rates=(8e-3, 1.6e-2)),
     "adamw": runs(MAIN, (1024, 4096), seeds=(0,), rates=(2e-3,), optimizer="adamw"),
     "seeds": runs(MAIN, (1024, 4096)),
     "search": runs(SEARCH, (1024, 4096), seeds=(0,)),

@@ -33,8 +33,8 @@ from sympow.ops.triton.registration import operator
 from sympow.ops.types import PowerState
 
 BLOCK = 64  # tokens that are solved together
-_CHUNK = 1024  # tokens of a chunk of rows that need more than one
-_ALONE = 2048  # the longest row that is one chunk, without states
+_CHUNK = 2048  # tokens of a chunk of rows that need more than one
+_ALONE = 4096  # the longest row that is one chunk, without states
 _VANISHES = 256.0  # -log2 of a decay that is 0 in float32
 _LOG2_E = 1.4426950408889634
 
@@ -62,30 +62,96 @@ def _decay_to_columns(high_i, low_i, high_j, low_j):
 
 
 @triton.jit
+def _rows_of(k, beta, start, first, T, G, g, K: tl.constexpr, ROWS: tl.constexpr):
+    """Returns keys [ROWS, K] and beta [ROWS] of ROWS tokens of a head; zeros behind the end of the row."""
+    t = tl.arange(0, ROWS)
+    valid = first + t < T
+    token = (start + first + t) * G + g
+    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
+    return x, tl.load(beta + token, mask=valid, other=0.0)
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Returns a b for float32 matrices, with nearly all of their digits."""
+    return tl.dot(a, b, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
+
+
+@triton.jit
+def _own_inverse(x, b, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns the inverse of I + tril((x_i . x_j)**P b_j, -1), [ROWS, ROWS], by substitution."""
+    t = tl.arange(0, ROWS)
+    rows, cols = t[:, None], t[None, :]
+    scores = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
+    system = tl.where(rows < cols, scores * b[:, None], 0.0)  # transposed: [j, i]
+    inverse = tl.where(rows == cols, 1.0, 0.0)
+    for i in range(1, ROWS):
+        a = tl.sum(tl.where(cols == i, system, 0.0), 1)  # the entries of row i, by j
+        inverse -= tl.where(rows == i, tl.sum(a[:, None] * inverse, 0)[None, :], 0.0)
+    return inverse
+
+
+@triton.jit
+def _system(x, y, b, P: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns (x_i . y_j)**P b_j."""
+    return power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P) * b[None, :]
+
+
+@triton.jit
 def block_inverses(
     k, beta, out, T, G,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes out [blocks, G, BLOCK, BLOCK], float32: the inverse of I + tril((k_i . k_j)**P beta_j, -1) for every
-    block of tokens. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G."""
+    block of tokens. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G.
+
+    The inverses of four diagonal parts are joined: R_ba = -R_bb sum_{a<=c<b} A_bc R_ca.
+    """
     count = tl.cdiv(T, BLOCK)
     g = tl.program_id(1)
     first = (tl.program_id(0) % count) * BLOCK
-    start = tl.cast(tl.program_id(0) // count, tl.int64) * T + first
-    t = tl.arange(0, BLOCK)
-    rows, cols = t[:, None], t[None, :]
-    valid = first + t < T
-    token = (start + t) * G + g
-    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
-    b = tl.load(beta + token, mask=valid, other=0.0)
-    s = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
-    system = tl.where(rows < cols, s * b[:, None], 0.0)  # transposed: [j, i]
-    inverse = tl.where(rows == cols, 1.0, 0.0)
-    for i in range(1, BLOCK):
-        a = tl.sum(tl.where(cols == i, system, 0.0), 1)  # the entries of row i, by j
-        inverse -= tl.where(rows == i, tl.sum(a[:, None] * inverse, 0)[None, :], 0.0)
-    base = out + (tl.cast(tl.program_id(0), tl.int64) * G + g) * (BLOCK * BLOCK)
-    tl.store(base + rows * BLOCK + cols, inverse)
+    start = tl.cast(tl.program_id(0) // count, tl.int64) * T
+    N: tl.constexpr = BLOCK // 4
+    x0, b0 = _rows_of(k, beta, start, first, T, G, g, K, N)
+    x1, b1 = _rows_of(k, beta, start, first + N, T, G, g, K, N)
+    x2, b2 = _rows_of(k, beta, start, first + 2 * N, T, G, g, K, N)
+    x3, b3 = _rows_of(k, beta, start, first + 3 * N, T, G, g, K, N)
+    r00 = _own_inverse(x0, b0, P, N, PRECISION)
+    r11 = _own_inverse(x1, b1, P, N, PRECISION)
+    r22 = _own_inverse(x2, b2, P, N, PRECISION)
+    r33 = _own_inverse(x3, b3, P, N, PRECISION)
+    a10 = _system(x1, x0, b0, P, PRECISION)
+    a21 = _system(x2, x1, b1, P, PRECISION)
+    a32 = _system(x3, x2, b2, P, PRECISION)
+    a20 = _system(x2, x0, b0, P, PRECISION)
+    a31 = _system(x3, x1, b1, P, PRECISION)
+    a30 = _system(x3, x0, b0, P, PRECISION)
+    r10 = -_product(r11, _product(a10, r00, PRECISION), PRECISION)
+    r21 = -_product(r22, _product(a21, r11, PRECISION), PRECISION)
+    r32 = -_product(r33, _product(a32, r22, PRECISION), PRECISION)
+    r20 = -_product(r22, _product(a20, r00, PRECISION) + _product(a21, r10, PRECISION), PRECISION)
+    r31 = -_product(r33, _product(a31, r11, PRECISION) + _product(a32, r21, PRECISION), PRECISION)
+    sums = _product(a30, r00, PRECISION) + _product(a31, r10, PRECISION) + _product(a32, r20, PRECISION)
+    r30 = -_product(r33, sums, PRECISION)
+    t = tl.arange(0, N)
+    base = out + (tl.cast(tl.program_id(0), tl.int64) * G + g) * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
+    zero = r00 * 0.0
+    tl.store(base, r00)
+    tl.store(base + N, zero)
+    tl.store(base + 2 * N, zero)
+    tl.store(base + 3 * N, zero)
+    tl.store(base + N * BLOCK, r10)
+    tl.store(base + N * BLOCK + N, r11)
+    tl.store(base + N * BLOCK + 2 * N, zero)
+    tl.store(base + N * BLOCK + 3 * N, zero)
+    tl.store(base + 2 * N * BLOCK, r20)
+    tl.store(base + 2 * N * BLOCK + N, r21)
+    tl.store(base + 2 * N * BLOCK + 2 * N, r22)
+    tl.store(base + 2 * N * BLOCK + 3 * N, zero)
+    tl.store(base + 3 * N * BLOCK, r30)
+    tl.store(base + 3 * N * BLOCK + N, r31)
+    tl.store(base + 3 * N * BLOCK + 2 * N, r32)
+    tl.store(base + 3 * N * BLOCK + 3 * N, r33)
 
 
 @triton.jit
@@ -333,7 +399,7 @@ class _Chunks:
         blocks = config.ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
         self.inverses = torch.empty(shape, device=k.device, dtype=torch.float32)
-        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 4}
+        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
         grid = (self.batch * blocks, self.groups)
         numbers = {"T": self.time, "G": self.groups}
         launch_kernel(block_inverses, grid, numbers | constants, k=self.k, beta=self.beta, out=self.inverses)
@@ -494,7 +560,7 @@ def power_delta_backward(
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
         found = rule.backward(_Backend, q, k, beta, log_g, state, errors, end, dout, dlast, options)
-    dq, dk, dv, dbeta, dlog_g, ds = found
+    dq, dk, dv, dbeta, dlog_g, ds = (None if x is None else x.contiguous() for x in found)
     return dq, dk, dv, dbeta, *(beta.new_empty(0) if x is None else x for x in (dlog_g, ds))
 
 
