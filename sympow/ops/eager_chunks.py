@@ -82,7 +82,8 @@ class ChunkedSequence:
             return Chunk(q, k, v, one[None], one, None)
         gates = self.log_g[:, span].transpose(1, 2).flatten(0, 1)
         sums = gate_sums(pad(gates, (0, k.shape[2] - gates.shape[1])), 1, self.dtype)
-        past = decay_factors(sums.total().to(self.dtype))
+        past = sums.total().to(self.dtype)
+        past = decay_factors(past, past[:, :1])
         kept = decay_factors(sums.of(lambda x: x[:, -1:]).since(sums).to(self.dtype))
         return Chunk(q, k, v, past[:, None, None], kept[:, None], sums)
 
@@ -291,14 +292,17 @@ def whole_blocks(time: int) -> int:
     return time if time <= SCORE_ROWS else -(-time // SCORE_ROWS) * SCORE_ROWS
 
 
-def decay_factors(log_decay: Tensor) -> Tensor:
+def decay_factors(log_decay: Tensor, largest: Tensor | None = None) -> Tensor:
     """Returns exp(log_decay), and 0 in place of factors below the square root of the smallest normal number.
 
     So a product of two factors is 0 or a normal number. Many processors compute slowly with subnormal numbers,
-    which are smaller than normal ones. The factors that become 0 are at most 1.1e-19 in float32.
+    which are smaller than normal ones. The factors that become 0 are at most 1.1e-19 in float32, or so much of
+    exp(largest), if `largest`, which is <= 0 and broadcasts to log_decay, is given.
     """
-    least = math.log(torch.finfo(log_decay.dtype).tiny) / 2
-    return torch.threshold(log_decay, least, -math.inf).exp_()
+    least = math.log(torch.finfo(log_decay.dtype).tiny)
+    if largest is None:
+        return torch.threshold(log_decay, least / 2, -math.inf).exp_()
+    return log_decay.masked_fill(log_decay < (largest + least / 2).clamp(min=least), -math.inf).exp_()
 
 
 def power(s: Tensor, p: int) -> Tensor:
