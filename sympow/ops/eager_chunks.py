@@ -17,7 +17,7 @@ from sympow.ops.types import OutOfRangeError
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 SCORE_ROWS = 128
-# Of sums within a block of SCORE_ROWS tokens: their multiples are exact in the dtype, down to SCORE_ROWS times `hardest`.
+# Of sums within a block of SCORE_ROWS tokens: the dtype has all multiples up to SCORE_ROWS times `hardest`.
 _PAIR_GRID = {torch.float32: 2.0**-10, torch.float64: 2.0**-23}
 
 

@@ -42,7 +42,8 @@ def quadratic(
     numerator = torch.einsum("bgrts,bsgv->btgrv", weight, v)  # (M3)
     normalizer = weight.sum(-1).permute(0, 3, 1, 2)  # (M4), [B, T, G, R]
 
-    keep = sums.of(lambda x: x[:, -1:]).since(sums).exp().to(k.dtype)  # exp(L_T - L_j): the decay from token j to the end
+    keep = sums.of(lambda x: x[:, -1:]).since(sums)
+    keep = keep.exp().to(k.dtype)  # exp(L_T - L_j): the decay from token j to the end
     phi_k = spow(k, p) * keep[..., None]
     s = torch.einsum("btgd,btgv->bgdv", phi_k, v)  # (M12)
     z = phi_k.sum(1)

@@ -8,6 +8,7 @@ import math
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import combinations_with_replacement
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sympow.ops import DecodingState, OutOfRangeError, PowerState, power_attention, power_attention_step
+from sympow.ops import DecodingState, PowerState, power_attention_step
 from tests.ops.contract import (
     DEVICE,
     Case,
@@ -163,3 +164,94 @@ def test_random_gates(impl, dtype):
             wrong.append(f"{seed}: {case}, chunk {chunk}: {error}")
     print(f"{impl} {dtype}: {len(wrong)} of {count} wrong")
     assert not wrong, f"{len(wrong)} of {count} calls: " + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("reset", [-1e4, -1e6, -1e9, -1e30, HARDEST], ids=str)
+@pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
+def test_a_reset_takes_nothing_from_what_follows(impl, reset):
+    """Four documents in a row, by resets; before, outputs of size 2 erred by 1e-3 behind -1e4 and by 1 behind -1e9."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    case = Case(T=64, K=4, V=3)
+    inputs = make_inputs(case, dtype=torch.float32 if impl == "triton" else torch.float64)
+    gates = torch.full_like(inputs["log_g"].detach(), -0.3)
+    gates[:, ::16] = reset
+    inputs["log_g"] = gates.requires_grad_()
+    check(impl, inputs["q"].dtype, case, inputs, None if impl == "reference" else 32)
+
+
+@pytest.mark.parametrize("time", [1, 3])
+@pytest.mark.parametrize("impl", ["eager", "reference", "triton"])
+def test_the_gradient_of_a_state_behind_a_hard_gate(impl, time):
+    """exp(-80) is 2e-35, which float32 has. Nothing else is in the gradient, so a factor of 0 would be all wrong."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    inputs = make_inputs(Case(T=time, K=4, V=3, state=True), dtype=torch.float32)
+    inputs["log_g"] = torch.full_like(inputs["log_g"].detach(), -80.0).requires_grad_()
+    case = Case(T=time, K=4, V=3, state=True)
+    want, got = expected(case, inputs), run(case, inputs, impl)
+    for name in ("ds", "dz"):
+        scale = want[name].abs().max()
+        # The state of the last token has another such factor, exp(-80) times its gradient.
+        torch.testing.assert_close(got[name].double() / scale, want[name] / scale, rtol=1e-3, atol=1e-5)
+
+
+def steps(impl: str, case: Case, inputs: dict[str, Tensor | None], draw: random.Random) -> dict[str, Tensor]:
+    """The tokens of a call, in steps of one to five; a DecodingState for the kernels, else either kind of state."""
+    x = {name: None if y is None else y.detach() for name, y in inputs.items()}
+    dtype = torch.promote_types(x["q"].dtype, torch.float32)
+    state = PowerState.zeros(case.B, case.G, case.K, case.V, case.p, dtype=dtype, device=DEVICE)
+    if case.state:
+        state = PowerState(x["s"].clone(), x["z"].clone(), case.p, case.K)
+    if impl == "triton" or draw.random() < 0.5:
+        state = DecodingState.from_state(state, dtype=x["q"].dtype, capacity=draw.choice((3, 8, 64)))
+    outs, start = [], 0
+    while start < case.T:
+        now = slice(start, start + draw.randint(1, 5))
+        tokens = [x[n][:, now] for n in ("q", "k", "v", "log_g")]
+        out, state = power_attention_step(
+            *tokens, state=state, p=case.p, normalize=case.divides, eps=case.eps, impl=impl, inplace=draw.random() < 0.5
+        )
+        outs.append(out)
+        start = now.stop
+    state = state.folded() if isinstance(state, DecodingState) else state
+    return {"out": torch.cat(outs, 1), "s": state.s, "z": state.z}
+
+
+@pytest.mark.parametrize(("impl", "dtype"), CALLS)
+def test_random_gates_of_steps(impl, dtype):
+    """On both kinds of states, with tails that are folded at any token."""
+    interpreted = impl == "triton" and DEVICE == "cpu"
+    if impl == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+    wrong = []
+    count = CASES or (4 if interpreted else 20)
+    first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype))
+    for seed in range(first, first + count):
+        case, inputs, _ = drawn(seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
+        if case.ends is not None:
+            case = replace(case, ends=None)
+            inputs |= {n: None if inputs[n] is None else inputs[n][:1].detach() for n in ("s", "z")}
+        case = replace(case, return_state=True)
+        want = {n: x for n, x in expected(case, inputs).items() if n in ("out", "s", "z")}
+        got = steps(impl, case, inputs, random.Random(seed))
+        try:
+            if dtype == "float64":
+                assert_equal_float64(got, want)
+            else:
+                assert_within_budget(got, case, inputs, 1 if case.p > 2 else None, oracle=expected(case, inputs))
+        except AssertionError as error:
+            wrong.append(f"{seed}: {case}: {error}")
+    print(f"{impl} {dtype}, steps: {len(wrong)} of {count} wrong")
+    assert not wrong, f"{len(wrong)} of {count} calls: " + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_gates_of_float64(impl):
+    """A gate beyond the range of float32 is a reset too, and none is blamed on q and k."""
+    case = Case(T=20, K=4, V=3)
+    inputs = make_inputs(case, dtype=torch.float32)
+    gates = inputs["log_g"].detach().double()
+    gates[:, ::6] = -1e300
+    inputs["log_g"] = gates.requires_grad_()
+    check(impl, torch.float32, case, inputs, None)

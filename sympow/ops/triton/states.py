@@ -30,6 +30,7 @@ def weigh(
         if first >= length:
             return
     h = tl.cast(tl.program_id(1), tl.int64)
+    heads = tl.cast(tl.num_programs(1) // R, tl.int64)  # key/value heads
     t = first + tl.arange(0, BLOCK)
     valid = t < length
     k = tl.arange(0, K)
@@ -43,7 +44,9 @@ def weigh(
             w *= tl.exp2(decay)
         else:
             last = tl.minimum((first // CHUNK) * CHUNK + CHUNK, length) - 1
-            w *= tl.exp2(tl.load(here + last) - decay)
+            low = here + heads * tokens
+            rest = tl.load(low + last) - tl.load(low + t, mask=valid, other=0.0)
+            w *= tl.exp2((tl.load(here + last) - decay) + rest)
     z = w
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)

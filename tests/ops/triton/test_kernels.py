@@ -173,7 +173,8 @@ def test_scales(gated):
     gen = torch.Generator().manual_seed(0)
     out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))
     norm = (torch.rand(H, B * T, generator=gen) + 0.5).to(DEVICE)
-    sums = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE)
+    decays = -1e6 - 4 * torch.rand(G, B * T, generator=gen, dtype=torch.float64).cumsum(1).to(DEVICE)
+    sums = torch.stack([decays.float(), (decays - decays.float()).float()])
     factor, scales, near, delta = (torch.empty_like(norm) for _ in range(4))
     gradients.row_factors[(B, H)](
         out, dout, norm, sums, factor, scales, near, delta, None, None, T, B * T, H, out_scale, V=V,
@@ -182,10 +183,10 @@ def test_scales(gated):
     expected = (out_scale / norm.double()).log2()
     expected_near = out_scale / norm.double()
     if gated:
-        decay = sums.double().repeat_interleave(H // G, 0)
+        rows, token = decays.repeat_interleave(H // G, 0).view(H, B, T), torch.arange(T, device=DEVICE)
+        decay = (rows - rows[:, :, token // step * step]).flatten(1)
         expected += decay
-        rows, token = decay.view(H, B, T), torch.arange(T, device=DEVICE)
-        expected_near *= (rows - rows[:, :, token // step * step]).flatten(1).exp2()
+        expected_near *= decay.exp2()
     # The decay within a step, of at most 4 step, is rounded once.
     assert (near / expected_near - 1).abs().max() <= 4 * (1 + step) * EPS32
     # A GPU's quotient errs by 2 EPS32, its logarithm by 2 more, and the sum is rounded once.
@@ -215,11 +216,14 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     )
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
     q, k = (torch.zeros(rows, tokens // rows, heads, 16, device=DEVICE) for heads in (G * R, G))
-    call = calls.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
+    log_g = k[..., 0].contiguous()
+    log_g.view(-1, G)[::7, 0] = -120.0  # a decay of 0
+    call = calls.Call(q, k, k, log_g, cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
-    assert torch.equal(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last).flatten(0, 1), expected)
+    expected[::7, 0] = 0
+    assert torch.equal(launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last).flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [(2, (100, 200)), (1, (0, 1, 1, 64, 65, 200, 200))])
@@ -247,8 +251,12 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
             after = through[index].double().sum(1) if end < stop else last[n].double() * final
             expected.append(terms[:, first:end].flip(1).cumsum(1).flip(1) + after[:, None])
             index += 1
-    got = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
-    assert torch.equal(got.flatten(0, 1), torch.cat(expected, 1).T.float())
+    log_g = k[..., 0].contiguous()
+    log_g.view(-1, G)[::7, 0] = -120.0  # a decay of 0
+    want = torch.cat(expected, 1).T.float()
+    want[::7, 0] = 0
+    got = launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last if final else None, through.double())
+    assert torch.equal(got.flatten(0, 1), want)
 
 
 @pytest.mark.parametrize("ends", [None, (0, 1, 40, 40, 200)])
