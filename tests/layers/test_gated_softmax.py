@@ -79,8 +79,8 @@ def test_a_reset_takes_little_from_what_follows(reset, dtype):
     given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
     gates = log_g.to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
     got = gated_attention(*given, gates)
-    rounded = [x.detach().double() for x in given]
-    wanted = torch.cat([dense(*(x[:, t : t + 16] for x in (*rounded, log_g.clamp(min=-300.0)))) for t in range(0, 64, 16)], 1)
+    rounded = [*(x.detach().double() for x in given), log_g.clamp(min=-300.0)]
+    wanted = torch.cat([dense(*(x[:, t : t + 16] for x in rounded)) for t in range(0, 64, 16)], 1)
     error = (got.double() - wanted).norm() / wanted.norm()
     assert error <= {torch.float64: 1e-12, torch.float32: 2 * 4 * 2**-16, torch.bfloat16: 2**-7}[dtype]
     grads = torch.autograd.grad(got.sum(), [*given, gates])

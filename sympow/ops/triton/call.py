@@ -139,6 +139,6 @@ def _gate_sums(plan: Plan) -> Launcher:
     size = plan.chunk or plan.layout.length
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
     constants = {"BLOCK": SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, "PACKED": plan.layout.packed}
-    constants["LOCAL"] = plan.sums > 2
+    constants["TILED"] = plan.tiled
     grid = (plan.layout.blocks(size), plan.G)
     return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})

@@ -2,9 +2,9 @@
 
 A decay is 2**(L_i - L_j), and the sums L may be as large as HARDEST times the tokens of a chunk. So a sum is two
 float32 numbers, and (high_i - high_j) + (low_i - low_j) has the precision of float32 for the difference itself,
-whatever the gates before both are. The passes for Hopper load one number of each key in their loops. This is the sum
-since the beginning of its tile, whose error, at most HARDEST * REACH_TILE * 2**-24, is far below that of bfloat16. The
-two parts are then used at borders of tiles alone.
+whatever the gates before both are. The passes for Hopper read one number of each key in their loops. So for them the
+high part is the same for all tokens of a tile, a multiple of TILE_GRID, and the low part may be as large as HARDEST *
+REACH_TILE. The relative error of a decay is then up to 2**-10, a quarter of that of bfloat16, behind as many resets.
 
 The gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, because q_i . dq_i = p sum_j a_ij da_ij. A gate changes every L at
 or after its token, so its gradient is the sum of these terms from its token on. The terms between two later tokens
@@ -19,17 +19,19 @@ from sympow.ops.triton.primitives import await_last, locate, reach_tile, start_n
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 HARDEST = tl.constexpr(-160.0)  # log2 of a gate below which it counts as this: float32 has no such decay but 0
+TILE_GRID = tl.constexpr(16.0)
 REACH_TILE = tl.constexpr(64)  # tokens; blocks and iterations of the quadratic form divide it or are multiples of it
 
 
 @triton.jit
 def gate_sums(
     log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
-    BLOCK: tl.constexpr, LOCAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes sums [2 or 3, G, tokens], float32: log2 of the decay from before the first token of the chunk to after
-    each token, as a high and a low part, and, if LOCAL, that from before the first token of its tile of REACH_TILE
-    tokens. `begins` and `ends` are written by `_find_reach` for rows of one chunk; otherwise they are None."""
+    each token. The first is rounded to the nearest, and is also the high part; then comes the low part. If TILED, the
+    parts of the passes for Hopper come after the rounded sum. `begins` and `ends` are written by `_find_reach` for rows
+    of one chunk; otherwise they are None."""
     start_next(OVERLAP)
     g = tl.program_id(1)
     if PACKED:
@@ -54,16 +56,23 @@ def gate_sums(
         x = tl.where(x < HARDEST, HARDEST, x)  # not `maximum`, which may replace NaN
         local = tl.cumsum(x, 1)
         of_tiles = tl.sum(x, 1)
-        total = local + (tl.cumsum(of_tiles, 0) - of_tiles + carry)[:, None]
+        before = (tl.cumsum(of_tiles, 0) - of_tiles + carry)[:, None]
+        total = local + before
         high = total.to(tl.float32)
         tl.store(here + s + t, high, mask=valid)
-        tl.store(here + plane + s + t, (total - high.to(tl.float64)).to(tl.float32), mask=valid)
-        if LOCAL:
-            tl.store(here + 2 * plane + s + t, local.to(tl.float32), mask=valid)
+        parts = here + plane
+        if TILED:
+            of_tile = (tl.floor(before / TILE_GRID) * TILE_GRID).to(tl.float32)
+            high = tl.broadcast_to(of_tile, [BLOCK // REACH_TILE, REACH_TILE])
+            tl.store(parts + s + t, high, mask=valid)
+            parts += plane
+        tl.store(parts + s + t, (total - high.to(tl.float64)).to(tl.float32), mask=valid)
         carry += tl.sum(of_tiles, 0)
     if begins is not None:
         tl.debug_barrier()  # the sums of other threads are read next
         at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
+        if TILED:
+            here += plane
         _find_reach(here, here + plane, begins + at, ends + at, T, most)
 
 

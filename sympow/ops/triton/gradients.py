@@ -27,11 +27,11 @@ from sympow.ops.triton.primitives import (
 def row_factors(
     out, dout, norm, sums, factor, scales, near, delta, starts, blocks, T, tokens, H, out_scale,
     V: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALIZE: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Computes factor [H, tokens], which is n, 1 / the normalizer, and delta [H, tokens]. If STEP > 0, two more [H,
-    tokens]: near, n times the scale of the output and the decay since the first of STEP tokens; and scales, log2 of
-    near. Grid: blocks, heads."""
+    """Computes factor [H, tokens], which is n, 1 / the normalizer, and delta [H, tokens]. If TILED, two more [H,
+    tokens]: near, n times the scale of the output and 2**(the low part of the gate's sum); and scales, log2 of near.
+    Grid: blocks, heads."""
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -51,15 +51,12 @@ def row_factors(
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
     await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both kernels have written
-    if STEP > 0:
+    if TILED:
         n *= out_scale
         log = tl.log2(n)
         if GATED:
-            here = sums + (h // R) * tokens + start
-            low = here + tl.cast(H // R, tl.int64) * tokens
-            begin = t // STEP * STEP
-            rest = tl.load(low + t, mask=valid, other=0.0) - tl.load(low + begin, mask=valid, other=0.0)
-            decay = tl.load(here + t, mask=valid, other=0.0) - tl.load(here + begin, mask=valid, other=0.0) + rest
+            low = sums + (h // R + 2 * (H // R)) * tokens + start
+            decay = tl.load(low + t, mask=valid, other=0.0)
             log += decay
             n *= tl.exp2(decay)
         tl.store(scales + row, log, mask=valid)

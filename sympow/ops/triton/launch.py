@@ -202,7 +202,7 @@ def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
     numbers = plan.sequences() | {"x_st": sources["x_st"], "x_sh": sources["x_sh"], "R": heads // plan.G}
     numbers |= {"stride": weighed_shape(plan, reverse, z)[1], "weight": plan.out_scale}
     constants = {"K": plan.K, "P": plan.p, "BLOCK": block, "CHUNK": plan.chunk, "GATED": plan.gated}
-    constants |= {"REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
+    constants |= {"TILED": plan.tiled, "REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
     count = plan.layout.blocks(block) if segments.blocks is None else len(segments.blocks)
     return Launcher(plain_states.weigh, (count, heads), numbers | constants)
 

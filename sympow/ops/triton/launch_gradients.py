@@ -25,7 +25,7 @@ class RowFactors(NamedTuple):
 
     factor: Tensor  # the factor of the output's gradient
     scales: Tensor  # log2 of `near`; only for passes that read it
-    near: Tensor  # the factor with scale and the decay within an iteration of the key pass; likewise
+    near: Tensor  # the factor with scale and the decay within a tile of the gate's sums; likewise
     delta: Tensor  # the part of the query in the gradient of the normalizer
 
 
@@ -48,7 +48,7 @@ def row_factors(
 def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
     constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
-    constants |= {"NORMALIZE": normalize, "STEP": plan.hopper_launches.key.step if plan.quadratic else 0}
+    constants |= {"NORMALIZE": normalize, "TILED": plan.quadratic}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, launched without overlap
         constants.pop("launch_pdl", None)

@@ -16,7 +16,6 @@ from sympow.ops.triton.hopper.primitives import (
     stage_columns,
     start_next,
     sum_before,
-    sum_before_tile,
 )
 from sympow.ops.triton.hopper.quarters import key_states
 from sympow.ops.triton.hopper.renamed import barrier
@@ -193,9 +192,9 @@ def key_pass(
     if STATES:
         leaving = FINAL or end < length
         if GATED:  # the decay from this block to the end of the chunk
-            here = sums + g * tokens + start
-            last_high, last_rest = sum_before(here, here + G * tokens, end, origin, length)
-            high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin, length)
+            here = sums + (g + G) * tokens + start
+            last_high, last_rest = sum_before(here, here + G * tokens, end, origin)
+            high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin)
             kept = exp2((last_high - high) + (last_rest - rest))
             leaving &= kept > 0.0
         if leaving:
@@ -222,23 +221,21 @@ def key_pass(
         )
 
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     low = here + G * tokens
-    local = low + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(local + row, mask=row < length, other=0.0)
-        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin, length)
-        tile_high, tile_rest = sum_before_tile(here, low, row, origin, length)
-        base = (tile_high - high) + (tile_rest - rest)
+        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         if STATES:
             dkeys *= kept
             dvalues *= kept
     for it in range(total):
         if GATED:
             if it == R * after:
-                decay = exp2(-(own + base))
+                decay = exp2(-own)
                 dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
                 dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
         head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
@@ -247,9 +244,8 @@ def key_pass(
         f = gl.load(factor + at, mask=there, other=0.0) * out_scale
         d = gl.load(delta + at, mask=there, other=0.0)
         if GATED:
-            step_high, step_rest = sum_before_tile(here, low, s0, origin, length)
-            ref = (high - step_high) + (rest - step_rest)
-            later = gl.load(local + s0 + i_range, mask=there, other=float("-inf"))
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            later = gl.load(low + s0 + i_range, mask=there, other=float("-inf"))
         async_copy.wait_group(1)
         fence_async_shared()
         head1, s1 = query_step(it + 2, first, after, within, R, BLOCK, QUERIES)
@@ -274,7 +270,7 @@ def key_pass(
         else:
             slope = scores * f[None, :]
             if GATED:
-                slope *= exp2(later[None, :] - (own + (base + ref))[:, None])
+                slope *= exp2(later[None, :] - (own + ref)[:, None])
             slope = gl.where((row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None], slope, 0.0)
         weight = gl.convert_layout((slope * scores).to(gl.bfloat16), left_layout)
         dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)

@@ -18,7 +18,6 @@ from sympow.ops.triton.hopper.primitives import (
     reach_tile,
     stage_columns,
     sum_before,
-    sum_before_tile,
 )
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 from sympow.ops.triton.hopper.ring import (
@@ -305,20 +304,18 @@ def output_pass(
 
     await_last(OVERLAP)
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     low = here + G * tokens
-    local = low + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(local + row, mask=row < length, other=0.0)
-        high, rest = sum_before(here, low, first, origin, length)
-        tile_high, tile_rest = sum_before_tile(here, low, row, origin, length)
-        base = (tile_high - high) + (tile_rest - rest)
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         if STATES:
             acc *= kept
             total *= kept
-        since = exp2(own + base)
+        since = exp2(own)
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
@@ -331,9 +328,8 @@ def output_pass(
                 acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
                 total *= since
                 parts *= gl.convert_layout(since, gl.SliceLayout(1, parts.type.layout))[:, None]
-            step_high, step_rest = sum_before_tile(here, low, s0, origin, length)
-            ref = (high - step_high) + (rest - step_rest)
-            there = gl.load(local + s0 + j, mask=s0 + j < length, other=0.0)
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -356,7 +352,7 @@ def output_pass(
                 weight *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                weight *= exp2((own + (base + ref))[:, None] - there[None, :])
+                weight *= exp2((own + ref)[:, None] - there[None, :])
             weight = gl.where(row[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
             parts += _row_parts(weight, BLOCK, KEYS)

@@ -16,7 +16,6 @@ from sympow.ops.triton.hopper.primitives import (
     query_step,
     stage_columns,
     sum_before,
-    sum_before_tile,
 )
 from sympow.ops.triton.hopper.renamed import barrier
 from sympow.ops.triton.hopper.ring import first_in_one, ring_in_one
@@ -152,9 +151,9 @@ def key_pass(
     dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
     leaving = FINAL or end < length
     if GATED:  # the decay from this block to the end of the chunk; if it is 0, no row is read
-        here = sums + g * tokens + start
-        last_high, last_rest = sum_before(here, here + G * tokens, end, origin, length)
-        high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin, length)
+        here = sums + (g + G) * tokens + start
+        last_high, last_rest = sum_before(here, here + G * tokens, end, origin)
+        high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin)
         kept = exp2((last_high - high) + (last_rest - rest))
         leaving &= kept > 0.0
     if leaving:
@@ -192,30 +191,27 @@ def key_pass(
             QUERIES, num_warps,
         )  # fmt: skip
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     low = here + G * tokens
-    local = low + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(local + row, mask=row < length, other=0.0)
-        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin, length)
-        tile_high, tile_rest = sum_before_tile(here, low, row, origin, length)
-        base = (tile_high - high) + (tile_rest - rest)
+        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         dkeys *= kept
         dvalues *= kept
     for it in range(total):
         if GATED:
             if it == R * after:
-                decay = exp2(-(own + base))
+                decay = exp2(-own)
                 dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
                 dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, value_mma))[:, None]
         _, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
         there = s0 + i_range < end
         if GATED:
-            step_high, step_rest = sum_before_tile(here, low, s0, origin, length)
-            ref = (high - step_high) + (rest - step_rest)
-            later = gl.load(local + s0 + i_range, mask=there, other=float("-inf"))
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            later = gl.load(low + s0 + i_range, mask=there, other=float("-inf"))
         async_copy.wait_group(1)
         fence_async_shared()
         _copy_queries(
@@ -237,7 +233,7 @@ def key_pass(
         else:
             slope *= out_scale
             if GATED:
-                slope *= exp2(later[None, :] - (own + (base + ref))[:, None])
+                slope *= exp2(later[None, :] - (own + ref)[:, None])
             own_pairs = (row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None] & there[None, :]
             slope = gl.where(own_pairs, slope, 0.0)
         weight = gl.convert_layout((slope * scores).to(gl.bfloat16), value_left)

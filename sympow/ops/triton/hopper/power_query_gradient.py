@@ -22,7 +22,6 @@ from sympow.ops.triton.hopper.primitives import (
     locate,
     stage_columns,
     sum_before,
-    sum_before_tile,
 )
 from sympow.ops.triton.hopper.renamed import load_async, reinterpret
 
@@ -235,16 +234,14 @@ def query_pass(
         )
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     low = here + G * tokens
-    local = low + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(local + row, mask=row < length, other=0.0)
-        high, rest = sum_before(here, low, first, begin, length)
-        tile_high, tile_rest = sum_before_tile(here, low, row, begin, length)
-        base = (tile_high - high) + (tile_rest - rest)
+        high, rest = sum_before(here, low, first, begin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         acc *= kept
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
@@ -253,10 +250,9 @@ def query_pass(
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
-                acc *= gl.convert_layout(exp2(own + base), gl.SliceLayout(1, mma))[:, None]
-            step_high, step_rest = sum_before_tile(here, low, s0, begin, length)
-            ref = (high - step_high) + (rest - step_rest)
-            there = gl.load(local + s0 + j, mask=s0 + j < length, other=0.0)
+                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -275,7 +271,7 @@ def query_pass(
                 grad *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                grad *= exp2((own + (base + ref))[:, None] - there[None, :])
+                grad *= exp2((own + ref)[:, None] - there[None, :])
             grad = gl.where(row[:, None] >= (s0 + j)[None, :], grad, 0.0)
         grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, keys, acc, is_async=True)

@@ -91,18 +91,12 @@ def reach_tile(n, g, token, T, tokens):
 
 
 @gluon.jit
-def sum_before(sums, low, token, origin, length):
-    """Returns the two parts of the gate's sum (`gate.gate_sums`) before a token of the chunk that begins at `origin`;
-    past the end of the sequence, the last."""
-    at = gl.minimum(gl.maximum(token, 1), length) - 1
+def sum_before(high, low, token, origin):
+    """Returns the parts of the gate's sum (`gate.gate_sums`) before a token, at most `length`, of the chunk that begins
+    at `origin`."""
+    at = gl.maximum(token, 1) - 1
     later = token > origin
-    return gl.where(later, gl.load(sums + at), 0.0), gl.where(later, gl.load(low + at), 0.0)
-
-
-@gluon.jit
-def sum_before_tile(sums, low, token, origin, length):
-    """Returns `sum_before` of the first token of a token's tile, to which the third part of `gate_sums` is relative."""
-    return sum_before(sums, low, token // REACH_TILE * REACH_TILE, origin, length)
+    return gl.where(later, gl.load(high + at), 0.0), gl.where(later, gl.load(low + at), 0.0)
 
 
 @gluon.jit

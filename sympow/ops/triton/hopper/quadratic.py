@@ -4,10 +4,8 @@
 In the query pass, the TMA copies tiles of keys and values. It needs no registers for addresses, so three programs fit
 on an SM. In the key pass, keys and values are in registers, from where products of few columns read them faster than
 from shared memory. The factor of the scores is loaded with the tiles of a step. It combines decay and normalizer: b_ij
-n_i is near_i 2**(L_c - L_j) with c the first token of the step. `near` and its logarithm `scales` [H, tokens] are
-written by `gradients.row_factors`.
-
-Blocks and steps are tiles of the gate's sums, so queries and keys of one block have sums since the same token.
+n_i is near_i 2**(high_i - L_j), where L_i = high_i + low_i. `near` and its logarithm `scales` [H, tokens] are written
+by `gradients.row_factors`. Blocks and steps are tiles of the gate's sums, so all tokens of one have the same high part.
 """
 
 
@@ -107,7 +105,7 @@ def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def _key_steps(
     start, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here, low,
-    local, own, high, rest, d, row, length,
+    own, high, rest, d, row, length,
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
     mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -115,8 +113,8 @@ def _key_steps(
     length count from token `begin`, at which the first step starts.
 
     For other steps, `sums_s` has the decay from the key to the block, before which the sum has the parts `high` and
-    `rest`. So an exponential is computed once for each key, not for each thread. `here` and `low` are the parts of the
-    first token of the row, `local` is that of token `begin`.
+    `rest`. So an exponential is computed once for each key, not for each thread. `here` and `low` point to the parts of
+    the sums from token `begin` on.
     """
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
@@ -126,8 +124,8 @@ def _key_steps(
         ahead = i + (_STAGES - 1)
         mbarrier.wait(bars.index(stage), (i // _STAGES) & 1)
         if GATED:
-            coming = _load_sums(local, ahead, length, KEYS, num_warps)
-            step_high, step_rest = sum_before(here, low, begin + ahead * KEYS, 0, begin + length)
+            coming = _load_sums(low, ahead, length, KEYS, num_warps)
+            ref = (high - gl.load(here + gl.minimum(ahead * KEYS, length - 1))) + rest
         tile = keys_s.index(stage)
         zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
         scores = warpgroup_mma(queries_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -148,7 +146,6 @@ def _key_steps(
         _bring_keys(keys_s, values_s, bars, keys, values, begin, ahead, steps, n, g, KEYS, K, V)
         if GATED:
             if not OWN:
-                ref = (high - step_high) + (rest - step_rest)
                 coming = gl.where(ahead < stop, exp2(ref - coming), coming)
             sums_s.index(ahead % _STAGES).store(coming)
         acc, _ = warpgroup_mma_wait(0, deps=(acc, grad))
@@ -193,33 +190,33 @@ def query_pass(
     at = h * tokens + start + row
     d = gl.load(delta + at, mask=row < length, other=0.0)
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g.to(gl.int64) * tokens + start
+    here = sums + (g + H // R).to(gl.int64) * tokens + start
     low = here + (H // R) * tokens
-    local = low + (H // R) * tokens
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
     high = 0.0
     rest = 0.0
     if GATED:
-        own = gl.load(local + row, mask=row < length, other=0.0)
-        high, rest = sum_before(here, low, first, 0, length)
+        own = gl.load(low + row, mask=row < length, other=0.0)
+        high, rest = sum_before(here, low, first, 0)
         for early in gl.static_range(_STAGES - 1):
-            coming = _load_sums(local + begin, early, length - begin, KEYS, num_warps)
-            step_high, step_rest = sum_before(here, low, begin + early * KEYS, 0, length)
-            ref = (high - step_high) + (rest - step_rest)
+            coming = _load_sums(low + begin, early, length - begin, KEYS, num_warps)
+            ref = (high - gl.load(here + gl.minimum(begin + early * KEYS, length - 1))) + rest
             sums_s.index(early).store(gl.where(early < before, exp2(ref - coming), coming))
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     async_copy.wait_group(0)
     fence_async_shared()
     acc = _key_steps(
-        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here, low,
-        local + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
+        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g,
+        here + begin, low + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, False, GATED,
+        mma, num_warps,
     )  # fmt: skip
     if GATED:
-        acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+        since = (gl.load(here + first) - high) - rest
+        acc *= gl.convert_layout(exp2(own + since), gl.SliceLayout(1, mma))[:, None]
     acc = _key_steps(
-        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here,
-        low, local + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, True, GATED, mma,
-        num_warps,
+        before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g,
+        here + begin, low + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, True, GATED,
+        mma, num_warps,
     )  # fmt: skip
 
     scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale
@@ -261,15 +258,9 @@ def _copy_queries(
 
 
 @gluon.jit
-def _since(here, low, token, high, rest):
-    """Returns the sum after a token less that of the parts `high` and `rest`."""
-    return (gl.load(here + token) - high) + (gl.load(low + token) - rest)
-
-
-@gluon.jit
 def _steps(
     begin, stop, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-    q, q_st, q_sh, dout, here, low, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
+    q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     OWN: gl.constexpr, GATED: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -282,9 +273,9 @@ def _steps(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     i = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
-    decay = 0.0  # log2 of the decay from the block to the first token of a step; its sum is read one step ahead
+    decay = 0.0  # the high part of a step's sums less the sum at the end of the block; read one step ahead
     if GATED and not OWN:
-        decay = _since(here, low, gl.minimum(first + BLOCK, length - 1), high, rest)
+        decay = (gl.load(here + gl.minimum(first + BLOCK, length - 1)) - high) - rest
     for it in range(begin, stop):
         async_copy.wait_group(1)
         fence_async_shared()
@@ -303,7 +294,7 @@ def _steps(
             if GATED:
                 f *= exp2(decay)
                 _, s1 = _step(it + 1, first, after, within, R, BLOCK, QUERIES)
-                decay = _since(here, low, gl.minimum(s1, length - 1), high, rest)
+                decay = (gl.load(here + gl.minimum(s1, length - 1)) - high) - rest
         scores, keys = warpgroup_mma_wait(1, deps=(scores, keys))
         if OWN:
             if GATED:
@@ -334,7 +325,7 @@ def key_pass(
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(K == V and BLOCK == QUERIES)
+    gl.static_assert(K == V and BLOCK == REACH_TILE and QUERIES == REACH_TILE)
     start_next(OVERLAP)
     n, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, False, True)
     end = length
@@ -369,7 +360,7 @@ def key_pass(
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     low = here + G * tokens
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
@@ -377,7 +368,7 @@ def key_pass(
     rest = 0.0
     last = gl.minimum(first + BLOCK, length) - 1
     if GATED:
-        own = _since(here, low, gl.minimum(row, last), gl.load(here + first), gl.load(low + first))
+        own = gl.load(low + row, mask=row < length, other=0.0)
         high = gl.load(here + last)
         rest = gl.load(low + last)
     async_copy.wait_group(1)
@@ -385,18 +376,17 @@ def key_pass(
     values = values_s.load(held)
     dkeys, dvalues, keys, values = _steps(
         0, R * after, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-        q, q_st, q_sh, dout, here, low, scales, near, delta, first, after, within, length, tokens, H, own, high, rest,
-        row, K, V, R, BLOCK, QUERIES, False, GATED, mma, num_warps,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
+        K, V, R, BLOCK, QUERIES, False, GATED, mma, num_warps,
     )  # fmt: skip
     if GATED:
-        to_end = _since(here, low, last, gl.load(here + first), gl.load(low + first)) - own
-        decay = gl.convert_layout(exp2(to_end), gl.SliceLayout(1, mma))
+        decay = gl.convert_layout(exp2(rest - own), gl.SliceLayout(1, mma))  # the block is one tile
         dkeys *= decay[:, None]
         dvalues *= decay[:, None]
     dkeys, dvalues, _, _ = _steps(
         R * after, total, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-        q, q_st, q_sh, dout, here, low, scales, near, delta, first, after, within, length, tokens, H, own, high, rest,
-        row, K, V, R, BLOCK, QUERIES, True, GATED, mma, num_warps,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
+        K, V, R, BLOCK, QUERIES, True, GATED, mma, num_warps,
     )  # fmt: skip
     async_copy.wait_group(0)
 

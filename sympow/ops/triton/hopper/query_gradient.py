@@ -15,7 +15,6 @@ from sympow.ops.triton.hopper.primitives import (
     stage_columns,
     start_next,
     sum_before,
-    sum_before_tile,
 )
 from sympow.ops.triton.hopper.quarters import query_states
 from sympow.ops.triton.hopper.renamed import barrier
@@ -128,17 +127,15 @@ def query_pass(
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     low = here + G * tokens
-    local = low + G * tokens
     score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(local + score_row, mask=score_row < length, other=0.0)
-        high, rest = sum_before(here, low, first, origin, length)
-        tile_high, tile_rest = sum_before_tile(here, low, score_row, origin, length)
-        base = (tile_high - high) + (tile_rest - rest)
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + score_row, mask=score_row < length, other=0.0) - high
+        own += gl.load(low + score_row, mask=score_row < length, other=0.0) - rest
         if STATES:
             acc *= kept
     end = gl.minimum(first + BLOCK, length)
@@ -148,10 +145,9 @@ def query_pass(
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
-                acc *= gl.convert_layout(exp2(own + base), gl.SliceLayout(1, mma))[:, None]
-            step_high, step_rest = sum_before_tile(here, low, s0, origin, length)
-            ref = (high - step_high) + (rest - step_rest)
-            there = gl.load(local + s0 + j, mask=s0 + j < length, other=0.0)
+                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -170,7 +166,7 @@ def query_pass(
                 grad *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                grad *= exp2((own + (base + ref))[:, None] - there[None, :])
+                grad *= exp2((own + ref)[:, None] - there[None, :])
             grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
         grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, keys, acc, is_async=True)
