@@ -60,6 +60,8 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early(after=plan.gated)
+    if plan.hopper and plan.chunk and plan.K == 32:  # needs two registers more with a gate
+        constants["maxnreg"] = config.THREE_PROGRAMS
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
     return Launcher(hopper_output.output_pass, grid, numbers | constants | tables)
