@@ -17,6 +17,7 @@ from sympow.layers.running_sums import running_sums
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
 _ONE = 32.0
+_HARDEST = -256.0  # a log gate: what comes before it has no weight, unless scores differ by more than 150
 _PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
 _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
 
@@ -24,7 +25,8 @@ _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
 def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries and keys with channels that add -L_j to the scores, which keep their scale of 1 / sqrt(K).
 
-    The error of a score is that of float32 for numbers as large as L, whatever the dtype of q and k.
+    The error of a score is that of float32 (float64 for float64 q and k) for numbers as large as L. A gate adds at most
+    256 to |L|, so behind n resets in a row, scores err by up to n 2**-16.
 
     Args:
         q: [B, T, H, K].
@@ -34,8 +36,13 @@ def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [B, T, H, K'] and [B, T, G, K'], K' a multiple of 8.
     """
-    queries, keys = _Gated.apply(q, k, log_g)
+    queries, keys = _Gated.apply(q, k, limited(log_g))
     return queries, keys
+
+
+def limited(log_g: Tensor) -> Tensor:
+    """Returns log gates, those of resets no larger than it takes, because sums have a limited precision."""
+    return log_g.clamp(min=_HARDEST)
 
 
 def gated_key_dim(key_dim: int) -> int:

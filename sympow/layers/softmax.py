@@ -16,7 +16,7 @@ from sympow.layers.base import state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
-from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
+from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
 from sympow.ops.autocast import without_autocast
@@ -127,7 +127,7 @@ class SoftmaxAttention(AttentionMixer):
         if not isinstance(state, GatedCache):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
-        log_g = F.logsigmoid(gate(x))
+        log_g = limited(F.logsigmoid(gate(x)))
         sums = running_sums(log_g, state.log_sum)
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)

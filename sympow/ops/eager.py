@@ -26,6 +26,7 @@ from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.eager_chunks import SCORE_ROWS, Chunk, ChunkedSequence, Options, power, score_blocks
 from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.gate_sums import hardest
 from sympow.ops.monomials import Features
 from sympow.ops.types import PowerState
 
@@ -237,7 +238,8 @@ def gradients(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
         for x, dx in ((s_out, ds_out), (z_out, dz_out)):
             if dx is not None:
                 dlog[:, -1] += (x * dx).flatten(2).sum(2, dtype=torch.float64)
-        dlog_g = dlog.flip(1).cumsum(1).flip(1).to(log_g.dtype)
+        dlog = dlog.flip(1).cumsum(1).flip(1).masked_fill(log_g < hardest(sequence.dtype), 0)
+        dlog_g = dlog.to(log_g.dtype)
     ds, dz = (None, None) if not has_initial or dstate is None else sequence.public_state(dstate)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dlog_g, ds, dz, None
 

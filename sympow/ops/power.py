@@ -61,8 +61,9 @@ def power_attention(
             state is the initial one, or zeros.
         k: [B, T, G, K], G key/value heads; H is a multiple of G. Head h reads key/value head h // (H / G).
         v: [B, T, G, V], with any V.
-        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. Its
-            values are checked on the CPU only, because the host would have to wait for a GPU.
+        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. A
+            reset may be any large number, such as -1e9. Values are checked on the CPU only, because the host would have
+            to wait for a GPU.
         p: the power, an integer >= 1.
         scale: multiplies q.k; K**-0.5 if None.
         normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
