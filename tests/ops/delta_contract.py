@@ -75,7 +75,7 @@ def make_inputs(case: DeltaCase, seed: int = 0, dtype: torch.dtype = torch.float
     batch = case.B if case.ends is None else len(case.ends)
     k = normal(case.B, case.T, case.G, case.K)
     if case.repeated:
-        k = k[:, torch.randint(0, 3, (case.T,), generator=gen)]
+        k = k[:, torch.randint(0, min(3, case.T), (case.T,), generator=gen)]
     gates = logsigmoid(4 * normal(case.B, case.T, case.G) + 2)
     if case.resets:
         strengths = torch.tensor([-1e2, -1e4, -1e9, -1e30], dtype=torch.float64)
