@@ -82,6 +82,35 @@ def test_gradient_reaches_input_and_every_parameter(case):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_second_derivatives_are_right_or_refused(case):
+    """Against differences of gradients, of float64: a step of 1e-6 leaves an error of about 1e-9 of their norm."""
+    mixer, x = make(case), sequence(1, 9).requires_grad_()
+    leaves = [x, *mixer.parameters()]
+    gen = torch.Generator().manual_seed(3)
+    weight, *moves = (torch.randn(each.shape, generator=gen, dtype=torch.float64) for each in (x, *leaves))
+
+    def gradients(**options):
+        loss = (run(mixer, x) * weight).sum()  # a linear loss: the incoming gradient has no graph
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, **options)
+
+    try:
+        along = sum((grad * move).sum() for grad, move in zip(gradients(create_graph=True), moves, strict=True))
+        found = torch.autograd.grad(along, leaves, allow_unused=True, materialize_grads=True)
+    except RuntimeError as refusal:
+        assert any(words in str(refusal) for words in ("cannot be differentiated again", "is not implemented"))
+        return
+    near = []
+    for step in (1e-6, -2e-6):
+        with torch.no_grad():
+            for leaf, move in zip(leaves, moves, strict=True):
+                leaf += step * move
+        near.append(gradients())
+    expected = [(after - before) / 2e-6 for after, before in zip(*near, strict=True)]
+    error = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
+    assert error**0.5 <= 1e-6 * sum(b.square().sum() for b in expected) ** 0.5
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_causal(case):
     mixer = make(case)
     x = sequence()
