@@ -21,6 +21,7 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -179,7 +180,7 @@ class SelectiveAttention(AttentionMixer):
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
             outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
-        y = self.out(torch.cat(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
+        y = self.out(concatenated(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
         return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
+from sympow.layers.base import refuse_complex
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After, check_batch
 from sympow.models.bodies import BODIES, Block
@@ -263,6 +264,10 @@ class LanguageModel(nn.Module):
     def head_weight(self) -> Tensor:
         """Returns the weights of the head [vocab_size, d]: those of the embedding, if it is tied."""
         return self.embedding.weight if self.head is None else self.head.weight
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        refuse_complex(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         x = self._embed(tokens)

@@ -51,6 +51,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         if not (math.isfinite(low) and high <= 0):
             raise OutOfRangeError(
                 f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
+                + (": the weights or the input that it was computed from are not finite" if math.isnan(low) else "")
             )
 
 

@@ -217,8 +217,17 @@ def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str
                 f"{path} does not fit the model: {name!r} has shape {list(tensor.shape)}, "
                 f"the model needs {list(own[name].shape)}"
             )
+        if tensor.is_complex() and not own[name].is_complex():
+            raise CheckpointError(f"{path} does not fit the model: {name!r} is {tensor.dtype}, weights are real")
+        if tensor.is_floating_point() and not _local(tensor).isfinite().all():
+            raise CheckpointError(f"{path} cannot be used: its weight {name!r} holds values that are not finite")
     for name in model.load_state_dict(state, strict=False).missing_keys:
         raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -81,6 +81,26 @@ def test_gradient_reaches_input_and_every_parameter(case):
         assert gradient.abs().sum() > 1e-6, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_and_weights_of_the_half_precision_that_is_not_autocasts(case, dtype):
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    for weights in (dtype, torch.float32):
+        mixer, x = make(case).to(weights), sequence(1, 12).to(dtype)
+        with torch.autocast("cpu", dtype=other):
+            for packed in ({}, {"cu_seqlens": torch.tensor([0, 5, 12])}):
+                y = run(mixer, x, **packed)
+                assert y.shape == x.shape and y.isfinite().all()
+            if mixer.causal:
+                with torch.no_grad():
+                    assert in_steps(mixer, x, [5, 1, 6]).isfinite().all()
+                    state = mixer.init_state(1)
+                    for piece in x.split([5, 1, 6], dim=1):
+                        y, after = mixer.try_step(piece, state, **mixer.extras(tokens_of(piece)))
+                        state = after(piece.shape[1])
+                        assert y.isfinite().all()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_second_derivatives_are_right_or_refused(case):
     """Against differences of gradients, of float64: a step of 1e-6 leaves an error of about 1e-9 of their norm."""
