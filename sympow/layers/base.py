@@ -7,7 +7,7 @@ d model width.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
+from sympow.layers.other_names import MixerType, renamed_call
 from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 from sympow.ops.types import OutOfRangeError
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(nn.Module, metaclass=MixerType):
     """Maps a sequence to a sequence, [B, T, d] -> [B, T, d], causally, and can also run token by token.
 
     Learned tensors are parameters, and constants that are saved with them are buffers. `reset_parameters` fills both,
@@ -53,6 +54,16 @@ class Mixer(nn.Module, ABC):
         if min(d_model, n_heads) < 1:
             raise ValueError(f"d_model and n_heads must be positive; got {d_model=}, {n_heads=}")
         self.d_model, self.n_heads = d_model, n_heads
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Calls `forward`. Raises TypeError for an argument of other libraries, which says what to pass instead."""
+        try:
+            return super().__call__(*arguments, **options)
+        except TypeError as error:
+            renamed = renamed_call(self, error, options)
+            if renamed is error:
+                raise
+            raise renamed from error
 
     @abstractmethod
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
