@@ -7,7 +7,7 @@ d model width.
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
-from sympow.layers.other_names import MixerType, renamed_call
+from sympow.layers.other_names import explained, renamed_call
 from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
 from sympow.ops.autocast import autocast_dtype
 from sympow.ops.types import OutOfRangeError
 
 
-class Mixer(nn.Module, metaclass=MixerType):
+class Mixer(nn.Module, ABC):
     """Maps a sequence to a sequence, [B, T, d] -> [B, T, d], causally, and can also run token by token.
 
     Learned tensors are parameters, and constants that are saved with them are buffers. `reset_parameters` fills both,
@@ -48,6 +48,11 @@ class Mixer(nn.Module, metaclass=MixerType):
     shifts_tokens: bool = False
     holds_mixer: bool = False
     context_group: dist.ProcessGroup | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = explained(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()

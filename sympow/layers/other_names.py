@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from abc import ABCMeta
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any
 
 _REFUSAL = re.compile(r"unexpected keyword argument|missing \d+ required")  # in the words of Python
@@ -51,19 +51,21 @@ _CALL = {
 }  # fmt: skip
 
 
-class MixerType(ABCMeta):
-    """Makes mixers; the error for an option that a mixer does not have names the one it has."""
+def explained(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of a mixer, whose TypeError for an option that it does not have names the one it has."""
 
-    def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Makes a mixer. Raises the errors of its constructor."""
+    @wraps(init)
+    def explaining(self: Any, *arguments: Any, **options: Any) -> None:
         try:
-            return super().__call__(*arguments, **options)
+            init(self, *arguments, **options)
         except TypeError as error:
-            known = ["d_model", "n_heads", *cls.option_names()]  # type: ignore[attr-defined]
+            known = ["d_model", "n_heads", *self.option_names()]
             for name in options if _REFUSAL.search(str(error)) else ():
                 if name not in known and (hint := option_hint(name, known)):
-                    raise TypeError(f"{cls.__name__} has no option {name!r}{hint}") from error
+                    raise TypeError(f"{type(self).__name__} has no option {name!r}{hint}") from error
             raise
+
+    return explaining
 
 
 def option_hint(name: str, known: Iterable[str]) -> str:
