@@ -41,6 +41,7 @@ from sympow.models import BODIES, NgramDrafts, load_context, preset
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
+from sympow.recall.results import check_rows
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import Run, RunConfig, load, override
@@ -236,6 +237,7 @@ def mqar(options: argparse.Namespace) -> None:
         quiet=options.quiet,
         tracker=options.tracker,
     )
+    check_rows(rows, folder / RESULTS)
     print(summary(rows))
     print(f"{len(sweep.runs)} {'run' if len(sweep.runs) == 1 else 'runs'}: {folder / RESULTS}")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sympow.data.files import atomic_write, sync
 from sympow.training.ranks import ALONE, Ranks
-from sympow.training.shards import ShardError, read_shards, write_shards
+from sympow.training.shards import ShardError, check_shards, read_shards, write_shards
 
 FORMAT = "sympow-checkpoint"
 VERSION = 1
@@ -201,6 +201,17 @@ def load_header(path: str | os.PathLike[str]) -> Checkpoint:
             found = type(content[name]).__name__
             raise CheckpointError(f"{path} is no sympow checkpoint: its {name!r} is of type {found}")
     return Checkpoint(**{name: content[name] for name in names})
+
+
+def check_whole(path: str | os.PathLike[str]) -> None:
+    """Raises the errors of `load_checkpoint` for a checkpoint that is cut or damaged. Shards are not read completely.
+    """
+    load_header(path)
+    if Path(path).is_dir():
+        try:
+            check_shards(Path(path))
+        except ShardError as error:
+            raise CheckpointError(f"{path} {error}{_instead(Path(path))}") from error
 
 
 def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
