@@ -52,7 +52,7 @@ def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, t
     last.write_bytes({"cut": whole[: len(whole) // 2], "flipped": flipped, "empty": b""}[damage])
     assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"sympow: {last} is ") and err.count("\n") == 1
+    assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
     last.write_bytes(whole)
     assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
 

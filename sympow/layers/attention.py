@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -20,6 +20,7 @@ from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
+from sympow.ops.constants import kept
 from sympow.ops.gated_norm import gated_norm
 from sympow.ops.types import OutOfRangeError
 
@@ -329,7 +330,7 @@ def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
     return flat.unflatten(0, y.shape[:2])
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _frequencies(
     key_dim: int,
     rule: str,

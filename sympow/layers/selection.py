@@ -22,6 +22,7 @@ from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
 from sympow.layers.state import MixerState
 from sympow.ops.autocast import concatenated
+from sympow.ops.constants import has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -193,7 +194,7 @@ def most_rows(selected: Tensor) -> int:
     On the meta device, in torch.compile, and while a CUDA graph is captured, numbers cannot be read. The result is then
     the number of all rows.
     """
-    unknown = selected.is_meta or torch.compiler.is_compiling()
+    unknown = not has_values(selected)
     if unknown or (selected.is_cuda and torch.cuda.is_current_stream_capturing()):
         return selected.shape[1]
     return int(selected.sum(1).max()) if len(selected) else 0

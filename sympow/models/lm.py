@@ -24,6 +24,7 @@ from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
+from sympow.ops.constants import has_values
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -340,7 +341,7 @@ class LanguageModel(nn.Module):
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and (torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing())
         # Not is_compiling(), which is true in every thread while one of them compiles.
-        if tokens.numel() == 0 or tokens.is_meta or waits or torch.compiler.is_dynamo_compiling():
+        if tokens.numel() == 0 or waits or not has_values(tokens):
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
