@@ -126,7 +126,7 @@ def _read(
 ) -> tuple[Context, str | None]:
     """Reads all pieces. If a signal arrives, saves the context in `part`, stops, and returns the signal's name."""
     saved = time.monotonic()
-    with StopRequest() as stop:
+    with StopRequest(doing="stopping after this chunk") as stop:
         while len(piece := pieces.take(chunk)):
             context = context.read(run.model, _batch(piece), chunk=chunk)
             progress.advance(len(piece))

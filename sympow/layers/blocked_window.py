@@ -13,6 +13,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.softmax import attend, attend_to_past, empty_cache
 from sympow.layers.state import MixerState
 from sympow.layers.window import WindowMixer
+from sympow.ops.autocast import concatenated
 
 
 @dataclass
@@ -54,7 +55,7 @@ class BlockedWindowAttention(WindowMixer):
             outs.append(attend_to_past(q[:, :, :taken].to(block.k.dtype), *block.filled()))
             q, k, v = q[:, :, taken:], k[:, :, taken:], v[:, :, taken:]
             position += taken
-        y = torch.cat(outs, dim=2).transpose(1, 2).to(x.dtype)
+        y = concatenated(outs, dim=2).transpose(1, 2).to(x.dtype)
         return y, BlockedWindowState(block, position)
 
     def mix_state_size(self, context: int) -> int:

@@ -15,6 +15,7 @@ from sympow.layers.base import state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import draw_normal, draw_uniform
+from sympow.ops.autocast import concatenated
 from sympow.ops.convolution import causal_convolution
 
 _TARGET = 1e-2  # the value to which the taps of a channel fall within the share of the filter that `decays` gives
@@ -55,7 +56,7 @@ class LongFilter(nn.Module, ABC):
 
     def step(self, x: Tensor, cache: InputCache) -> tuple[Tensor, InputCache]:
         """Continues the convolution by x [B, T', C]: (y [B, T', C], the cache with x)."""
-        seen = torch.cat([cache.ordered().to(x.dtype), x], dim=1)
+        seen = concatenated([cache.ordered().to(x.dtype), x], dim=1)
         return last_outputs(seen, self(seen.shape[1]), x.shape[1]), cache.extend(x)
 
     def state_size(self, context: int) -> int:

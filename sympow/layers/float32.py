@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers.initial import draw_normal
+from sympow.ops.autocast import concatenated
 from sympow.ops.float32_product import product_float32
 
 
@@ -53,9 +54,9 @@ def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> 
     """Returns `linear_float32` of x [B, T, d] for each layer, computed in one product so that x is read only once."""
     if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
         return tuple(linear_float32(linear, x) for linear in linears)
-    weight = torch.cat([linear.weight for linear in linears])
+    weight = concatenated([linear.weight for linear in linears])
     biases = [x.new_zeros(len(n.weight), dtype=n.weight.dtype) if n.bias is None else n.bias for n in linears]
-    return product_float32(x, weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
+    return product_float32(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
 
 
 def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:

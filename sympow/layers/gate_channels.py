@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.running_sums import running_sums
+from sympow.ops.autocast import concatenated
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
@@ -53,13 +54,13 @@ def gated_key_dim(key_dim: int) -> int:
 def gated_keys(k: Tensor, sums: Tensor) -> Tensor:
     """Returns k [B, T, G, K] with the sums L of its tokens, float64 [B, T, G]: [B, T, G, gated_key_dim(K)]."""
     parts = _parts(sums, k.shape[-1] ** -0.5, k.dtype)
-    return F.pad(torch.cat([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
+    return F.pad(concatenated([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
 
 
 def gated_queries(q: Tensor) -> Tensor:
     """Returns q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
     ones = q.new_full((*q.shape[:-1], _PARTS), _ONE)
-    return F.pad(torch.cat([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
+    return F.pad(concatenated([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
 
 
 def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -69,7 +70,7 @@ def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     for _ in range(_PARTS):
         parts.append(_rounded(rest, dtype).to(dtype))
         rest = rest.detach() - parts[-1].detach()
-    return torch.stack(parts, dim=-1)
+    return concatenated([part[..., None] for part in parts], dim=-1)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,11 +109,11 @@ class _Gated(torch.autograd.Function):
         restarts = width - key_dim - _PARTS - 1
         ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
         from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
-        constant = torch.cat([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
+        constant = concatenated([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
         parts = _parts(running_sums(log_g), scale, k.dtype)
         row = torch.full_like(parts[..., :1], _ONE)
-        keys = F.pad(torch.cat([k, parts, row], dim=-1), (0, restarts))
-        return torch.cat([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
+        keys = F.pad(concatenated([k, parts, row], dim=-1), (0, restarts))
+        return concatenated([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
 
 _SHORT = 3  # taps of the convolution of the projections
 
@@ -89,7 +90,7 @@ class Hyena(Mixer):
         self.check_step(x, state, self.out.weight)
         projected, short = self.short.step(self.projections(x), state.short)
         q, new = self._gated(projected)
-        seen = torch.cat([state.long.ordered().to(new.dtype), new], dim=1)
+        seen = concatenated([state.long.ordered().to(new.dtype), new], dim=1)
         return self.out(self._long(q, seen)), HyenaState(short, state.long.extend(new))
 
     def state_size(self, context: int) -> int:
@@ -106,7 +107,7 @@ class Hyena(Mixer):
     def _gated(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Splits [B, T, 3 d] into q [B, T, d], and what later tokens need: k * v [B, T, d], or k and v [B, T, 2 d]."""
         q, k, v = projected.chunk(3, dim=-1)
-        return q, k * v if self.heads == self.d_model else torch.cat([k, v], dim=-1)
+        return q, k * v if self.heads == self.d_model else concatenated([k, v], dim=-1)
 
     def _long(self, q: Tensor, seen: Tensor) -> Tensor:
         """Maps q [B, T', d] and `gated` of T >= T' tokens to the outputs [B, T', d] of the last T' tokens."""

@@ -14,6 +14,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
 
 _FEW = 8  # sums that a scan takes all at once
 
@@ -114,7 +115,7 @@ class RWKV4(Mixer):
 
 def shifted(x: Tensor, last: Tensor) -> Tensor:
     """Returns x [B, T, d] one token later, `last` [B, d] in front."""
-    return torch.cat([last[:, None].to(x.dtype), x[:, :-1]], dim=1)
+    return concatenated([last[:, None].to(x.dtype), x[:, :-1]], dim=1)
 
 
 def decayed_mean(

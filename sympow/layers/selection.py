@@ -21,6 +21,8 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
+from sympow.ops.constants import has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -179,7 +181,7 @@ class SelectiveAttention(AttentionMixer):
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
             outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
-        y = self.out(torch.cat(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
+        y = self.out(concatenated(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
         return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
@@ -192,7 +194,7 @@ def most_rows(selected: Tensor) -> int:
     On the meta device, in torch.compile, and while a CUDA graph is captured, numbers cannot be read. The result is then
     the number of all rows.
     """
-    unknown = selected.is_meta or torch.compiler.is_compiling()
+    unknown = not has_values(selected)
     if unknown or (selected.is_cuda and torch.cuda.is_current_stream_capturing()):
         return selected.shape[1]
     return int(selected.sum(1).max()) if len(selected) else 0

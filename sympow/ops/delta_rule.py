@@ -19,6 +19,7 @@ from sympow.ops.checks import check_inputs
 from sympow.ops.delta_types import DeltaBackend, DeltaOptions, DeltaOutput
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.first_order import first_order
 from sympow.ops.packing import empty
 
 _IMPLS = ("auto", "eager", "triton", "reference")
@@ -300,15 +301,15 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_g, state, backend, options: DeltaOptions):
         out, last, errors = forward(backend, q, k, v, beta, log_g, state, options)
-        ctx.save_for_backward(q, k, beta, log_g, state, errors, last)
+        ctx.save_for_backward(q, k, v, beta, log_g, state, errors, last)
         ctx.backend, ctx.options = backend, options
         ctx.set_materialize_grads(False)
         return out, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_delta_rule")
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
-        q, k, beta, log_g, state, errors, last = ctx.saved_tensors
+        q, k, _, beta, log_g, state, errors, last = ctx.saved_tensors
         if dout is None:
             dout = errors.new_zeros(*q.shape[:3], errors.shape[3])
         with without_autocast(q):

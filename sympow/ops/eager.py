@@ -26,6 +26,7 @@ from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.eager_chunks import SCORE_ROWS, Chunk, ChunkedSequence, Options, power, score_blocks
 from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.first_order import first_order
 from sympow.ops.gate_sums import hardest
 from sympow.ops.monomials import Features
 from sympow.ops.types import PowerState
@@ -160,7 +161,7 @@ class _Chunked(torch.autograd.Function):
         return (out, s_out, z_out) if options.return_state else (out, None, None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_attention")
     def backward(ctx, dout, ds_out, dz_out):
         saved = ctx.saved_tensors  # read only once, because checkpointing does not keep the tensors after a read
         with without_autocast(saved[0]):

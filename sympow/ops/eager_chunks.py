@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.ops.constants import has_values
 from sympow.ops.gate_sums import GateSums, gate_sums
 from sympow.ops.monomials import Basis, Features, basis
 from sympow.ops.types import OutOfRangeError
@@ -161,7 +162,7 @@ class ChunkedSequence:
             s: of the state, or None.
             z: of the state, or None.
         """
-        if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
+        if total.device.type != "cpu" or not has_values(total) or total.isfinite().all():
             return
         inputs = (self.q, self.k, self.v, self.log_g, s, z)
         if all(x is None or x.isfinite().all() for x in inputs):

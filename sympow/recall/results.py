@@ -32,11 +32,16 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the rows of a file of `write_results`; ValueError where it is none."""
     rows = read_rows(path)
-    missing = [name for name in (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
-               if rows and name not in rows[0]]  # fmt: skip
+    check_rows(rows, path)
+    return rows
+
+
+def check_rows(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `rows`, of the file `path`, have the columns of runs of recall."""
+    needed = (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
+    missing = [name for row in rows for name in needed if name not in row]
     if not rows or missing:
         raise ValueError(f"{path} holds no results of recall: " + (f"no column {missing[0]!r}" if rows else "no rows"))
-    return rows
 
 
 def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list[dict[str, Any]]:

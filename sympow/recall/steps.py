@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -114,7 +115,8 @@ class RecallTraining:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
             self.steps_summed = 0
-            self.validated = measure(self.model, self.validation, self.config)
+            with self._phase("validating"):
+                self.validated = measure(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
             self._tell(done)
             if not math.isfinite(self.train_loss):
@@ -122,6 +124,9 @@ class RecallTraining:
             if self.config.stop_at is not None and self.validated.accuracy >= self.config.stop_at:
                 return "solved"
         return None
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.progress is None else self.progress.phase(name)
 
     def _tell(self, step: int) -> None:
         loss, accuracy = self.train_loss, self.validated.accuracy

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,9 @@ def _module(place: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:  # for mixers and modules beside the recipe, also in the processes of a sweep
+            sys.path.append(folder)
         with _errors_of_recipes(place):
             spec.loader.exec_module(module)
         return module

@@ -15,7 +15,7 @@ from sympow.data import Batches, ByteTokenizer, DataConfig, Tokenizer, load_toke
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.progress import Progress
-from sympow.training.checkpoint import latest_step
+from sympow.training.checkpoint import check_whole, latest, latest_step
 from sympow.training.config import RunConfig
 from sympow.training.language import TrainingResult, train
 from sympow.training.objective import Objective
@@ -65,7 +65,8 @@ def run(
 
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
-    Raises RuntimeError where another process trains in the folder, ValueError where the folder holds another run, where
+    Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
+    damaged, also of a finished run, ValueError where the folder holds another run, where
     the vocabulary of the corpus is larger than that of the model, and where only one of `lesson` and
     `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
     """
@@ -76,6 +77,10 @@ def run(
         ranks = join(config, device)
         with open_run_folder(out, config, ranks, restart) as folder:
             if latest_step(folder) >= settings.steps:
+                with ranks.together():
+                    last = latest(folder) if ranks.main else None
+                    if last is not None:
+                        check_whole(last)
                 return TrainingResult(settings.steps, settings.steps, None, None)
             with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
                 batches, held_out = _open_batches(config, folder, save=ranks.main)

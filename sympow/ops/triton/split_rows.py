@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.context import exclusive_scan_of_message
+from sympow.ops.first_order import first_order
 from sympow.ops.triton import config, launch, launch_gradients
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.carry import carried, chunk_decays
@@ -43,7 +44,7 @@ class PowerInContext(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_attention")
     def backward(ctx, dout):
         q, k, v, log_g, out, norm, s, z, incoming, last = ctx.saved_tensors
         p, scale, normalize, _, chunk, _, tf32, *_ = ctx.options

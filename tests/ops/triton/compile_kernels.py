@@ -28,8 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
-from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
 from sympow.ops.delta_types import DeltaOptions
+from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
 from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
 from sympow.ops.triton.delta import delta_rule
 from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
