@@ -38,10 +38,18 @@ def token_text(entry: Any) -> str | None:
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token."""
+    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token.
+
+    Raises ValueError for an eos_token_id that is no token of the tokenizer.
+    """
     named = _content(folder / GENERATION).get("eos_token_id")
     if named is not None:
-        return set(named if isinstance(named, list) else [named])
+        ends = named if isinstance(named, list) else [named]
+        wrong = [each for each in ends if type(each) is not int or not 0 <= each < tokenizer.vocab_size]
+        if wrong:
+            tokens = f"tokens from 0 to {tokenizer.vocab_size - 1:,}"
+            raise ValueError(f"{folder / GENERATION}: expected {tokens} as eos_token_id, got {wrong[0]!r}")
+        return set(ends)
     text = token_text(tokenizer_config(folder).get("eos_token"))
     tokens = [] if text is None else tokenizer.encode(text).tolist()
     return set(tokens) if len(tokens) == 1 else set()

@@ -77,6 +77,19 @@ def test_choices_differ_and_a_seed_repeats_them(app):
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
 
 
+def test_equal_prompts_of_one_request_draw_different_random_numbers(app):
+    """Also choices of requests whose seeds are neighbours. The first choice is that of the seed alone."""
+    fields = valid(COMPLETIONS, "small") | {"temperature": 1.5, "max_tokens": 12}
+    seen = []
+    for seed in (4, 5):
+        one = post(app, COMPLETIONS, fields | {"prompt": "same", "seed": seed}).json["choices"][0]["text"]
+        many = post(app, COMPLETIONS, fields | {"prompt": ["same"] * 4, "n": 2, "seed": seed}).json["choices"]
+        texts = [choice["text"] for choice in many]
+        assert texts[0] == one
+        seen += texts
+    assert len(set(seen)) == 16
+
+
 def test_a_cached_prompt_is_named_in_the_usage(app):
     fields = valid(COMPLETIONS, "small") | {"prompt": "x" * 200}
     cached = [post(app, COMPLETIONS, fields).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]

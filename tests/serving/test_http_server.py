@@ -158,6 +158,13 @@ def test_end_tokens(tmp_path):
         assert end_tokens(tmp_path, tokenizer) == ends
 
 
+@pytest.mark.parametrize("named", ['"x"', "[3, null]", "[[3]]", "{}", "true", "1.5", "-1", "256"])
+def test_end_tokens_that_are_no_tokens(tmp_path, named):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {named}}}')
+    with pytest.raises(ValueError, match=r"generation_config.json: expected tokens from 0 to 255 as eos_token_id, got"):
+        end_tokens(tmp_path, ByteTokenizer())
+
+
 def test_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("SYMPOW_API_KEYS", "one, two,")
     assert api_keys(None) == ("one", "two")

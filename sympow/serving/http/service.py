@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import time
@@ -142,7 +143,7 @@ class Service:
                 tokens=tokens,
                 max_new_tokens=new,
                 deliver=partial(self._deliver, inbox, place * n + choice),
-                sampling=Sampling(temperature, body.top_k, body.top_p, (seed + choice) % _SEEDS),
+                sampling=Sampling(temperature, body.top_k, body.top_p, seed_of(seed, place * n + choice)),
                 stop=body.stops,
                 logprobs=logprobs,
                 stream=bool(body.stream),
@@ -165,3 +166,15 @@ class Service:
         if output.usage is not None:
             self.metrics.ended(output)
         inbox.put(choice, output)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Returns the seed of one choice of a request.
+
+    The first choice has the seed of the request. The others have seeds that neither other choices nor requests with
+    neighbouring seeds have, so that all draw different random numbers.
+    """
+    if index == 0:
+        return seed % _SEEDS
+    hashed = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") % _SEEDS
