@@ -169,6 +169,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
     serve.add_argument("--port", metavar="N", type=int, default=8000,
                        help="Listen at this port; 0 takes a free one (default: 8000).")  # fmt: skip
+    serve.add_argument("--allowed-host", metavar="NAME", action="append", default=[],
+                       help="Answer requests for this host too; * means all; may be repeated "
+                            "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
                        help="Accept the keys in this file, one on each line (default: those in "

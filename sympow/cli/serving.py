@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> None:
         states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
-    run_server(service, options.host, options.port, grace=options.grace, started=started)
+    hosts = options.allowed_host
+    run_server(service, options.host, options.port, grace=options.grace, started=started, allowed_hosts=hosts)
     print("stopped", file=sys.stderr)
 
 
@@ -95,11 +96,16 @@ def load_served(path: str, device: torch.device) -> Served:
 def api_keys(file: str | None) -> tuple[str, ...]:
     """Returns the keys in a file (one per line), or those in the variable SYMPOW_API_KEYS (separated by commas).
 
-    Raises ValueError for a file without keys.
+    Raises ValueError for a file without keys, and for keys that are not UTF-8.
     """
+    given = os.fsencode(os.environ.get(KEYS, "")) if file is None else Path(file).read_bytes()
+    try:
+        text = given.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file or KEYS} is not UTF-8 text: {error.reason}") from None
     if file is None:
-        return tuple(key for word in os.environ.get(KEYS, "").split(",") if (key := word.strip()))
-    keys = tuple(key for line in Path(file).read_text(encoding="utf-8").splitlines() if (key := line.strip()))
+        return tuple(key for word in text.split(",") if (key := word.strip()))
+    keys = tuple(key for line in text.splitlines() if (key := line.strip()))
     if not keys:
         raise ValueError(f"{file} holds no API keys: one a line is expected")
     return keys

@@ -10,8 +10,8 @@ from typing import Any
 from sympow.data.files import write_text
 from sympow.data.tokens import Tokenizer
 
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-BESIDE = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+CONFIG, GENERATION, SPECIAL = "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"
+BESIDE = (CONFIG, GENERATION, SPECIAL, "chat_template.jinja")
 """Files by their names in folders of Hugging Face transformers."""
 
 
@@ -35,6 +35,20 @@ def token_text(entry: Any) -> str | None:
     """Returns the text of a special token, which is a string or an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer by name, such as {"bos_token": "<s>"}.
+
+    They are in `tokenizer_config.json`. Folders of older versions of transformers also have `special_tokens_map.json`.
+    """
+    config = tokenizer_config(folder)
+    if "added_tokens_decoder" not in config:
+        config = config | _content(folder / SPECIAL)
+    named = {name: entry for name, entry in config.items() if name.endswith("_token")}
+    more = config.get("extra_special_tokens")
+    texts = {name: token_text(entry) for name, entry in (named | (more if isinstance(more, dict) else {})).items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:

@@ -62,9 +62,13 @@ def test_requests_have_a_core_of_a_cpu_unless_the_user_chose_threads(device, cho
     assert engine_threads(torch.device(device)) == expected
 
 
-def send(port: int, method: str, path: str, fields=None, key=KEY) -> tuple[int, dict]:
+def headers_with(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
+def send(port: int, method: str, path: str, fields=None, key=KEY, **headers) -> tuple[int, dict]:
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request(method, path, json.dumps(fields or {}), {"Authorization": f"Bearer {key}"})
+    connection.request(method, path, json.dumps(fields or {}), headers_with(key) | headers)
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -97,6 +101,15 @@ def test_the_client_of_openai(server):
     *pieces, last = client.chat.completions.create(messages=messages, **asked, **options)
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     assert text == chat.choices[0].message.content and last.usage.completion_tokens == 8
+    ends = asked | {"stop": text[-1]}  # the helpers below raise an error for an answer that is cut at its limit
+    with client.chat.completions.stream(messages=messages, **ends) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    parsed = client.chat.completions.parse(messages=messages, **ends).choices[0].message
+    assert streamed.content == parsed.content == text[: text.index(text[-1])]
+    whole = chat.choices[0].message
+    for message in (whole, whole.model_dump(), whole.to_dict(), streamed, parsed, parsed.model_dump()):
+        turn = client.chat.completions.create(messages=[*messages, message, *messages], **asked)
+        assert turn.usage.prompt_tokens > 2 * chat.usage.prompt_tokens
     with client.chat.completions.create(messages=messages, model="tiny", stream=True) as stream:
         next(iter(stream))  # and leave: a stream of 4,096 tokens is cancelled
     with pytest.raises(openai.NotFoundError, match="this server has the model 'tiny'"):
@@ -132,7 +145,7 @@ def test_it_ends_in_order(server):
     process, port = server
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     fields = valid(COMPLETIONS, "tiny") | {"max_tokens": 200, "stream": True}
-    connection.request("POST", COMPLETIONS, json.dumps(fields), {"Authorization": f"Bearer {KEY}"})
+    connection.request("POST", COMPLETIONS, json.dumps(fields), headers_with(KEY))
     answer = connection.getresponse()
     begun = answer.readline()
     process.send_signal(signal.SIGTERM)

@@ -39,6 +39,9 @@ class Answer(ABC):
         model: the name of the model.
         tokenizer: the tokenizer of the model.
         logprobs: whether log probabilities are shown.
+
+    Attributes:
+        ends_with_usage: whether the last event of a stream has the usage. Then all others have a null in its place.
     """
 
     prefix: str
@@ -48,6 +51,7 @@ class Answer(ABC):
     def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._tokenizer, self._logprobs = tokenizer, logprobs
+        self.ends_with_usage = False
 
     def whole(self, choices: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
         """Returns the whole answer."""
@@ -72,7 +76,8 @@ class Answer(ABC):
         return event(self._head | {"object": self.event_kind, "choices": [], "usage": usage})
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        return event(self._head | {"object": self.event_kind, "choices": choices})
+        usage = {"usage": None} if self.ends_with_usage else {}
+        return event(self._head | {"object": self.event_kind, "choices": choices} | usage)
 
     def _shown(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._listed(index, logprobs) if self._logprobs else None
