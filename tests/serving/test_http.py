@@ -212,6 +212,18 @@ def test_logprobs(app):
     assert all(bytes(entry["bytes"]).decode(errors="replace") == entry["token"] for entry in entries)
 
 
+def test_the_offsets_of_tokens_are_places_in_the_text(app):
+    """Also where several tokens make one character, and in the pieces of a stream."""
+    fields = valid(COMPLETIONS, "small") | {"logprobs": 0, "max_tokens": 50, "temperature": 1.5, "seed": 3}
+    whole = post(app, COMPLETIONS, fields).json["choices"][0]
+    tokens, offsets = whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]
+    assert len(tokens) == 50 and offsets == sorted(offsets) != list(range(50))
+    for token, place in zip(tokens, offsets, strict=True):
+        assert token == "\ufffd" or whole["text"][place:].lstrip("\ufffd").startswith(token)
+    *events, _ = post(app, COMPLETIONS, fields | {"stream": True}).events
+    assert [place for each in events for place in each["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
 def test_models_health_and_metrics(app):
     (listed,) = get(app, "/v1/models").json["data"]
     assert listed == get(app, "/v1/models/small").json and listed["id"] == "small"
@@ -513,18 +525,15 @@ class TestChatTemplate:
         assert error["message"].startswith("the chat template refuses these messages: ")
         assert "\n" not in error["message"] and error["param"] == "messages"
 
-    @pytest.mark.parametrize(
-        ("template", "message"),
-        [
-            ([{"name": "rag", "template": "a"}], "expected a chat template with the name default, got rag"),
-            ([], "expected a chat template with the name default, got none"),
-            (["a"], "expected a chat template with the name default, got none"),
-            ({"a": "b"}, "expected a text as chat_template, got dict"),
-        ],
-    )
-    def test_a_config_without_a_template_of_use(self, tmp_path, template, message):
+    @pytest.mark.parametrize("template", [None, [], ["a"], [{"name": "rag", "template": "a"}], [{"name": "default"}]])
+    def test_a_config_without_a_default_template(self, tmp_path, template):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        with pytest.raises(ValueError, match=message):
+        assert ChatTemplate.of(tmp_path) is None
+
+    @pytest.mark.parametrize("template", [3, {"a": "b"}, [{"name": "default", "template": ["a"]}]])
+    def test_a_template_that_is_no_text(self, tmp_path, template):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(ValueError, match=r"expected a text as chat_template, got (int|dict|list)"):
             ChatTemplate.of(tmp_path)
 
     def test_refusals(self):

@@ -42,17 +42,13 @@ class ChatTemplate:
     def of(cls, folder: Path) -> ChatTemplate | None:
         """Returns the template in `chat_template.jinja` or `tokenizer_config.json` of a folder, or None.
 
-        Raises ValueError if there are several templates and none is the default.
+        Of several templates it is the one with the name "default". Raises ValueError for a template that is no text.
         """
         config = tokenizer_config(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several by name
-            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-            if "default" not in named:
-                names = ", ".join(map(str, named)) or "none"
-                raise ValueError(f"{folder}: expected a chat template with the name default, got {names}")
-            source = named["default"]
+            source = next((each.get("template") for each in source if _is_default(each)), None)
         if source is None:
             return None
         if not isinstance(source, str):
@@ -94,6 +90,10 @@ def _now(format: str) -> str:
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def _is_default(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == "default"
 
 
 def _line(error: BaseException) -> str:
