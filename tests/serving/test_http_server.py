@@ -20,6 +20,7 @@ from sympow.cli.serving import api_keys, engine_threads, load_served
 from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
+from sympow.ops import memory
 from tests.shell_blocks import commands_of
 
 KEY = "a-key"
@@ -214,6 +215,25 @@ def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):
                               (["--cache-dir", str(tmp_path), "--cache-disk", "0"], tmp_path, 0)):  # fmt: skip
         assert main([*words, *more]) == 2
         assert capsys.readouterr().err == f"sympow: error: {1 << 29} {cache} {disk << 30}\n"
+
+
+def test_sizes_that_no_memory_holds(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(2 * 10**9, 4 * 10**9))
+    for words, message in (
+        (["--slots", "1000000000"],
+         "a state for 1,000,000,000 slots needs 280 TB of memory; this machine has 2.0 GB free"),
+        (["--cache-memory", "4"], "--cache-memory 4 needs 4.3 GB of memory; this machine has 4.0 GB"),
+        (["--cache-memory", "1e308"], "--cache-memory 1e+308 needs inf bytes of memory; this machine has 4.0 GB"),
+        (["--max-prompt-tokens", "10" + "0" * 9],
+         "--max-prompt-tokens 10,000,000,000 needs 160 GB of memory; this machine has 4.0 GB"),
+        (["--cache-dir", str(tmp_path / "a/b"), "--cache-disk", "1e9"], "--cache-disk 1e+09 asks for that many GiB; "),
+    ):  # fmt: skip
+        assert main(["serve", str(folder), *words, "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"sympow: error: {message}") and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["serve", str(folder), "--slots", "1" + "0" * 30])
+    assert "argument --slots: must be below 2**63, got 1000" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_served_with_the_tokenizer_of_its_run(folder):
