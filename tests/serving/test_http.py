@@ -470,6 +470,58 @@ def test_a_client_that_leaves_frees_its_slots(service, path, stream):
     assert counted in get(app, "/metrics").body
 
 
+def asgi_post(app, path: str, fields: dict, send):
+    """A request as a server passes it on, with a `send` of its own; the client stays."""
+    sent = iter([{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}])
+
+    async def receive():
+        for message in sent:
+            return message
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
+    return app(scope | {"headers": [(b"content-type", b"application/json")]}, receive, send)
+
+
+def test_a_client_that_never_reads_its_stream_is_left(engine):
+    """A server waits in `send` until the client reads. The connection must not stay for ever."""
+    app = make_app(Service(engine, TOKENIZER, "small", limits=Limits(seconds=0.05, body_seconds=0.05)))
+
+    async def stuck(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def ended() -> None:
+        async with asyncio.timeout(30):
+            await asgi_post(app, COMPLETIONS, valid(COMPLETIONS, "small") | {"stream": True}, stuck)
+
+    asyncio.run(ended())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_end_of_the_server_cuts_is_told(service, stream):
+    """When the grace is over the server cancels what still runs."""
+    app, messages = make_app(Service(service.engine, TOKENIZER, "small", limits=Limits(new_tokens=1 << 30))), []
+
+    async def send(message):
+        messages.append(message)
+
+    async def cut() -> None:
+        fields = valid(COMPLETIONS, "small") | {"max_tokens": 1 << 30, "stream": stream}
+        task = asyncio.ensure_future(asgi_post(app, COMPLETIONS, fields, send))
+        while not service.engine.load.decoding or (stream and not messages):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await task
+
+    asyncio.run(cut())
+    body = b"".join(each.get("body", b"") for each in messages)
+    assert b"the server is shutting down" in body and not messages[-1].get("more_body")
+    assert messages[0]["status"] == (200 if stream else 503) and body.endswith(b"data: [DONE]\n\n") == stream
+    while any(service.engine.load):
+        time.sleep(0.01)
+
+
 def test_a_full_queue_and_a_late_answer(model):
     engine = Engine(model, TOKENIZER, slots=1, queue=0)
     app = make_app(Service(engine, TOKENIZER, "small", limits=Limits(seconds=0.0)))

@@ -1,8 +1,10 @@
 """`sympow serve` as a process: its folder, its keys, its end."""
 
+import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 
-from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
+from benchmarks.hostile_requests import CHAT, COMPLETIONS, NO_HTTP, valid
 from benchmarks.serving import untrained_run
 from sympow import serving
 from sympow.cli import main
@@ -21,6 +24,7 @@ from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
 from sympow.ops import memory
+from tests.serving.asgi import call
 from tests.shell_blocks import commands_of
 
 KEY = "a-key"
@@ -139,6 +143,51 @@ def test_curl_of_the_page(server):
     asked = json.loads(fields) | {"model": "tiny"}
     status, answer = send(port, "POST", address.removeprefix("http://127.0.0.1:8000"), asked)
     assert status == 200 and answer["usage"]["completion_tokens"] == asked["max_tokens"]
+
+
+def test_other_hosts_and_types_are_refused_on_the_loopback_device(server):
+    _, port = server
+    for host, status in (("localhost", 200), (f"127.0.0.1:{port}", 200), ("[::1]", 200), ("evil.example", 403)):
+        assert send(port, "GET", "/v1/models", Host=host)[0] == status
+    for kind, status in (("application/json", 200), ("text/plain", 415)):
+        headers = {"Content-Type": kind}
+        assert send(port, "POST", COMPLETIONS, valid(COMPLETIONS, "tiny"), **headers)[0] == status
+
+
+def test_bytes_that_are_no_http(server):
+    """They are answered, and leave no traceback: `test_it_ends_in_order` reads what the server has printed."""
+    _, port = server
+    for content in NO_HTTP:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(content)
+            assert connection.recv(100).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
+    assert send(port, "GET", "/v1/models")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "status"),
+    [
+        ("evil.example", ["--allowed-host", "a.example"], 403),
+        ("a.example:80", ["--allowed-host", "a.example", "--allowed-host", "b"], 200),
+        ("evil.example", ["--allowed-host", "*"], 200),
+        ("evil.example", ["--host", "0.0.0.0"], 200),
+        ("evil.example", ["--host", "0.0.0.0", "--allowed-host", "a.example"], 403),
+        ("evil.example", ["--host", "localhost"], 403),
+    ],
+)
+def test_options_of_hosts(folder, monkeypatch, host, options, status):
+    answered = []
+
+    class Served:
+        def __init__(self, config):
+            self.config = config
+
+        def run(self, sockets):
+            answered.append(asyncio.run(call(self.config.app, "GET", "/health", host=host)).status)
+
+    monkeypatch.setattr(uvicorn, "Server", Served)
+    assert main(["serve", str(folder), *options, "--port", "0", "--device", "cpu"]) == 0
+    assert answered == [status]
 
 
 def test_it_ends_in_order(server):

@@ -28,6 +28,7 @@ from sympow.serving.requests import Output, Request, Usage
 _ALIVE_EVERY = 15.0  # seconds without an event, after which a comment shows that the stream is still open
 _DEFAULT_NEW = 16  # tokens of a completion that names no number, as OpenAI's
 _JSON = re.compile(r'application/json *(; *charset="?utf-?8"?)? *;?', re.IGNORECASE)
+_ENDING = ApiError(503, "the server is shutting down", code="shutting_down")
 _REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
 
 
@@ -70,6 +71,8 @@ class _Routes:
                 response = error.response()
             except (ClientLeftError, ClientDisconnect):
                 response = Response(status_code=499)  # the client has left, so nobody reads this response
+            except asyncio.CancelledError:  # the server ends, and its grace is over
+                response = _ENDING.response()
             self._service.metrics.answered(response.status_code)
             return response
 
@@ -153,7 +156,8 @@ class _Routes:
             if body.stream:
                 answer.ends_with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
                 events = _events(inbox, len(requests), answer, body.n or 1)
-                return _EventStream(events, requests)
+                limits = self._service.limits
+                return _EventStream(events, requests, limits.seconds + limits.body_seconds)
             choices = await while_connected(request.receive, _collected(inbox, len(requests)))
         except BaseException:
             _cancel(requests)
@@ -165,20 +169,30 @@ class _Routes:
 
 
 class _EventStream(Response):
-    """Sends server-sent events, and cancels the requests if the client leaves."""
+    """Sends server-sent events, and cancels the requests if the client leaves, or if it does not read for so long.
 
-    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request]):
+    Args:
+        events: what to send.
+        requests: the requests whose answers the events are.
+        seconds: the longest time until all is sent.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request], seconds: float):
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
         super().__init__(media_type="text/event-stream", headers=unbuffered)
         del self.headers["content-length"]
-        self._events, self._requests = events, requests
+        self._events, self._requests, self._seconds = events, requests, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_connected(receive, self._write(send))
-        except (ClientLeftError, OSError):
+            async with asyncio.timeout(self._seconds):
+                await while_connected(receive, self._write(send))
+        except (ClientLeftError, OSError):  # also a TimeoutError
             return
+        except asyncio.CancelledError:  # the server ends, and its grace is over
+            last = event(_ENDING.body()) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             _cancel(self._requests)
 

@@ -6,10 +6,12 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import uvicorn
+from h11 import LocalProtocolError
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from sympow.serving.http.app import make_app
 from sympow.serving.http.hosts import ANY, is_loopback
@@ -56,8 +58,13 @@ def run_server(
         yield
 
     app.router.lifespan_context = lifespan
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(LocalProtocolError):  # what began as a request was none, and uvicorn has answered that
+            await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app,
+        quiet,
         http="h11",
         ws="none",
         lifespan="on",
