@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import uvicorn
 from h11 import LocalProtocolError
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from sympow.serving.http.app import make_app
 from sympow.serving.http.hosts import ANY, is_loopback
+from sympow.serving.http.inbox import left
 from sympow.serving.http.service import Service
 
 _CONNECTIONS = 4096  # at a time; more are answered 503
@@ -60,8 +61,10 @@ def run_server(
     app.router.lifespan_context = lifespan
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(LocalProtocolError):  # what began as a request was none, and uvicorn has answered that
+        try:
             await app(scope, receive, send)
+        except LocalProtocolError:  # what began as a request was none: uvicorn answers, and closes the connection
+            await left(receive)
 
     config = uvicorn.Config(
         quiet,
