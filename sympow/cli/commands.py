@@ -22,7 +22,7 @@ from sympow.cli.reading import check_out, read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
-from sympow.cli.writing import draft_model, text_of, write_text
+from sympow.cli.writing import argument_text, draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
@@ -129,7 +129,7 @@ def passkey(options: argparse.Namespace) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     """Runs `sympow generate`."""
-    prompt = options.prompt or ""
+    prompt = argument_text(options.prompt or "", "--prompt")
     if options.prompt_file is not None:
         prompt = text_of(options.prompt_file)
     run = load(options.run, resolve_device(options.device))

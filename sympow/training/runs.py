@@ -14,6 +14,7 @@ from torch import Tensor
 from sympow.data import Batches, ByteTokenizer, DataConfig, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
+from sympow.ops.memory import check_memory
 from sympow.progress import Progress
 from sympow.training.checkpoint import check_whole, latest, latest_step
 from sympow.training.config import RunConfig
@@ -73,6 +74,7 @@ def run(
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
     device, settings = resolve_device(config.training.device), config.training
+    _check_pass(config, device)
     with launched(device):
         ranks = join(config, device)
         with open_run_folder(out, config, ranks, restart) as folder:
@@ -117,6 +119,17 @@ def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
     """Loads the tokenizer in a run folder; None where there is none."""
     file = run_dir / TOKENIZER
     return load_tokenizer(file) if file.exists() else None
+
+
+def _check_pass(config: RunConfig, device: torch.device) -> None:
+    """Raises ValueError if the tokens of a pass, or their embeddings, are larger than the memory."""
+    settings = config.training
+    tokens = settings.rows_per_pass * settings.context
+    what = f"training.context = {settings.context:,} with {settings.rows_per_pass:,} rows in a pass"
+    check_memory(what, 16 * tokens)  # int64, with their targets
+    width, element = config.model.d_model, 4 if settings.precision == "float32" else 2
+    embeddings = tokens * width * element // config.execution.context_parallel
+    check_memory(f"{what} and model.d_model = {width:,}", embeddings, device)
 
 
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
