@@ -16,6 +16,7 @@ from sympow.training import RunConfig, TrainingConfig
 CONTEXT = 1024
 STEPS = 720  # of 16 rows: 11.8 million tokens
 SELECTED = 64  # top_k; of 1,024 tokens about 64 (1 + ln(1 + 1024 / 64)) = 245 ask
+PROBABILITY = 0.24  # of random selection: 245 of 1,024 tokens ask
 
 
 def attention() -> RunConfig:
@@ -45,7 +46,7 @@ def base_conv_full() -> RunConfig:
 
 def base_conv_random() -> RunConfig:
     """BaseConv with attention for tokens drawn at random in two layers."""
-    return _selection("base_conv_random", selection="random", top_k=SELECTED)
+    return _selection("base_conv_random", selection="random", probability=PROBABILITY)
 
 
 def base_conv_programmatic() -> RunConfig:

@@ -213,7 +213,8 @@ def _behind(
 def _hybrids(length: int) -> dict[str, Architecture]:
     """Returns hybrids of BaseConv with 3 taps and another mixer, for rows of `length` tokens, without MLP.
 
-    Selection by scores takes k = N / 16 and so about a quarter of the tokens; filters keep N / 8 lags.
+    Random selection takes a quarter of the tokens. Learned selection takes about as many, by k = N / 16. Filters keep
+    N / 8 lags.
     """
     behind: dict[str, tuple[str, dict[str, Any]]] = {
         "full attention": ("softmax", {"rotation": "none"}),
@@ -221,9 +222,9 @@ def _hybrids(length: int) -> dict[str, Architecture]:
         "programmatic filter": ("programmatic_conv", {"matching": True, "filler": 0}),
         "autocorrelation filter": ("autocorrelation_conv", {"matching": True, "filler": 0, "top_k": length // 8}),
     }
-    for choice in ("random", "learned"):
-        options = {"selection": choice, "top_k": length // 16, "rotation": "none"}
-        behind[f"{choice} selection"] = ("selection", options)
+    scores: dict[str, dict[str, Any]] = {"random": {"probability": 0.25}, "learned": {"top_k": length // 16}}
+    for choice, options in scores.items():
+        behind[f"{choice} selection"] = ("selection", {"selection": choice, "rotation": "none"} | options)
     convolution = ("base_conv", {"filter": "explicit", "max_length": 3})
     return {label: _alone(label, convolution, mixer) for label, mixer in behind.items()}
 

@@ -75,7 +75,7 @@ OPTIONS: dict[str, list[dict]] = {
     "programmatic_conv": [{}, {"filler": 0}, {"matching": True}],
     "autocorrelation_conv": [{}, {"top_k": 2}, {"matching": True}, {"matching": True, "filler": 0}],
     "selection": [
-        {"selection": "random", "top_k": 4},
+        {"selection": "random", "probability": 0.5},
         {"selection": "programmatic", "short_convolution": 2},
         {"selection": "learned", "top_k": 3, "n_kv_heads": 2, "value_dim": 10, "noise": 1.0},
         {"selection": "learned", "top_k": 300, "rotation": "none"},

@@ -82,6 +82,36 @@ def test_random_scores_are_without_order_and_of_the_position():
     assert len(score.unique()) == 4000
 
 
+def density_by_eighths(training: bool, probability: float) -> torch.Tensor:
+    """Returns the share of tokens that random selection takes, in each eighth of its rows."""
+    mixer = MIXERS["selection"](2, 1, selection="random", probability=probability, rotation="none").train(training)
+    x = torch.ones(64, 1024, 2) if training else torch.ones(1, 65_536, 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        selected, _, _ = mixer._select(x, mixer._choice(len(x), x.device, None))
+    return selected.double().reshape(len(x), 8, -1).mean((0, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("probability", [0.05, 0.25])
+def test_random_selection_is_bernoulli_at_every_place(training, probability):
+    """In both cases an eighth has 8,192 tokens. Five standard deviations of a share of them are allowed."""
+    density = density_by_eighths(training, probability)
+    deviation = math.sqrt(probability * (1 - probability) / 8192)
+    assert (density - probability).abs().max() < 5 * deviation, density
+
+
+def test_random_selection_takes_each_token_alone():
+    """Rows and neighbours are drawn independently: taken with the probability, whatever was taken before."""
+    mixer = MIXERS["selection"](2, 1, selection="random", probability=0.5).train()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        selected, _, _ = mixer._select(torch.ones(64, 1024, 2), mixer._choice(64, torch.device("cpu"), None))
+    for first, second in ((selected[:, 1:], selected[:, :-1]), (selected[1:], selected[:-1])):
+        both = (first & second).double().mean()
+        assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / first.numel())
+
+
 @pytest.mark.parametrize("selection", ["random", "learned"])
 def test_training_draws_and_stays_causal(selection):
     mixer, x = selective(selection, top_k=3, noise=2.0).train(), normal(2, 40, 16)
@@ -110,7 +140,7 @@ def test_selected_rows_are_softmax_attention_and_others_zero():
 
 
 def test_blocks_of_selected_rows_are_the_whole(monkeypatch):
-    mixer, x = selective("random", top_k=9).eval(), normal(2, 40, 16)
+    mixer, x = selective("random", probability=0.5).eval(), normal(2, 40, 16)
     y = mixer(x)
     monkeypatch.setattr("sympow.layers.selection.MASK_ELEMENTS", 3 * 2 * 40)
     torch.testing.assert_close(mixer(x), y)
