@@ -20,7 +20,7 @@ HYBRIDS = ("attention", "power", "hyena", "base_conv", "base_conv_full", "base_c
 RECIPES = [
     "demo:power",
     "demo:softmax",
-    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
+    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "conformal", "softmax", "window", "linear")),
     *(f"scaling:{name}" for name in SCALING),
     *(f"hybrids:{name}" for name in HYBRIDS),
 ]

@@ -319,7 +319,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("selection", {"selection": "best"}, "selection is one of random, programmatic, learned; got 'best'"),
         ("selection", {"selection": "random", "top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("selection", {"selection": "random", "probability": 0}, "probability must be above 0 and at most 1; got 0"),
-        ("selection", {"selection": "random", "probability": 1.5}, "probability must be above 0 and at most 1; got 1.5"),
+        ("selection", {"selection": "random", "probability": 2}, "probability must be above 0 and at most 1; got 2"),
         ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
         ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("autocorrelation_conv", {"filler": 0}, "filler needs matching: without it inputs are correlated as they are"),
