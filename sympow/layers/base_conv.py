@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ class BaseConv(Mixer):
             an explicit one of 3 taps.
         order: width of the network of an implicit filter.
         bands: number of frequencies in the positional features of this network.
+        frequency, decays: of Hyena's network, see `ImplicitFilter`. The paper's language models have 14, (0.3, 1.2).
         residual: add x to y within the mixer, as the paper's Listings 1 and 2 do.
     """
 
@@ -37,10 +40,12 @@ class BaseConv(Mixer):
         filter: str = "implicit",
         order: int = 64,
         bands: int = 16,
+        frequency: float = 1.0,
+        decays: Sequence[float] = (0.3, 1.5),
         residual: bool = False,
     ):
         super().__init__(d_model, n_heads)
-        self.filter = make_filter(filter, d_model, max_length, order, bands)
+        self.filter = make_filter(filter, d_model, max_length, order, bands, frequency, decays)
         self.residual = residual
         self.projection = nn.Linear(d_model, d_model)
         self.bias = nn.Parameter(torch.empty(d_model))

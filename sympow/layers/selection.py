@@ -63,7 +63,8 @@ class SelectiveAttention(AttentionMixer):
     In learned selection, the source selects the k largest scores of the whole sequence, which depends on later tokens.
     Here a token is selected if its score is among the k largest so far. At most k (1 + ln(1 + t / k)) of the first
     t + 1 tokens are selected, the average number for scores in random order. So the layer is causal, and costs
-    O(T k log T) products, also in training.
+    O(T k log T) products, also in training. `whole_row` selects as the source does. Then the layer is not causal and
+    cannot be stepped.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
@@ -74,6 +75,7 @@ class SelectiveAttention(AttentionMixer):
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
         top_k: k, of learned selection.
+        whole_row: whether learned selection takes the k largest scores of the whole sequence, as in the source.
         probability: that random selection takes a token, above 0 and at most 1.
         noise: standard deviation of the noise that is added to learned scores in training, before they are compared.
             Like dropout, the noise comes from torch's default generator.
@@ -90,6 +92,7 @@ class SelectiveAttention(AttentionMixer):
         *,
         selection: str,
         top_k: int = 16,
+        whole_row: bool = False,
         probability: float = 0.25,
         noise: float = 0.1,
         rotation: str = "fixed",
@@ -100,12 +103,15 @@ class SelectiveAttention(AttentionMixer):
             raise ValueError(f"selection is one of {', '.join(SELECTIONS)}; got {selection!r}")
         if not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"top_k must be an integer of at least 1; got {top_k!r}")
+        if whole_row and selection != "learned":
+            raise ValueError(f"whole_row is an option of learned selection; got selection {selection!r}")
         if not 0 < probability <= 1:
             raise ValueError(f"probability must be above 0 and at most 1; got {probability!r}")
         if noise < 0:
             raise ValueError(f"noise must be at least 0; got {noise!r}")
         self.selection, self.top_k, self.probability, self.noise = selection, top_k, probability, noise
         self.reads_tokens = selection == "programmatic"
+        self.whole_row, self.causal = whole_row, not whole_row
         self.score = nn.Linear(d_model, 1) if selection == "learned" else None
         self.reset_parameters()
 
@@ -122,7 +128,11 @@ class SelectiveAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`.
+
+        Raises NotImplementedError with `whole_row`.
+        """
+        self._check_causal()
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
     def mix_step(
@@ -136,9 +146,17 @@ class SelectiveAttention(AttentionMixer):
         return self._gated(y, gate), SelectionState(cache, choice)
 
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`.
+
+        Raises NotImplementedError with `whole_row`.
+        """
+        self._check_causal()
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         return cache + {"random": 0, "programmatic": capacity(context), "learned": self.top_k + 1}[self.selection]
+
+    def _check_causal(self) -> None:
+        if not self.causal:
+            raise NotImplementedError("selection with whole_row has no step form: it depends on the whole sequence")
 
     def _ids(self, x: Tensor, tokens: Tensor | None) -> list[Tensor]:
         return [checked_tokens(tokens, x)] if self.reads_tokens else []
@@ -178,6 +196,9 @@ class SelectiveAttention(AttentionMixer):
         score = gate.detach()[..., 0]
         if self.training:
             score = score + self.noise * torch.randn_like(score)
+        if self.whole_row:
+            largest = score.topk(min(self.top_k, score.shape[1]), dim=1).indices
+            return torch.zeros_like(score, dtype=torch.bool).scatter_(1, largest, True), gate, choice
         selected, choice = running_top_k(score.to(choice.largest.dtype), choice)
         return selected, gate, choice
 

@@ -129,6 +129,17 @@ def test_training_draws_and_stays_causal(selection):
         torch.testing.assert_close(mixer(changed)[:, :20], outs[0][:, :20])
 
 
+def test_the_largest_scores_of_a_whole_row_are_selected_as_in_the_source():
+    mixer, x = selective("learned", top_k=5, whole_row=True).eval(), normal(3, 40, 16)
+    score = torch.sigmoid(mixer.score(x))[..., 0]
+    assert torch.equal(selected_rows(mixer, mixer(x)), score >= score.topk(5, dim=1).values[:, -1:])
+    assert torch.equal(selected_rows(mixer, mixer(x[:, :3])), torch.ones(3, 3).bool())  # all of a shorter row
+    assert not mixer.causal
+    for call in (lambda: mixer.init_state(1), lambda: mixer.state_size(9)):
+        with pytest.raises(NotImplementedError, match="selection with whole_row has no step form"):
+            call()
+
+
 def test_selected_rows_are_softmax_attention_and_others_zero():
     mixer, x = selective("programmatic"), normal(2, 12, 16)
     tokens = torch.tensor([[1, 2, 1, 3, 2, 4, 4, 5, 6, 7, 8, 1], list(range(12))])
