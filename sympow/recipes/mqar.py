@@ -78,9 +78,9 @@ def single_filters() -> Sweep:
 
     Zoology, Figure 2, bottom. `hybrids` has them with a lag applied only where tokens match.
     """
-    runs = []
+    runs: list[RecallConfig] = []
     for length in (64, 128, 256):
-        filters = {"programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
+        filters: dict[str, tuple[str, dict[str, Any]]] = {"programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
                    "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8})}  # fmt: skip
         for label, mixer in filters.items():
             runs += grid(_hybrid_run(_alone(label, _SHORT_CONVOLUTION, mixer), length), seeds=(0, 1, 2))
@@ -200,8 +200,9 @@ def _with_convolutions() -> list[Architecture]:
 
 def _deep(layers: int, length: int) -> list[Architecture]:
     """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row."""
-    rwkv = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers}) for i in range(layers)]
-    models = {
+    rwkv: list[tuple[str, dict[str, Any]]] = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers})
+                                              for i in range(layers)]  # fmt: skip
+    models: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "attention": [("softmax", {"rotation": "none"})],
         "BaseConv": [_SHORT_CONVOLUTION, ("base_conv", {})],
         "Hyena": [("hyena", {})],
