@@ -111,9 +111,9 @@ SECTIONS = {
     "scra_ratio": Section(
         "Ratios of weight FLOPs to state FLOPs",
         "[SCRA Figure 2] claims that at equal FLOPs a ratio near 1 is better than either extreme. The models were "
-        "chosen by the count of [SCRA], in which a window costs half of what it costs in our count. The ratios that "
-        "the paper prints, 1:12, 4:1 and 99:1, do not follow from the shapes that it lists. By training FLOPs, 6 for "
-        "a weight and 7 for each element of queries at each of the T tokens of a causal row, these shapes have 1:10.2, "
+        "chosen by the count of [SCRA], in which a window costs half of what it costs in our count. The paper "
+        "prints the ratios 1:12, 4:1 and 99:1. They do not follow from the shapes that it lists: by the count that "
+        "gives every entry of its Table 2 (`sympow.ops.cost.weight_state_flop_ratio`), these shapes have 1:10.2, "
         "2.57:1 and 206:1.",
         figures.by_cost),
     "scra_states": Section(

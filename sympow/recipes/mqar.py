@@ -80,8 +80,10 @@ def single_filters() -> Sweep:
     """
     runs: list[RecallConfig] = []
     for length in (64, 128, 256):
-        filters: dict[str, tuple[str, dict[str, Any]]] = {"programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
-                   "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8})}  # fmt: skip
+        filters: dict[str, tuple[str, dict[str, Any]]] = {
+            "programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
+            "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8}),
+        }
         for label, mixer in filters.items():
             runs += grid(_hybrid_run(_alone(label, _SHORT_CONVOLUTION, mixer), length), seeds=(0, 1, 2))
     return Sweep("mqar-single-filters", tuple(runs))

@@ -270,6 +270,16 @@ def body_linear() -> RunConfig:
     return _in_rwkv7_body("body_linear", MixerConfig("power", PLAIN | {"p": 1, "head_norm": True}))
 
 
+def body_window() -> RunConfig:
+    """A window of 1,024 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window", MixerConfig("window", {"window": 1024}))
+
+
+def body_window32() -> RunConfig:
+    """A window of 32 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window32", MixerConfig("window", {"window": 32}))
+
+
 def body_rwkv7() -> RunConfig:
     """The time mixing of RWKV-7 in its own body."""
     return _in_rwkv7_body("body_rwkv7", *_rwkv7())

@@ -82,31 +82,26 @@ def test_random_scores_are_without_order_and_of_the_position():
     assert len(score.unique()) == 4000
 
 
-def density_by_eighths(training: bool, probability: float) -> torch.Tensor:
-    """Returns the share of tokens that random selection takes, in each eighth of its rows."""
+def drawn(rows: int, time: int, probability: float, training: bool) -> torch.Tensor:
+    """Returns which tokens random selection takes, bool [rows, time]: those whose output is not 0."""
     mixer = MIXERS["selection"](2, 1, selection="random", probability=probability, rotation="none").train(training)
-    x = torch.ones(64, 1024, 2) if training else torch.ones(1, 65_536, 2)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        selected, _, _ = mixer._select(x, mixer._choice(len(x), x.device, None))
-    return selected.double().reshape(len(x), 8, -1).mean((0, 2))
+        return selected_rows(mixer, mixer(torch.ones(rows, time, 2)))
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("rows", "time", "training"), [(64, 1024, True), (1, 8192, False)])
 @pytest.mark.parametrize("probability", [0.05, 0.25])
-def test_random_selection_is_bernoulli_at_every_place(training, probability):
-    """In both cases an eighth has 8,192 tokens. Five standard deviations of a share of them are allowed."""
-    density = density_by_eighths(training, probability)
-    deviation = math.sqrt(probability * (1 - probability) / 8192)
+def test_random_selection_is_bernoulli_at_every_place(rows, time, training, probability):
+    """Five standard deviations of the share of an eighth of all rows are allowed."""
+    density = drawn(rows, time, probability, training).double().reshape(rows, 8, -1).mean((0, 2))
+    deviation = math.sqrt(probability * (1 - probability) / (rows * time / 8))
     assert (density - probability).abs().max() < 5 * deviation, density
 
 
 def test_random_selection_takes_each_token_alone():
     """Rows and neighbours are drawn independently: taken with the probability, whatever was taken before."""
-    mixer = MIXERS["selection"](2, 1, selection="random", probability=0.5).train()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        selected, _, _ = mixer._select(torch.ones(64, 1024, 2), mixer._choice(64, torch.device("cpu"), None))
+    selected = drawn(64, 1024, 0.5, training=True)
     for first, second in ((selected[:, 1:], selected[:, :-1]), (selected[1:], selected[:-1])):
         both = (first & second).double().mean()
         assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / first.numel())
