@@ -11,6 +11,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.filters import make_filter
+from sympow.ops.cost import convolution_flops
 
 
 class BaseConv(Mixer):
@@ -60,6 +61,10 @@ class BaseConv(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.projection.weight)
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return convolution_flops(time, self.filter.max_length, self.d_model)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

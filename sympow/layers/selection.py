@@ -19,7 +19,7 @@ from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
-from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
+from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
 
 SELECTIONS = ("random", "programmatic", "learned")
@@ -153,6 +153,17 @@ class SelectiveAttention(AttentionMixer):
         self._check_causal()
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
         return cache + {"random": 0, "programmatic": capacity(context), "learned": self.top_k + 1}[self.selection]
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        Those are the expected ones for scores in random order. Programmatic selection counts all tokens, because how
+        many of them repeat depends on the data.
+        """
+        if self.selection == "learned" and not self.whole_row:
+            return both_ways(time, self, self.top_k)  # token t + 1 is selected with the probability k / (t + 1)
+        share = {"random": self.probability, "programmatic": 1.0, "learned": min(1.0, self.top_k / time)}
+        return round(share[self.selection] * both_ways(time, self))
 
     def _check_causal(self) -> None:
         if not self.causal:
