@@ -100,7 +100,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "controls": runs(
         ("window", "window+window=2112", "softmax", "hybrid_power_gate", "hybrid_delta_gate", "hybrid_window_gate",
          "power+p=1"), (4096,),
-    ),  # fmt: skip
+    ),
     "middle": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), MIDDLE),
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),

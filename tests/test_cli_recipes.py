@@ -16,17 +16,20 @@ from sympow.training import override
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
                  and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
 HYBRIDS = ("attention", "power", "hyena", "base_conv", "base_conv_full", "base_conv_random", "base_conv_programmatic",
-           "base_conv_learned")  # fmt: skip
+           "base_conv_learned", "base_conv_published", "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4",
+           "hyena_window64", "hyena_window256", "hyena_w2", "hyena_w14", "hyena_heads")  # fmt: skip
+CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
+            "control_learned", "control_learned_row")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
-    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
+    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "conformal", "softmax", "window", "linear")),
     *(f"scaling:{name}" for name in SCALING),
-    *(f"hybrids:{name}" for name in HYBRIDS),
+    *(f"hybrids:{name}" for name in HYBRIDS + CONTROLS),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080,
           "heads": 30, "lengths": 60, "equal_state": 48, "relatives": 144, "input_dependent": 1, "filters": 5,
-          "hybrids": 54, "windows": 15}  # fmt: skip
+          "hybrids": 54, "windows": 15, "deep": 480, "published_convolutions": 640, "single_filters": 18}  # fmt: skip
 MQAR = [f"mqar:{name}" for name in (*SWEEPS, "equal_state_fla")]  # the last one needs flash-linear-attention
 
 
@@ -101,6 +104,18 @@ def test_comparisons_differ_in_the_mixer_alone(place):
     assert power.model.mixers != softmax.model.mixers
     model = dataclasses.replace(power.model, mixers=softmax.model.mixers)
     assert dataclasses.replace(power, name=softmax.name, model=model) == softmax
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_have_the_same_block_around_all_attention(name):
+    """The same short convolution and rotation, in six layers of the same shape, for the same steps."""
+    attention, other = load_recipe("hybrids:control_attention"), load_recipe(f"hybrids:{name}")
+    block = {"short_convolution": 4, "rotary_fraction": 0.25}
+    attending = [mixer for mixer in other.model.mixers if mixer.name in ("softmax", "selection")]
+    assert len(attending) == (name != "control_base_conv")
+    assert all(mixer.options | block == mixer.options for mixer in attending)
+    model = dataclasses.replace(attention.model, mixers=other.model.mixers)
+    assert dataclasses.replace(attention, name=other.name, model=model) == other
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

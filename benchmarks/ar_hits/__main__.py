@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ar_hits import exact, report
-from benchmarks.ar_hits.work import RECIPES, Job, Trainer, guess, kind
+from benchmarks.ar_hits.work import CONTROLS, OTHERS, RECIPES, Job, Trainer, guess, kind
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
     run.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help=f"of the corpus (default: {VOCAB_SIZE})")
-    run.add_argument("--recipes", default=",".join(RECIPES), help="(default: all)")
+    run.add_argument("--recipes", default=",".join(RECIPES),
+                     help="names with commas between, controls, tables (default: those of the page)")  # fmt: skip
     run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
     run.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
@@ -87,10 +88,11 @@ def _exact(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipes = options.recipes.split(",")
-    unknown = [name for name in recipes if name not in RECIPES]
+    groups = {"controls": CONTROLS, "tables": OTHERS}
+    recipes = [name for each in options.recipes.split(",") for name in groups.get(each, (each,))]
+    unknown = [name for name in recipes if name not in RECIPES + CONTROLS + OTHERS]
     if unknown:
-        raise ValueError(f"a recipe is one of {', '.join(RECIPES)}; got {unknown[0]!r}")
+        raise ValueError(f"a recipe is one of {', '.join(RECIPES + CONTROLS + OTHERS)}; got {unknown[0]!r}")
     tables = {name: read_table(options.out, name) for name in TABLES}
     finished = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
     left = [job for seed in range(options.seeds) for name in recipes if (job := Job(name, seed)) not in finished]

@@ -21,7 +21,7 @@ from sympow.recall.results import group
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
-BASE = "attention"
+BASES = ("attention", "control_attention")
 LABELS = {
     "attention": "softmax attention",
     "power": "power, p = 2",
@@ -31,6 +31,24 @@ LABELS = {
     "base_conv_programmatic": "BaseConv, programmatic selection",
     "base_conv_learned": "BaseConv, learned selection",
     "base_conv_full": "BaseConv, two softmax layers",
+    "base_conv_published": "BaseConv, frequency 14",
+    "long_convolution": "long convolution",
+    "h3": "H3",
+    "rwkv4": "RWKV-4",
+    "retnet": "RetNet",
+    "liquid_s4": "Liquid S4",
+    "hyena_window64": "Hyena, windows of 64",
+    "hyena_window256": "Hyena, windows of 256",
+    "hyena_w2": "Hyena, frequency 2",
+    "hyena_w14": "Hyena, frequency 14",
+    "hyena_heads": "Hyena in heads, frequency 2",
+    "control_attention": "softmax attention, control",
+    "control_base_conv": "BaseConv, control",
+    "control_random": "BaseConv, random selection, control",
+    "control_programmatic": "BaseConv, programmatic selection, control",
+    "control_learned": "BaseConv, learned selection, control",
+    "control_learned_row": "BaseConv, learned selection of the row, control",
+    "control_full": "BaseConv, two softmax layers, control",
 }
 LEAST = 100  # tokens of a point of a curve
 MISSING = "Not measured yet."
@@ -84,7 +102,7 @@ def gaps_table(tables: Tables) -> str:
     lines.append("|---|" + "---:|" * 4)
     for recipe in _recipes(tables):
         found = shares(tables, recipe)
-        if recipe == BASE or found is None:
+        if recipe in BASES or found is None:
             continue
         whole, hits = found["all"], found["hits"]
         clear = whole.nats_low > 0 or whole.nats_high < 0
@@ -147,7 +165,7 @@ def about(tables: Tables) -> str:
 def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
     """Returns the parts of slices in the gap of a recipe to attention, over the seeds that both have; None without such
     seeds."""
-    ours, base = (_arrays(tables, name) for name in (recipe, BASE))
+    ours, base = (_arrays(tables, name) for name in (recipe, BASES[recipe.startswith("control_")]))
     seeds = [seed for seed in ours if seed in base]
     if not seeds:
         return None
@@ -189,7 +207,7 @@ def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
     figure, axes = panels(1, (8, 4.2))
     (axis,) = axes
-    recipes = [recipe for recipe in _recipes(tables) if recipe != BASE and shares(tables, recipe)]
+    recipes = [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
         found = [shares(tables, recipe)[part] for recipe in recipes]  # type: ignore[index]
         places = [place + (n - 1) * 0.26 for place in range(len(recipes))]

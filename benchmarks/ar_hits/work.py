@@ -25,6 +25,11 @@ from sympow.training.step import autocast
 
 RECIPES = ("attention", "power", "hyena", "base_conv", "base_conv_random", "base_conv_programmatic",
            "base_conv_learned", "base_conv_full")  # fmt: skip
+# Runs of their own: the control of Table 2, and the mixers of Tables 1, 3, 4 and 5 that the page does not have.
+CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
+            "control_learned", "control_learned_row")  # fmt: skip
+OTHERS = ("base_conv_published", "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4", "hyena_window64",
+          "hyena_window256", "hyena_w2", "hyena_w14", "hyena_heads")  # fmt: skip
 # Changes that make every run one of a second, to try the program out.
 TOY = ("model.d_model=32", "model.n_layers=3", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
        "training.batch_size=2")  # fmt: skip

@@ -106,6 +106,10 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
                        help="Use P pairs in each sequence "
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
+    probe.add_argument("--length", metavar="N", type=_positive,
+                       help="Use sequences of N tokens (default: 8 for each pair).")  # fmt: skip
+    probe.add_argument("--filler", choices=("random", "zero"), default="random",
+                       help="Fill sequences with random tokens, or with one token (default: random).")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
                        help="Ask for N values for every P (default: 2048).")  # fmt: skip
     probe.add_argument("--seed", metavar="N", type=_natural, default=0,

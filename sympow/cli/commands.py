@@ -105,7 +105,7 @@ def ar_hits(options: argparse.Namespace) -> None:
 def recall_probe(options: argparse.Namespace) -> None:
     """Runs `sympow recall-probe`."""
     models = load_scored(options.runs, resolve_device(options.device))
-    print(probe_runs(models, options.pairs, options.queries, options.seed))
+    print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
 
 
 def passkey(options: argparse.Namespace) -> None:

@@ -213,14 +213,26 @@ def _draw_layers(layers: Sequence[Float32Linear], generator: torch.Generator | N
 FILTERS = ("implicit", "relu", "explicit")
 
 
-def make_filter(kind: str, channels: int, max_length: int, order: int, bands: int) -> LongFilter:
-    """Makes a filter of one of the kinds in `FILTERS`. The first two kinds use `order` and `bands`."""
+def make_filter(
+    kind: str,
+    channels: int,
+    max_length: int,
+    order: int,
+    bands: int,
+    frequency: float = 1.0,
+    decays: Sequence[float] = (0.3, 1.5),
+) -> LongFilter:
+    """Makes a filter of one of the kinds in `FILTERS`.
+
+    The first two kinds use `order` and `bands`, "implicit" also `frequency` and `decays`.
+    """
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
     if kind == "explicit":
         return ExplicitFilter(channels, max_length)
-    made = ImplicitFilter if kind == "implicit" else ReluFilter
-    return made(channels, max_length, order, bands)
+    if kind == "implicit":
+        return ImplicitFilter(channels, max_length, order, bands, frequency, decays)
+    return ReluFilter(channels, max_length, order, bands)
 
 
 def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:

@@ -13,6 +13,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM
+from sympow.ops.cost import convolution_flops
 
 
 @dataclass
@@ -60,6 +61,12 @@ class H3(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.out.weight)
         return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        states = self.d_model * self.head_dim
+        shift = convolution_flops(time, self.shift.weight.shape[1], self.d_model)
+        return shift + convolution_flops(time, time, states) + 6 * time * states
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -16,6 +16,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
 from sympow.ops.autocast import concatenated
+from sympow.ops.cost import convolution_flops, softmax_flops
 
 _SHORT = 3  # taps of the convolution of the projections
 
@@ -76,6 +77,17 @@ class Hyena(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.out.weight)
         return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        short = convolution_flops(time, _SHORT, 3 * self.d_model)
+        if self.heads == self.d_model:
+            return short + convolution_flops(time, self.filter.max_length, self.d_model)
+        width = self.d_model // self.heads
+        # By states, which queries read, or by scores.
+        states = convolution_flops(time, self.filter.max_length, self.d_model * width) + 6 * time * self.d_model * width
+        scores = sum(softmax_flops(time, width, width, heads=self.heads, backward=b) for b in (False, True))
+        return short + min(states, scores)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -14,6 +14,7 @@ from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
+from sympow.ops.cost import convolution_flops
 
 
 @dataclass
@@ -55,6 +56,10 @@ class LiquidS4(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.skip)
         return self._output(x, per_document(self._convolved, cu_seqlens, x))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return 3 * convolution_flops(time, time, self.d_model)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

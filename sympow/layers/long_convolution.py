@@ -10,6 +10,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.filters import ExplicitFilter
+from sympow.ops.cost import convolution_flops
 
 
 class LongConvolution(Mixer):
@@ -37,6 +38,10 @@ class LongConvolution(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, self.filter.weight)
         return self._output(per_document(self.filter.convolve, cu_seqlens, x))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return convolution_flops(time, self.filter.max_length, self.d_model)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

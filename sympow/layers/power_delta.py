@@ -105,8 +105,7 @@ class PowerDeltaAttention(AttentionMixer):
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
-        inputs = self._inputs(x, 0)
-        return power_delta_rule(*inputs, p=self.p, chunk_size=self.chunk_size, cu_seqlens=cu_seqlens, impl=self.impl).out
+        return power_delta_rule(*self._inputs(x, 0), cu_seqlens=cu_seqlens, **self._options()).out
 
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -121,8 +120,7 @@ class PowerDeltaAttention(AttentionMixer):
         if x.shape[1] == 1 and not torch.is_grad_enabled():
             y, memory = power_delta_rule_step(*inputs, state=state.memory, p=self.p, inplace=True)
         else:
-            options: dict[str, Any] = {"p": self.p, "chunk_size": self.chunk_size, "impl": self.impl}
-            y, memory = power_delta_rule(*inputs, initial_state=state.memory, return_state=True, **options)
+            y, memory = power_delta_rule(*inputs, initial_state=state.memory, return_state=True, **self._options())
         if memory is None:
             raise RuntimeError("the op returned no state where one was asked for")
         return y, PowerDeltaState(memory, position)
@@ -139,6 +137,9 @@ class PowerDeltaAttention(AttentionMixer):
         """
         sizes = {"heads": self.n_heads + self.n_kv_heads, "kv_heads": self.n_kv_heads}
         return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
+
+    def _options(self) -> dict[str, Any]:
+        return {"p": self.p, "chunk_size": self.chunk_size, "impl": self.impl}
 
     def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Returns rotated q and k, v, beta and log_g of x [B, T, d], whose first token is at `position`."""

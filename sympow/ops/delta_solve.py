@@ -42,7 +42,10 @@ def solve(
     """Returns the prediction errors e [B, T, G, V], in the dtype of k, which is float32 or float64.
 
     Args:
-        k: [B, T, G, K]. v: [B, T, G, V]. beta: [B, T, G]. log_g: [B, T, G], or None.
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        beta: [B, T, G].
+        log_g: [B, T, G], or None.
         state: the incoming state [B, G, D, V], or None.
         options: of the call.
     """
@@ -70,7 +73,11 @@ def solve_gradient(
     """Returns the gradients of the values [B, T, G, V] and of beta [B, T, G].
 
     Args:
-        q: [B, T, H, K]. k: [B, T, G, K]. errors: of `solve`. beta: [B, T, G]. log_g: [B, T, G], or None.
+        q: [B, T, H, K].
+        k: [B, T, G, K].
+        errors: of `solve`.
+        beta: [B, T, G].
+        log_g: [B, T, G], or None.
         dout: the gradient of the output, [B, T, H, V].
         dstate: the gradient of the last state, [B, G, D, V], or None.
         options: of the call.

@@ -13,6 +13,7 @@ from sympow.ops.feature_map import spow_dim
 from sympow.recall import Architecture, RecallConfig, Sweep, grid
 
 PUBLISHED_RATES = tuple(10 ** (-4 + 2 * i / 3) for i in range(4))  # logspace(-4, -2, 4)
+_SHORT_CONVOLUTION: tuple[str, dict[str, Any]] = ("base_conv", {"filter": "explicit", "max_length": 3})
 PUBLISHED_TASKS = tuple(RecallTask(length=n, pairs=d) for n, d in ((64, 4), (128, 8), (256, 16), (512, 64)))
 
 
@@ -55,6 +56,37 @@ def published() -> Sweep:
     plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
     runs = grid(RecallConfig(plain), tasks=PUBLISHED_TASKS, widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
     return Sweep("mqar-published", runs)
+
+
+def published_convolutions() -> Sweep:
+    """The published protocol and shapes (Zoology, Figure 2) with convolutions, H3 and RWKV-4; days of a GPU."""
+    runs = _deep_grid(RecallConfig(_deep(2, 64)[0]), widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
+    return Sweep("mqar-published-convolutions", runs)
+
+
+def deep() -> Sweep:
+    """Convolutions, H3 and RWKV-4 beside attention in 2 and 4 layers with MLP, N = 64 to 512; hours of an H200.
+
+    The depths and shapes of Figure 2 in larger batches and fewer epochs, two widths, two rates, three seeds.
+    """
+    base = RecallConfig(_deep(2, 64)[0], batch_size=256, epochs=16, precision="bf16")
+    return Sweep("mqar-deep", _deep_grid(base, widths=(64, 128), learning_rates=PUBLISHED_RATES[1:3], seeds=(0, 1, 2)))
+
+
+def single_filters() -> Sweep:
+    """Filters that depend on the input, with one filter for all tokens of a row, as in the source; three seeds.
+
+    Zoology, Figure 2, bottom. `hybrids` has them with a lag applied only where tokens match.
+    """
+    runs: list[RecallConfig] = []
+    for length in (64, 128, 256):
+        filters: dict[str, tuple[str, dict[str, Any]]] = {
+            "programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
+            "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8}),
+        }
+        for label, mixer in filters.items():
+            runs += grid(_hybrid_run(_alone(label, _SHORT_CONVOLUTION, mixer), length), seeds=(0, 1, 2))
+    return Sweep("mqar-single-filters", tuple(runs))
 
 
 def widths() -> Sweep:
@@ -155,7 +187,7 @@ def _mixers() -> list[Architecture]:
         _alone("power p=2, no gate", ("power", {"gate": False}), head_dim=32),
         _behind("window 32", "window", window=32, rotation="none"),
         _behind("RetNet", "retnet", head_dim=32),
-        _alone("BaseConv", ("base_conv", {"filter": "explicit", "max_length": 3}), ("base_conv", {})),
+        _alone("BaseConv", _SHORT_CONVOLUTION, ("base_conv", {})),
         _alone("Hyena", ("hyena", {})),
         _alone("H3", ("h3", {"head_dim": 2})),
         _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0, "shift_depth": 0.5})),
@@ -166,6 +198,27 @@ def _with_convolutions() -> list[Architecture]:
     """Returns the two kinds of attention and four mixers that use convolutions or a token shift."""
     named = {model.label: model for model in _mixers()}
     return [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+
+
+def _deep(layers: int, length: int) -> list[Architecture]:
+    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row."""
+    rwkv: list[tuple[str, dict[str, Any]]] = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers})
+                                              for i in range(layers)]  # fmt: skip
+    models: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "attention": [("softmax", {"rotation": "none"})],
+        "BaseConv": [_SHORT_CONVOLUTION, ("base_conv", {})],
+        "Hyena": [("hyena", {})],
+        "H3": [("h3", {"head_dim": 2, "state_dim": length})],
+        "RWKV-4": rwkv,
+    }
+    return [Architecture(f"{label}, {layers} layers", tuple(MixerConfig(*mixer) for mixer in mixers), layers=layers,
+                         positions=label == "attention") for label, mixers in models.items()]  # fmt: skip
+
+
+def _deep_grid(base: RecallConfig, **axes: Any) -> tuple[RecallConfig, ...]:
+    """Returns the runs of all models of `_deep`, in 2 and 4 layers, on all published tasks."""
+    return tuple(run for task in PUBLISHED_TASKS for layers in (2, 4)
+                 for run in grid(base, tasks=[task], architectures=_deep(layers, task.length), **axes))  # fmt: skip
 
 
 def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
@@ -213,7 +266,8 @@ def _behind(
 def _hybrids(length: int) -> dict[str, Architecture]:
     """Returns hybrids of BaseConv with 3 taps and another mixer, for rows of `length` tokens, without MLP.
 
-    Selection by scores takes k = N / 16 and so about a quarter of the tokens; filters keep N / 8 lags.
+    Random selection takes a quarter of the tokens. Learned selection takes about as many, by k = N / 16. Filters keep
+    N / 8 lags.
     """
     behind: dict[str, tuple[str, dict[str, Any]]] = {
         "full attention": ("softmax", {"rotation": "none"}),
@@ -221,11 +275,10 @@ def _hybrids(length: int) -> dict[str, Architecture]:
         "programmatic filter": ("programmatic_conv", {"matching": True, "filler": 0}),
         "autocorrelation filter": ("autocorrelation_conv", {"matching": True, "filler": 0, "top_k": length // 8}),
     }
-    for choice in ("random", "learned"):
-        options = {"selection": choice, "top_k": length // 16, "rotation": "none"}
-        behind[f"{choice} selection"] = ("selection", options)
-    convolution = ("base_conv", {"filter": "explicit", "max_length": 3})
-    return {label: _alone(label, convolution, mixer) for label, mixer in behind.items()}
+    scores: dict[str, dict[str, Any]] = {"random": {"probability": 0.25}, "learned": {"top_k": length // 16}}
+    for choice, options in scores.items():
+        behind[f"{choice} selection"] = ("selection", {"selection": choice, "rotation": "none"} | options)
+    return {label: _alone(label, _SHORT_CONVOLUTION, mixer) for label, mixer in behind.items()}
 
 
 def _hybrid_run(architecture: Architecture, length: int) -> RecallConfig:

@@ -275,6 +275,16 @@ def body_linear() -> RunConfig:
     return _in_rwkv7_body("body_linear", MixerConfig("power", PLAIN | {"p": 1, "head_norm": True}))
 
 
+def body_window() -> RunConfig:
+    """A window of 1,024 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window", MixerConfig("window", {"window": 1024}))
+
+
+def body_window32() -> RunConfig:
+    """A window of 32 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window32", MixerConfig("window", {"window": 32}))
+
+
 def body_rwkv7() -> RunConfig:
     """The time mixing of RWKV-7 in its own body."""
     return _in_rwkv7_body("body_rwkv7", *_rwkv7())
@@ -291,7 +301,7 @@ def hybrid_delta_gate() -> RunConfig:
 
 
 def hybrid_window_gate() -> RunConfig:
-    """Five layers of windows of 1,024 tokens, and softmax attention with a gate and without a rotation in the fourth."""
+    """Five layers of windows of 1,024 tokens, and gated softmax attention without a rotation in the fourth."""
     return _hybrid("hybrid_window_gate", MixerConfig("window", BLOCK | {"window": 1024}))
 
 

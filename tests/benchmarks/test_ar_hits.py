@@ -108,3 +108,11 @@ def test_the_page_follows_from_the_committed_tables(tmp_path):
     shutil.copy(program.PAGE, page)
     report.write(*program.read_results(program.COMMITTED), page)
     assert page.read_text() == program.PAGE.read_text()
+
+
+def test_controls_are_compared_with_the_attention_of_the_control(monkeypatch, corpus, small, tmp_path):
+    assert run(monkeypatch, corpus, tmp_path, "--recipes", "controls", "--seeds", "1") == 0
+    tables = {name: read_rows(tmp_path / f"{name}.csv") for name in program.TABLES}
+    assert [row["recipe"] for row in tables["run"]] == list(work.CONTROLS)
+    lines = report.gaps_table(tables).splitlines()[2:]
+    assert len(lines) == 6 and all(", control | " in line and re.search(r" [+-]\d\.\d+ \[", line) for line in lines)

@@ -231,6 +231,27 @@ def test_verdicts_follow_from_intervals(found):
     assert all(write(found) for write in verdicts.VERDICTS.values())
 
 
+def test_claims_are_those_that_the_sources_make(found):
+    """[SCRA] Table 4 compares states of equal size, 5.3 says "nearly as well", [CST] Figure 2 has no softmax attention.
+
+    By the made-up rows, p = 2 is 0.2 above softmax attention and a window 0.1, and 0.01 more for each seed.
+    """
+    ahead, behind, between = verdicts.scra_states(found)
+    assert ahead.startswith('**Refuted**: the best-context loss of "power, p = 2" at 4,096 tokens minus that of ')
+    assert '"softmax" at 1,024 is 0.210 ± ' in ahead
+    assert behind.startswith('**Reproduced**: the best-context loss of "window of 1,024" at 4,096 tokens')
+    assert between.startswith('**Refuted**: the best-context loss of "power, p = 2"') and "is 0.100 ± 0.000" in between
+    (line,) = lines(tables.best_context(found, "scra_states"), "4,096 tokens", "power, p = 2")
+    assert " | +0.210 ± " in line and line.endswith(" | 3 | 3 |")
+    assert not any(word in verdicts.scra_curves(found)[0] for word in ("claimed", "**"))
+    assert not any("softmax" in sentence for sentence in verdicts.beyond(found))
+    gated = ['"power, p = 1" minus that of "window of 32"' in said for said in verdicts.scra_window(found)]
+    assert gated == [False, True, False, True]
+    assert all("17.8M weights and 0.2% of the tokens" in said for said in verdicts.powers(found))
+    assert "equal time" not in sections.SECTIONS["scra_states"].text
+    assert "No source" in sections.SECTIONS["scra_latency"].text
+
+
 def test_the_whole_page_is_written_and_checked(folder, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(program.PAGE.read_text())

@@ -41,7 +41,7 @@ def random_case(seed: int) -> tuple[DeltaCase, int | None]:
     draw = random.Random(seed)
     groups, p = draw.choice([1, 2, 3]), draw.choice([1, 2, 2, 2, 3, 4])
     time = draw.choice([1, 2, 17, 63, 64, 65, 130, 200])
-    ends = tuple(sorted(draw.randint(0, time) for _ in range(draw.randint(1, 4)))) + (time,)
+    ends = (*sorted(draw.randint(0, time) for _ in range(draw.randint(1, 4))), time)
     packed = draw.random() < 0.2
     case = DeltaCase(
         B=1 if packed else draw.choice([1, 2]), T=time, H=groups * draw.choice([1, 2]), G=groups,
@@ -146,7 +146,7 @@ def test_second_derivatives_are_refused():
         ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
         ({"impl": "fast"}, ValueError, "impl is one of auto, eager, triton, reference; got 'fast'"),
-        ({"initial_state": torch.zeros(1, 2, 9, 3)}, ValueError, r"state must be \[B, G, D, V\] = \[1, 2, 10, 3\] for p"),
+        ({"initial_state": torch.zeros(1, 2, 9, 3)}, ValueError, r"must be \[B, G, D, V\] = \[1, 2, 10, 3\] for p"),
         ({"initial_state": torch.zeros(1, 2, 10, 3).double()}, TypeError, "inputs is torch.float32; got torch.float64"),
         ({"initial_state": 3}, TypeError, "state of the delta rule must be a torch.Tensor; got int"),
         ({"log_g": torch.ones(1, 5, 2)}, ValueError, "log_g must be finite and <= 0"),

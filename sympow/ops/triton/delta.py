@@ -418,7 +418,8 @@ class _Chunks:
         numbers = {"T": self.time, "H": q.shape[2], "G": self.groups, "CHUNK": self.size}
         constants = self._constants() | {"R": q.shape[2] // self.groups}
         grid = (self.batch * config.ceil_div(self.time, BLOCK), self.groups)
-        tensors = {"q": power.padded(q).contiguous(), "k": self.k, "dout": dout.contiguous(), "high": high, "low": low, "out": out}
+        tensors = {"q": power.padded(q).contiguous(), "k": self.k, "dout": dout.contiguous(), "high": high, "low": low}
+        tensors["out"] = out
         launch_kernel(own_value_gradient, grid, numbers | constants, **tensors)
         return out
 
