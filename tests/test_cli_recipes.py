@@ -15,8 +15,8 @@ from sympow.training import override
 # Not gated_delta_net, which needs a package and a GPU.
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
                  and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
-HYBRIDS = ("attention", "power", "hyena", "base_conv", "base_conv_full", "base_conv_random", "base_conv_programmatic",
-           "base_conv_learned")  # fmt: skip
+HYBRIDS = ("attention", "softmax_gate", "power", "power_delta", "hyena", "base_conv", "base_conv_full",
+           "base_conv_random", "base_conv_programmatic", "base_conv_learned")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
