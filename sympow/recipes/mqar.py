@@ -155,7 +155,7 @@ def far() -> Sweep:
     distances = {512: 256, 1024: 512, 2048: 1024, 4096: 2304, 8192: 2304}
     long = tuple(RecallTask(length=n, pairs=64, min_distance=least) for n, least in distances.items())
     models = _far_models(head_dim=64)
-    base = RecallConfig(models[0], width=128, train=(*short, *long), test=(long[1], *long[3:]), examples=7 * 4800,
+    base = RecallConfig(models[0], width=128, train=(*short, *long), test=(long[1], *long[3:]), examples=7 * 9600,
                         validation_examples=7 * 64, test_examples=512, batch_size=16, epochs=1, validations=12,
                         stop_at=0.998, precision="bf16")  # fmt: skip
     return Sweep("mqar-far", grid(base, architectures=models, learning_rates=(5e-4, 1e-3, 2e-3, 4e-3), seeds=(0, 1, 2)))
