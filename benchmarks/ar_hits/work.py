@@ -45,14 +45,10 @@ class Job(NamedTuple):
         paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}",
                  f"data.vocab_size={vocab_size}", f"model.vocab_size={vocab_size}")  # fmt: skip
         config = override(config, [*(TOY if toy else ()), *changes, *paths])
-        steps = config.training.steps
-        return replace(
-            config,
-            training=replace(
-                config.training, seed=self.seed, learning_rate=self.learning_rate, device=device,
-                log_every=max(1, steps // 8), evaluate_every=steps,
-            ),  # fmt: skip
-        )
+        steps, rate = config.training.steps, self.learning_rate
+        every = {"log_every": max(1, steps // 8), "evaluate_every": steps}
+        training = replace(config.training, seed=self.seed, learning_rate=rate, device=device, **every)
+        return replace(config, training=training)
 
 
 def guess(job: Job) -> float:

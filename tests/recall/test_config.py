@@ -76,8 +76,9 @@ def test_published_batch_sizes(length, batch):
 
 def test_names_differ_with_every_field_and_are_stable():
     base = RecallConfig(SOFTMAX)
-    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "train.0.min_distance=9", "architecture.layers=3", "epochs=2",
-               "architecture.mixers.0.options.qk_norm=true", "stop_at=none", "precision=bf16"]  # fmt: skip
+    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "train.0.min_distance=9", "epochs=2",
+               "architecture.layers=3", "architecture.mixers.0.options.qk_norm=true", "stop_at=none",
+               "precision=bf16"]  # fmt: skip
     names = [base.id, *(override(base, [change]).id for change in changes)]
     assert len(set(names)) == len(names)
     assert RecallConfig(replace(SOFTMAX)).id == base.id
