@@ -1,4 +1,4 @@
-"""What keeps the rooms in order: files of one idea, no import circle, one loop that trains, tests that use public names."""
+"""What keeps the rooms in order: files of one idea, no circle, one loop that trains, tests that use public names."""
 
 import ast
 import re

@@ -22,9 +22,12 @@ Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
 BASES = ("attention", "control_attention")
+LEAST_RECALL, MOST_RECALL = "base_conv", "softmax_gate"  # the ends of a gap on AR hits; or BASES[0] without the latter
 LABELS = {
     "attention": "softmax attention",
+    "softmax_gate": "softmax attention, gate",
     "power": "power, p = 2",
+    "power_delta": "delta rule, p = 2",
     "hyena": "Hyena",
     "base_conv": "BaseConv",
     "base_conv_random": "BaseConv, random selection",
@@ -62,7 +65,8 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
         corpora: the tables of the runs on each corpus, by the name that marks and figures use.
         compared: the tables of the comparison with brute force.
     """
-    makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of}
+    makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
+              "distances": distances_table}  # fmt: skip
 
     def written(match: re.Match[str]) -> str:
         name, _, corpus = match[1].partition(" ")
@@ -79,6 +83,54 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
             files.append(folder / f"{corpus}-{name}.png")
             make(tables).savefig(files[-1])
     return files
+
+
+def at_best_rates(tables: Tables) -> Tables:
+    """Returns the rows of the learning rate with the lowest mean held-out loss over the seeds, of every recipe."""
+    best = {}
+    for (recipe,), same in group(tables["run"], "recipe").items():
+        rates = group(same, "learning_rate")
+        best[recipe] = min(rates, key=lambda rate: mean(row["held_out_loss"] for row in rates[rate]))[0]
+    return {name: [row for row in rows if row["learning_rate"] == best.get(row["recipe"])]
+            for name, rows in tables.items()}  # fmt: skip
+
+
+def distances_table(tables: Tables) -> str:
+    """Returns a row for each recipe: the loss on AR hits by distance, and the share of a gap that it closes.
+
+    The gap is that between BaseConv and softmax attention, with the gate where such runs exist. The share is that of
+    the means over the seeds, with the lowest and the highest share of a seed in brackets.
+    """
+    cells = {(row["recipe"], row["seed"], row["start"]): row for row in tables["curves"]
+             if row["part"] == "distance" and row["start"] >= 64}  # fmt: skip
+    starts = sorted({(row["start"], row["end"]) for row in cells.values()})
+    recipes = _recipes(tables)
+    top = MOST_RECALL if MOST_RECALL in recipes else BASES[0]
+    seeds = sorted(seed for recipe, seed, start in cells
+                   if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
+    if not seeds:
+        return MISSING
+    lines = [f"| model | learning rate | {' | '.join(f'{start:,} to {end - 1:,}' for start, end in starts)} |"]
+    lines.append("|---|---:|" + "---:|" * len(starts))
+    for recipe in recipes:
+        rate = next(row["learning_rate"] for row in tables["run"] if row["recipe"] == recipe)
+        written = [LABELS[recipe], f"{rate:g}"]
+        for start, _ in starts:
+            own = [seed for seed in seeds if (recipe, seed, start) in cells]
+            ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
+            written.append(_closed(*ends) if own else "not measured")
+        lines.append(f"| {' | '.join(written)} |")
+    return "\n".join(lines)
+
+
+def _closed(least: list[float], most: list[float], own: list[float]) -> str:
+    """Writes the mean loss, and the share of the gap from `least` to `most` that is closed; all by seed."""
+    if any(low <= high for low, high in zip(least, most, strict=True)):
+        return f"{mean(own):.3f} (no gap)"
+    shares = [(low - loss) / (low - high) for low, high, loss in zip(least, most, own, strict=True)]
+    whole = (mean(least) - mean(own)) / (mean(least) - mean(most))
+    said, low, high = (f"{round(100 * share)}%" for share in (whole, min(shares), max(shares)))
+    return f"{mean(own):.3f} ({said} [{low}, {high}])"
 
 
 def losses_table(tables: Tables) -> str:

@@ -169,7 +169,11 @@ class RecallConfig:
     @property
     def id(self) -> str:
         """Returns a file name of this run: readable, and different for every config."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        fields = asdict(self)
+        for task in (*fields["train"], *fields["test"]):
+            if not task.get("min_distance"):
+                task.pop("min_distance", None)  # runs of tasks without it keep the names that they had before
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
         task = self.train[-1]
         pairs = "" if task.pairs is None else f"-d{task.pairs}"

@@ -29,9 +29,19 @@ def attention() -> RunConfig:
     return _config("attention", MixerConfig("softmax", BLOCK))
 
 
+def softmax_gate() -> RunConfig:
+    """Softmax attention with the gate of power attention, in its block."""
+    return _config("softmax_gate", MixerConfig("softmax", BLOCK | {"gate": True}))
+
+
 def power() -> RunConfig:
     """Power attention, p = 2, gated, in its block."""
     return _config("power", MixerConfig("power"))
+
+
+def power_delta() -> RunConfig:
+    """The delta rule on the state of power attention, p = 2, gated, in its block."""
+    return _config("power_delta", MixerConfig("power_delta"))
 
 
 def hyena() -> RunConfig:

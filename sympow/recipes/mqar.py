@@ -173,6 +173,26 @@ def lengths() -> Sweep:
     return Sweep("mqar-lengths", runs)
 
 
+def far() -> Sweep:
+    """64 pairs, queried beyond the reach of a window with as many bytes of state: half an hour of four GPUs.
+
+    The test has rows of 1,024, 4,096 and 8,192 tokens. In the two longer ones a query is at least 2,304 tokens behind
+    its key. Two layers with the window and a convolution of 4 taps reach 2,116 tokens back, so a window can only guess.
+    Rows of 1,024 tokens show that the window has learned the task.
+
+    All models train on a mixture of row lengths from 256 to 8,192 in equal parts, because long rows alone are learned
+    late. All have the block of power attention and no rotation. Four learning rates, three seeds.
+    """
+    short = RecallTask(length=256, pairs=16), RecallTask(length=256, pairs=64)
+    distances = {512: 256, 1024: 512, 2048: 1024, 4096: 2304, 8192: 2304}
+    long = tuple(RecallTask(length=n, pairs=64, min_distance=least) for n, least in distances.items())
+    models = _far_models(head_dim=64)
+    base = RecallConfig(models[0], width=128, train=(*short, *long), test=(long[1], *long[3:]), examples=7 * 9600,
+                        validation_examples=7 * 64, test_examples=512, batch_size=16, epochs=1, validations=12,
+                        stop_at=0.998, precision="bf16")  # fmt: skip
+    return Sweep("mqar-far", grid(base, architectures=models, learning_rates=(5e-4, 1e-3, 2e-3, 4e-3), seeds=(0, 1, 2)))
+
+
 def relatives() -> Sweep:
     """Keys given another value, and keys of two tokens."""
     tasks = [RecallTask("forgetting", length=128, pairs=8, updates=4), RecallTask("compositional", length=128, pairs=9)]
@@ -219,6 +239,24 @@ def _deep_grid(base: RecallConfig, **axes: Any) -> tuple[RecallConfig, ...]:
     """Returns the runs of all models of `_deep`, in 2 and 4 layers, on all published tasks."""
     return tuple(run for task in PUBLISHED_TASKS for layers in (2, 4)
                  for run in grid(base, tasks=[task], architectures=_deep(layers, task.length), **axes))  # fmt: skip
+
+
+def _far_models(head_dim: int) -> list[Architecture]:
+    """Returns power attention, the delta rule on its state and on that of p = 1, softmax attention and a window.
+
+    All have the block of power attention and no rotation. The window has as many elements of state as power attention
+    with p = 2, rounded down: D (V + 1) elements a head are D (V + 1) / (K + V) tokens, 1,056 tokens for heads of 64.
+    """
+    block = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotation": "none"}
+    window = spow_dim(head_dim, 2) * (head_dim + 1) // (2 * head_dim)
+    named: dict[str, tuple[str, dict[str, Any]]] = {
+        "power p=2": ("power", {"p": 2}),
+        "delta rule p=2": ("power_delta", {"p": 2}),
+        "delta rule p=1": ("power_delta", {"p": 1}),
+        "softmax, gate": ("softmax", {"gate": True}),
+        f"window of {window}": ("window", {"window": window}),
+    }
+    return [_alone(label, (mixer, block | options), head_dim=head_dim) for label, (mixer, options) in named.items()]
 
 
 def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:

@@ -76,12 +76,14 @@ def test_published_batch_sizes(length, batch):
 
 def test_names_differ_with_every_field_and_are_stable():
     base = RecallConfig(SOFTMAX)
-    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "architecture.layers=3", "epochs=2",
-               "architecture.mixers.0.options.qk_norm=true", "stop_at=none", "precision=bf16"]  # fmt: skip
+    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "train.0.min_distance=9", "epochs=2",
+               "architecture.layers=3", "architecture.mixers.0.options.qk_norm=true", "stop_at=none",
+               "precision=bf16"]  # fmt: skip
     names = [base.id, *(override(base, [change]).id for change in changes)]
     assert len(set(names)) == len(names)
     assert RecallConfig(replace(SOFTMAX)).id == base.id
-    assert base.id.startswith("attention-n64-d4-w64-lr0.001-s0-") and "/" not in base.id
+    assert base.id == "attention-n64-d4-w64-lr0.001-s0-3543b6317b"  # so that finished sweeps go on
+    assert replace(base, test=base.train).id != replace(base, test=(RecallTask(min_distance=9),)).id
 
 
 def test_a_grid_is_every_combination_and_a_sweep_holds_a_run_once():
