@@ -24,7 +24,8 @@ class TrainingConfig:
         steps: optimizer steps of the whole run.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for all other weights, see
             `sympow.training.optimizer.muon_weights`.
-        muon_rate: the factor of the learning rate for the matrices that Muon moves; for "muon" only.
+        muon_rate: the factor of the learning rate, and so of the decay, for the matrices that Muon moves; for "muon"
+            only.
         learning_rate: the highest one, reached after `warmup_steps`.
         min_lr_ratio: the last learning rate over the highest one (cosine decay).
         betas: the two decay rates of AdamW's averages.
