@@ -229,7 +229,7 @@ def learn(model: LanguageModel, optimizer: torch.optim.Optimizer, steps: int, fi
 
 def test_all_other_weights_move_as_by_adamw():
     model, like = wide_model(), wide_model()
-    config = TrainingConfig(optimizer="muon", learning_rate=1e-2, betas=(0.8, 0.9))
+    config = TrainingConfig(optimizer="muon", muon_rate=2.0, learning_rate=1e-2, betas=(0.8, 0.9))
     optimizer = make_optimizer(model, config)
     assert isinstance(optimizer, Muon)
     matrices = {weight for weight, _ in muon_weights(model)}
