@@ -125,7 +125,7 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        earlier: dict[str, Any] = {"optimizer": "adamw", "muon_rate": 1.0}  # what runs had that do not name these fields
+        earlier: dict[str, Any] = {"optimizer": "adamw", "muon_rate": 1.0}  # of runs that do not name them
         values = earlier | read_fields(cls, values, "training")
         if isinstance(values.get("betas"), list):
             values["betas"] = tuple(values["betas"])
