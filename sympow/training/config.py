@@ -24,7 +24,8 @@ class TrainingConfig:
         steps: optimizer steps of the whole run.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for all other weights, see
             `sympow.training.optimizer.muon_weights`.
-        muon_rate: the factor of the learning rate for the matrices that Muon moves; for "muon" only.
+        muon_rate: the factor of the learning rate, and so of the decay, for the matrices that Muon moves; for "muon"
+            only.
         learning_rate: the highest one, reached after `warmup_steps`.
         min_lr_ratio: the last learning rate over the highest one (cosine decay).
         betas: the two decay rates of AdamW's averages.
@@ -73,7 +74,7 @@ class TrainingConfig:
             _check_integer(name, getattr(self, name), 0)
         if self.seed >= 2**63:
             raise ValueError(f"training.seed must be below 2**63, got {self.seed}")
-        for name in ("learning_rate", "muon_rate", "min_lr_ratio", "weight_decay", "clip"):
+        for name in ("learning_rate", "min_lr_ratio", "weight_decay", "clip"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise TypeError(f"training.betas must be a tuple of two numbers, got {self.betas!r}")
@@ -93,15 +94,7 @@ class TrainingConfig:
             )
         if self.learning_rate <= 0:
             raise ValueError(f"training.learning_rate must be above 0, got {self.learning_rate}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(unknown("training.optimizer", str(self.optimizer), OPTIMIZERS))
-        if self.muon_rate <= 0:
-            raise ValueError(f"training.muon_rate must be above 0, got {self.muon_rate}")
-        if self.optimizer != "muon" and self.muon_rate != 1:
-            raise ValueError(
-                f"training.muon_rate is for training.optimizer = 'muon' only, got {self.muon_rate} "
-                f"and {self.optimizer!r}: set both"
-            )
+        check_optimizer(self.optimizer, self.muon_rate, "training.")
         if self.clip <= 0:
             raise ValueError(f"training.clip must be above 0, got {self.clip}")
         if self.weight_decay < 0:
@@ -132,7 +125,8 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        values = {"optimizer": "adamw", **read_fields(cls, values, "training")}  # earlier runs do not name theirs
+        earlier: dict[str, Any] = {"optimizer": "adamw", "muon_rate": 1.0}  # of runs that do not name them
+        values = earlier | read_fields(cls, values, "training")
         if isinstance(values.get("betas"), list):
             values["betas"] = tuple(values["betas"])
         return cls(**values)
@@ -322,6 +316,22 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
     return None
 
 
+def check_optimizer(optimizer: Any, muon_rate: Any, group: str = "") -> None:
+    """Raises TypeError or ValueError unless the fields `optimizer` and `muon_rate` of a config fit each other.
+
+    `group` is written before the names of the fields.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(unknown(f"{group}optimizer", str(optimizer), OPTIMIZERS))
+    _check_number("muon_rate", muon_rate, group)
+    if muon_rate <= 0:
+        raise ValueError(f"{group}muon_rate must be above 0, got {muon_rate}")
+    if optimizer != "muon" and muon_rate != 1:
+        raise ValueError(
+            f"{group}muon_rate is for {group}optimizer = 'muon' only, got {muon_rate} and {optimizer!r}: set both"
+        )
+
+
 def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{group}.{name} must be an integer, got {value!r}")
@@ -329,8 +339,8 @@ def _check_integer(name: str, value: Any, least: int, group: str = "training") -
         raise ValueError(f"{group}.{name} must be at least {least}, got {value}")
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any, group: str = "training.") -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"training.{name} must be a number, got {value!r}")
+        raise TypeError(f"{group}{name} must be a number, got {value!r}")
     if not math.isfinite(value):
-        raise ValueError(f"training.{name} must be finite, got {value}")
+        raise ValueError(f"{group}{name} must be finite, got {value}")

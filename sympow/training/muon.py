@@ -39,11 +39,11 @@ class Muon(torch.optim.Optimizer):
         matrices: the weights [A, B] that Muon moves, each with the rows of the matrices that are above one another in
             it. The rows add up to A. Every matrix is orthogonalized by itself.
         others: the groups of the parameters that AdamW moves.
-        lr: the learning rate of all groups, see `sympow.training.optimizer.set_learning_rate`.
+        lr: the learning rate of all groups, see `sympow.training.optimizer.set_learning_rate`. A tensor is read in
+            every step, also in one that is replayed as a CUDA graph.
         weight_decay: the weight decay of the matrices.
         rate: the factor of the learning rate for the matrices.
-        betas: of AdamW.
-        fused: of AdamW.
+        **adamw: options of AdamW.
 
     Raises ValueError if the rows of a weight do not add up to A.
     """
@@ -53,11 +53,10 @@ class Muon(torch.optim.Optimizer):
         matrices: Sequence[tuple[nn.Parameter, Sequence[int]]],
         others: list[dict[str, Any]],
         *,
-        lr: float,
+        lr: float | Tensor,
         weight_decay: float,
         rate: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        fused: bool = False,
+        **adamw: Any,
     ):
         for weight, rows in matrices:
             if weight.ndim != 2 or sum(rows) != weight.shape[0]:
@@ -68,7 +67,7 @@ class Muon(torch.optim.Optimizer):
             "rate": rate,
             "weight_decay": weight_decay,
         }
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=fused)
+        self._adamw = torch.optim.AdamW(others, lr=lr, **adamw)
         super().__init__([group, *self._adamw.param_groups], {"lr": lr})
 
     @overload
@@ -104,9 +103,9 @@ class Muon(torch.optim.Optimizer):
         rate = group["lr"] * group["rate"]
         for (rows, *_), weights in alike.items():
             own = [_local(weight) for weight in weights]
-            updates = self._updates(weights, rows).to(own[0].dtype)
+            updates = self._updates(weights, rows).to(own[0].dtype) * rate
             torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(own, list(updates.unbind()), alpha=-rate)
+            torch._foreach_sub_(own, list(updates.unbind()))
 
     def _updates(self, weights: list[nn.Parameter], rows: Sequence[int]) -> Tensor:
         """Takes the gradients into the averages of weights of one shape; returns this rank's rows of the updates."""

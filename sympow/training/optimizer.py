@@ -68,16 +68,15 @@ def parameter_groups(model: nn.Module, weight_decay: float, without: Container[n
     ]
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: TrainingConfig, **options: Any) -> torch.optim.Optimizer:
     """Makes the optimizer of `model` as `config` says; AdamW is fused where the parameters are on a CUDA device.
 
-    With "muon" the groups are the matrices of `muon_weights`, then the groups of AdamW.
+    With "muon" the groups are the matrices of `muon_weights`, then the groups of AdamW. `options` are options of AdamW
+    that take the place of the config's. A learning rate that is a tensor is read in every step.
     """
-    options: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": config.betas,
-        "fused": any(p.is_cuda for p in model.parameters()),
-    }
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    own: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": on_cuda}
+    options = own | options
     if config.optimizer == "adamw":
         return torch.optim.AdamW(parameter_groups(model, config.weight_decay), **options)
     matrices = muon_weights(model)

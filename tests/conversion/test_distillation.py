@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
-from sympow.training import DistillationConfig, RunConfig, TrainingConfig, load_model, read_metrics, train
+from sympow.training import (
+    DistillationConfig,
+    RunConfig,
+    TrainingConfig,
+    load_checkpoint,
+    load_model,
+    read_metrics,
+    train,
+)
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.run_folder import read_config, write_run_folder
 from tests.ranks import run_ranks
@@ -65,15 +74,20 @@ def test_stages_follow_each_other_and_end_with_a_gap(tmp_path):
     assert rates[3] < rates[4] and rates[6] < rates[5]  # it rises anew where a stage begins
 
 
-def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path):
-    whole = distilled(tmp_path / "whole", keep_checkpoints=9)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr("sympow.training.optimizer.LEAST_SIDE", 8)  # the model is small
+    distilled_so = partial(distilled, keep_checkpoints=9, optimizer=optimizer)
+    whole = distilled_so(tmp_path / "whole")
+    states = load_checkpoint(list_checkpoints(tmp_path / "whole")[0]).optimizer["state"].values()
+    assert any("momentum_buffer" in state for state in states) == (optimizer == "muon")
     for stop in (2, 4, 8):
         folder = tmp_path / f"killed-{stop}"
         shutil.copytree(tmp_path / "whole", folder)
         for file in list_checkpoints(folder):
             if int(file.stem.split("-")[1]) > stop:
                 file.unlink()
-        assert timeless(distilled(folder, keep_checkpoints=9)) == timeless(whole)
+        assert timeless(distilled_so(folder)) == timeless(whole)
 
 
 def test_layers_and_predictions_approach_the_teacher(tmp_path):

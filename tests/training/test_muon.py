@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from math import sqrt
+from math import prod, sqrt
 
 import pytest
 import torch
@@ -229,7 +229,7 @@ def learn(model: LanguageModel, optimizer: torch.optim.Optimizer, steps: int, fi
 
 def test_all_other_weights_move_as_by_adamw():
     model, like = wide_model(), wide_model()
-    config = TrainingConfig(optimizer="muon", learning_rate=1e-2, betas=(0.8, 0.9))
+    config = TrainingConfig(optimizer="muon", muon_rate=2.0, learning_rate=1e-2, betas=(0.8, 0.9))
     optimizer = make_optimizer(model, config)
     assert isinstance(optimizer, Muon)
     matrices = {weight for weight, _ in muon_weights(model)}
@@ -438,17 +438,21 @@ def test_compiled_blocks_train_alike(tmp_path, make_wide, monkeypatch):
 SHAPES = [([192], 64), ([64, 64, 64], 64), ([65], 64), ([64], 192), ([64, 70], 66), ([64], 192), ([64], 192)]
 
 
-def moved_weights(device: str) -> list[Tensor]:
-    """The weights after three steps with gradients that are equal on any number of ranks."""
-    sharded = torch.distributed.is_initialized()
-    if sharded:
-        from torch.distributed.tensor import Shard, distribute_tensor
+def moved_weights(device: str, grid: tuple[int, ...] = ()) -> list[Tensor]:
+    """The weights after three steps with gradients that are equal on any number of ranks.
 
-        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    They are sharded over the last dimension of the grid, and replicated over the first of two.
+    """
 
     def placed(tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device)
-        return distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor
+        if not grid:
+            return tensor.to(device)
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        placements = [Replicate(), Shard(0)][-len(grid) :]
+        return distribute_tensor(tensor.to(device), mesh, placements)
+
+    mesh = init_device_mesh(device, grid) if grid else None
 
     weights = [nn.Parameter(placed(drawn(sum(rows), width, seed=i))) for i, (rows, width) in enumerate(SHAPES)]
     matrices = list(zip(weights, (rows for rows, _ in SHAPES), strict=True))
@@ -464,11 +468,11 @@ def moved_weights(device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_move_weights_as_one_rank_does(size, device):
+@pytest.mark.parametrize("grid", [(2,), (3,), (2, 1), (2, 2)], ids=str)
+def test_ranks_move_weights_as_one_rank_does(grid, device):
     """Bit for bit: whole matrices are exchanged, also where the ranks do not share them evenly."""
     expected = moved_weights(device)
-    for found in run_ranks(moved_weights, size, device, device=device):
+    for found in run_ranks(moved_weights, prod(grid), device, grid, device=device):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
