@@ -269,16 +269,16 @@ def _implementation(impl: str, q: Tensor, v: Tensor, p: int, has_state: bool) ->
 def forward(
     backend: DeltaBackend, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
     options: DeltaOptions,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Computes output, last state and prediction errors, by (M21) to (M23); shapes are those of `DeltaBackend`."""
-    errors = backend.solve(k, v, beta, log_g, state, options)
-    out, last = backend.attend(q, k, (beta[..., None] * errors).to(v.dtype), log_g, state, options)
-    return out, last, errors
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Computes output, last state, errors and updates, by (M21) to (M23); shapes are those of `DeltaBackend`."""
+    errors, u = backend.solve(k, v, beta, log_g, state, options)
+    out, last = backend.attend(q, k, u, log_g, state, options)
+    return out, last, errors, u
 
 
 def backward(
     backend: DeltaBackend, q: Tensor, k: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
-    errors: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
+    errors: Tensor, u: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
     p, groups = options.p, k.shape[2]
@@ -286,7 +286,6 @@ def backward(
     # All other gradients are those of power attention with the values u and one more query head for every key/value
     # head: its queries are the keys, and the gradient of its output is -dv. That head must not see its own token, so
     # what it takes from there is given back.
-    u = (beta[..., None] * errors).to(errors.dtype)
     heads = torch.cat([q.unflatten(2, (groups, -1)), k[:, :, :, None]], 3).flatten(2, 3)
     douts = torch.cat([dout.unflatten(2, (groups, -1)), -dv[:, :, :, None].to(dout.dtype)], 3).flatten(2, 3)
     found = backend.attend_gradient(heads, k, u, log_g, state, last, douts, dlast, options)
@@ -300,8 +299,8 @@ def backward(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_g, state, backend, options: DeltaOptions):
-        out, last, errors = forward(backend, q, k, v, beta, log_g, state, options)
-        ctx.save_for_backward(q, k, v, beta, log_g, state, errors, last)
+        out, last, errors, u = forward(backend, q, k, v, beta, log_g, state, options)
+        ctx.save_for_backward(q, k, v, beta, log_g, state, errors, u, last)
         ctx.backend, ctx.options = backend, options
         ctx.set_materialize_grads(False)
         return out, last
@@ -309,9 +308,9 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @first_order("power_delta_rule")
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
-        q, k, _, beta, log_g, state, errors, last = ctx.saved_tensors
+        q, k, _, beta, log_g, state, errors, u, last = ctx.saved_tensors
         if dout is None:
             dout = errors.new_zeros(*q.shape[:3], errors.shape[3])
         with without_autocast(q):
-            gradients = backward(ctx.backend, q, k, beta, log_g, state, errors, last, dout, dlast, ctx.options)
+            gradients = backward(ctx.backend, q, k, beta, log_g, state, errors, u, last, dout, dlast, ctx.options)
         return *gradients, None, None

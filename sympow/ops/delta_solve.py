@@ -38,8 +38,8 @@ class Chunk(NamedTuple):
 
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> Tensor:
-    """Returns the prediction errors e [B, T, G, V], in the dtype of k, which is float32 or float64.
+) -> tuple[Tensor, Tensor]:
+    """Returns the errors e and the updates u = beta e, [B, T, G, V], in the dtype of k, which is float32 or float64.
 
     Args:
         k: [B, T, G, K].
@@ -63,7 +63,7 @@ def solve(
         if span != spans[-1] and features is not None:
             rows = _zeros(k, v, p) if rows is None else rows * chunk.past[:, :, -1:]
             features.accumulate(rows, chunk.beta[:, None] * error * chunk.kept)
-    return errors
+    return errors, beta[..., None] * errors
 
 
 def solve_gradient(

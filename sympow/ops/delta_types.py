@@ -41,8 +41,8 @@ class DeltaBackend(Protocol):
 
     def solve(
         self, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-    ) -> Tensor:
-        """Returns the prediction errors e [B, T, G, V]."""
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the errors e and the updates u = beta e, [B, T, G, V]."""
         ...
 
     def solve_gradient(

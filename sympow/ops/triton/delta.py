@@ -1,8 +1,8 @@
 """The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
 
-Within a chunk, blocks of tokens are solved one after another by one program a head. The inverse of a block's system is
-computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij, (I + D o A)^-1 is D o (I +
-A)^-1. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
+Within a chunk, blocks of tokens are solved one after another by one program a head. What the tokens of a block take from
+one another is computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij, (I + D o
+A)^-1 is D o (I + A)^-1. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
 
 Log decays are sums of two float32 numbers, `high` and `low` [B, T, G], relative to the start of a chunk. The difference
 of two of them keeps its digits behind a gate that has decayed everything.
@@ -11,7 +11,7 @@ of two of them keeps its digits behind a gate that has decayed everything.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ from sympow.ops.types import PowerState
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
+_GROUP = 8  # blocks that one program solves; what earlier groups return for them is computed by many programs
 _VANISHES = 256.0  # -log2 of a decay that is 0 in float32
 _LOG2_E = 1.4426950408889634
 
@@ -78,34 +79,41 @@ def _product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _own_inverse(x, b, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the inverse of I + tril((x_i . x_j)**P b_j, -1), [ROWS, ROWS], by substitution."""
+def _system(x, y, P: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns (x_i . y_j)**P."""
+    return power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+
+
+@triton.jit
+def _own_corrections(x, b, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns N of (I + M B) N = M for M = tril((x_i . x_j)**P, -1) and B = diag(b), by substitution: [ROWS, ROWS]."""
     t = tl.arange(0, ROWS)
     rows, cols = t[:, None], t[None, :]
-    scores = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
-    system = tl.where(rows < cols, scores * b[:, None], 0.0)  # transposed: [j, i]
-    inverse = tl.where(rows == cols, 1.0, 0.0)
+    scores = _system(x, x, P, PRECISION)
+    system = tl.where(rows < cols, scores * b[:, None], 0.0)  # M B transposed: [j, i]
+    found = tl.where(rows > cols, scores, 0.0)
     for i in range(1, ROWS):
         a = tl.sum(tl.where(cols == i, system, 0.0), 1)  # the entries of row i, by j
-        inverse -= tl.where(rows == i, tl.sum(a[:, None] * inverse, 0)[None, :], 0.0)
-    return inverse
+        found -= tl.where(rows == i, tl.sum(a[:, None] * found, 0)[None, :], 0.0)
+    return found
 
 
 @triton.jit
-def _system(x, y, b, P: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns (x_i . y_j)**P b_j."""
-    return power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P) * b[None, :]
+def _joined(rest, own, b, PRECISION: tl.constexpr):
+    """Returns the solution N of (I + M B) N = rest, where `own` is that for M on the right-hand side."""
+    return rest - _product(own, rest * b[:, None], PRECISION)
 
 
 @triton.jit
-def block_inverses(
+def block_corrections(
     k, beta, out, T, G,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [blocks, G, BLOCK, BLOCK], float32: the inverse of I + tril((k_i . k_j)**P beta_j, -1) for every
-    block of tokens. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G.
+    """Computes out [blocks, G, BLOCK, BLOCK], float32: N of (I + M B) N = M for every block of tokens, without gates.
 
-    The inverses of four diagonal parts are joined: R_ba = -R_bb sum_{a<=c<b} A_bc R_ca.
+    M = tril((k_i . k_j)**P, -1) and B = diag(beta). So (I + M B)^-1 = I - N B and (I + B M)^-1 = I - B N, of which the
+    forward and the backward need one each. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G. The
+    block has four parts; N_ba for parts b > a solves (I + M_bb B_b) N_ba = M_ba - sum_{a<=c<b} M_bc B_c N_ca.
     """
     count = tl.cdiv(T, BLOCK)
     g = tl.program_id(1)
@@ -116,87 +124,138 @@ def block_inverses(
     x1, b1 = _rows_of(k, beta, start, first + N, T, G, g, K, N)
     x2, b2 = _rows_of(k, beta, start, first + 2 * N, T, G, g, K, N)
     x3, b3 = _rows_of(k, beta, start, first + 3 * N, T, G, g, K, N)
-    r00 = _own_inverse(x0, b0, P, N, PRECISION)
-    r11 = _own_inverse(x1, b1, P, N, PRECISION)
-    r22 = _own_inverse(x2, b2, P, N, PRECISION)
-    r33 = _own_inverse(x3, b3, P, N, PRECISION)
-    a10 = _system(x1, x0, b0, P, PRECISION)
-    a21 = _system(x2, x1, b1, P, PRECISION)
-    a32 = _system(x3, x2, b2, P, PRECISION)
-    a20 = _system(x2, x0, b0, P, PRECISION)
-    a31 = _system(x3, x1, b1, P, PRECISION)
-    a30 = _system(x3, x0, b0, P, PRECISION)
-    r10 = -_product(r11, _product(a10, r00, PRECISION), PRECISION)
-    r21 = -_product(r22, _product(a21, r11, PRECISION), PRECISION)
-    r32 = -_product(r33, _product(a32, r22, PRECISION), PRECISION)
-    r20 = -_product(r22, _product(a20, r00, PRECISION) + _product(a21, r10, PRECISION), PRECISION)
-    r31 = -_product(r33, _product(a31, r11, PRECISION) + _product(a32, r21, PRECISION), PRECISION)
-    sums = _product(a30, r00, PRECISION) + _product(a31, r10, PRECISION) + _product(a32, r20, PRECISION)
-    r30 = -_product(r33, sums, PRECISION)
+    n00 = _own_corrections(x0, b0, P, N, PRECISION)
+    n11 = _own_corrections(x1, b1, P, N, PRECISION)
+    n22 = _own_corrections(x2, b2, P, N, PRECISION)
+    n33 = _own_corrections(x3, b3, P, N, PRECISION)
+    m10 = _system(x1, x0, P, PRECISION)
+    m21 = _system(x2, x1, P, PRECISION)
+    m32 = _system(x3, x2, P, PRECISION)
+    m20 = _system(x2, x0, P, PRECISION)
+    m31 = _system(x3, x1, P, PRECISION)
+    rest = m10 - _product(m10, b0[:, None] * n00, PRECISION)
+    n10 = _joined(rest, n11, b1, PRECISION)
+    rest = m21 - _product(m21, b1[:, None] * n11, PRECISION)
+    n21 = _joined(rest, n22, b2, PRECISION)
+    rest = m32 - _product(m32, b2[:, None] * n22, PRECISION)
+    n32 = _joined(rest, n33, b3, PRECISION)
+    rest = m20 - _product(m20, b0[:, None] * n00, PRECISION) - _product(m21, b1[:, None] * n10, PRECISION)
+    n20 = _joined(rest, n22, b2, PRECISION)
+    rest = m31 - _product(m31, b1[:, None] * n11, PRECISION) - _product(m32, b2[:, None] * n21, PRECISION)
+    n31 = _joined(rest, n33, b3, PRECISION)
+    rest = _system(x3, x0, P, PRECISION)
+    rest -= _product(rest, b0[:, None] * n00, PRECISION)
+    rest -= _product(m31, b1[:, None] * n10, PRECISION) + _product(m32, b2[:, None] * n20, PRECISION)
+    n30 = _joined(rest, n33, b3, PRECISION)
     t = tl.arange(0, N)
     base = out + (tl.cast(tl.program_id(0), tl.int64) * G + g) * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
-    zero = r00 * 0.0
-    tl.store(base, r00)
+    zero = n00 * 0.0
+    tl.store(base, n00)
     tl.store(base + N, zero)
     tl.store(base + 2 * N, zero)
     tl.store(base + 3 * N, zero)
-    tl.store(base + N * BLOCK, r10)
-    tl.store(base + N * BLOCK + N, r11)
+    tl.store(base + N * BLOCK, n10)
+    tl.store(base + N * BLOCK + N, n11)
     tl.store(base + N * BLOCK + 2 * N, zero)
     tl.store(base + N * BLOCK + 3 * N, zero)
-    tl.store(base + 2 * N * BLOCK, r20)
-    tl.store(base + 2 * N * BLOCK + N, r21)
-    tl.store(base + 2 * N * BLOCK + 2 * N, r22)
+    tl.store(base + 2 * N * BLOCK, n20)
+    tl.store(base + 2 * N * BLOCK + N, n21)
+    tl.store(base + 2 * N * BLOCK + 2 * N, n22)
     tl.store(base + 2 * N * BLOCK + 3 * N, zero)
-    tl.store(base + 3 * N * BLOCK, r30)
-    tl.store(base + 3 * N * BLOCK + N, r31)
-    tl.store(base + 3 * N * BLOCK + 2 * N, r32)
-    tl.store(base + 3 * N * BLOCK + 3 * N, r33)
+    tl.store(base + 3 * N * BLOCK, n30)
+    tl.store(base + 3 * N * BLOCK + N, n31)
+    tl.store(base + 3 * N * BLOCK + 2 * N, n32)
+    tl.store(base + 3 * N * BLOCK + 3 * N, n33)
+
+
+@triton.jit
+def _less_earlier(
+    acc, x, high_i, low_i, k, update, high, low, start, g, G, first, last,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Returns acc [BLOCK, COLUMNS] of tokens with keys x, less what the updates of blocks first to last - 1 return."""
+    t = tl.arange(0, BLOCK)
+    c = tl.arange(0, COLUMNS)
+    for j in range(first, last):
+        other = (start + j * BLOCK + t) * G + g
+        y = tl.load(k + other[:, None] * K + tl.arange(0, K)[None, :])
+        w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+        if GATED:
+            w *= _decay(high_i, low_i, tl.load(high + other), tl.load(low + other))
+        u = tl.load(update + other[:, None] * V + c[None, :], mask=(c < V)[None, :], other=0.0)
+        acc -= tl.dot(w.to(u.dtype), u, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def earlier_pass(
+    k, target, high, low, update, first, T, count, group, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes off target, in place, what the updates of earlier groups of blocks return for the blocks of one group.
+
+    target is float32 [B, count, G, V] for the `count` tokens of a chunk that begins at `first`. `group` is the first
+    block of the group. Grid: blocks of the group, rows, G.
+    """
+    b = tl.cast(tl.program_id(1), tl.int64)
+    g = tl.program_id(2)
+    start = b * T + first
+    c = tl.arange(0, COLUMNS)
+    n = (group + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    valid = n < count
+    token = (start + n) * G + g
+    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
+    mask = valid[:, None] & (c < V)[None, :]
+    here = target + ((b * count + n) * G + g)[:, None] * V + c[None, :]
+    acc = tl.load(here, mask=mask, other=0.0)
+    high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
+    low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
+    acc = _less_earlier(
+        acc, x, high_i, low_i, k, update, high, low, start, g, G, 0, group, K, V, COLUMNS, P, BLOCK, GATED, PRECISION
+    )
+    tl.store(here, acc, mask=mask)
 
 
 @triton.jit
 def solve_pass(
-    k, target, beta, high, low, inverses, errors, update, first, T, count, G,
+    k, target, beta, high, low, corrections, errors, update, first, T, count, group, blocks, G,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes errors and update = beta errors, [B, T, G, V], of the `count` tokens from `first` on.
+    """Computes errors and update = beta errors, [B, T, G, V], of `blocks` blocks from the block `group` on.
 
-    target is float32 [B, count, G, V], what is left of the values. Grid: rows, G.
+    target is float32 [B, count, G, V], what earlier groups leave of the values of the `count` tokens of a chunk that
+    begins at `first`. Grid: rows, G.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     g = tl.program_id(1)
     start = b * T + first
     c = tl.arange(0, COLUMNS)
     t = tl.arange(0, BLOCK)
-    channel = tl.arange(0, K)[None, :]
-    for i in range(tl.cdiv(count, BLOCK)):
+    for i in range(group, group + blocks):
         n = i * BLOCK + t
         valid = n < count
         token = (start + n) * G + g
-        x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
+        x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
         mask = valid[:, None] & (c < V)[None, :]
         acc = tl.load(target + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
-        if GATED:
-            high_i = tl.load(high + token, mask=valid, other=0.0)
-            low_i = tl.load(low + token, mask=valid, other=0.0)
-        for j in range(i):
-            other = (start + j * BLOCK + t) * G + g
-            y = tl.load(k + other[:, None] * K + channel)
-            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
-            if GATED:
-                w *= _decay(high_i, low_i, tl.load(high + other), tl.load(low + other))
-            u = tl.load(update + other[:, None] * V + c[None, :], mask=(c < V)[None, :], other=0.0)
-            acc -= tl.dot(w.to(u.dtype), u, input_precision=PRECISION)
-        at = inverses + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
+        high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
+        low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
+        acc = _less_earlier(
+            acc, x, high_i, low_i, k, update, high, low, start, g, G, group, i, K, V, COLUMNS, P, BLOCK, GATED,
+            PRECISION,
+        )  # fmt: skip
+        at = corrections + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
         r = tl.load(at + t[:, None] * BLOCK + t[None, :])
         if GATED:
             r *= _decay(high_i, low_i, high_i, low_i)
-        error = tl.dot(r, acc, input_precision="ieee" if PRECISION == "ieee" else "tf32")
-        scaled = error * tl.load(beta + token, mask=valid, other=0.0)[:, None]
+        scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
+        error = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
         here = token[:, None] * V + c[None, :]
         tl.store(errors + here, error.to(errors.dtype.element_ty), mask=mask)
-        tl.store(update + here, scaled.to(update.dtype.element_ty), mask=mask)
+        tl.store(update + here, (error * scale).to(update.dtype.element_ty), mask=mask)
         tl.debug_barrier()  # other threads read the update in the next iteration
 
 
@@ -243,60 +302,100 @@ def own_value_gradient(
 
 
 @triton.jit
-def solve_gradient_pass(
-    k, du, errors, beta, high, low, inverses, dv, dbeta, first, T, count, G,
+def _less_later(
+    acc, x, high_i, low_i, k, dv, high, low, start, g, G, first, last, count,
     K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes dv [B, T, G, V] and dbeta [B, T, G] of the `count` tokens from `first` on, the last block first.
+    """Returns acc [BLOCK, COLUMNS] of tokens with keys x, less what the gradients dv of blocks first to last - 1 say of
+    their updates."""
+    t = tl.arange(0, BLOCK)
+    c = tl.arange(0, COLUMNS)
+    for j in range(first, last):
+        later = j * BLOCK + t < count
+        other = (start + j * BLOCK + t) * G + g
+        y = tl.load(k + other[:, None] * K + tl.arange(0, K)[None, :], mask=later[:, None], other=0.0)
+        w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+        if GATED:
+            high_j = tl.load(high + other, mask=later, other=0.0)
+            low_j = tl.load(low + other, mask=later, other=0.0)
+            w *= _decay_to_columns(high_i, low_i, high_j, low_j)
+        e = tl.load(dv + other[:, None] * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
+        acc -= tl.dot(w.to(e.dtype), e, input_precision=PRECISION)
+    return acc
 
-    du is float32 [B, count, G, V], the gradient of the updates from all later outputs and states. Grid: rows, G.
+
+@triton.jit
+def later_pass(
+    k, du, high, low, dv, first, T, count, group, blocks, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes off du, in place, what the gradients dv of later groups say of the updates of the blocks of one group.
+
+    du is float32 [B, count, G, V] for the `count` tokens of a chunk that begins at `first`. `group` is the first block
+    of the group, which has `blocks`. Grid: blocks of the group, rows, G.
+    """
+    b = tl.cast(tl.program_id(1), tl.int64)
+    g = tl.program_id(2)
+    start = b * T + first
+    c = tl.arange(0, COLUMNS)
+    n = (group + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    valid = n < count
+    token = (start + n) * G + g
+    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
+    mask = valid[:, None] & (c < V)[None, :]
+    here = du + ((b * count + n) * G + g)[:, None] * V + c[None, :]
+    acc = tl.load(here, mask=mask, other=0.0)
+    high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
+    low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
+    acc = _less_later(
+        acc, x, high_i, low_i, k, dv, high, low, start, g, G, group + blocks, tl.cdiv(count, BLOCK), count,
+        K, V, COLUMNS, P, BLOCK, GATED, PRECISION,
+    )  # fmt: skip
+    tl.store(here, acc, mask=mask)
+
+
+@triton.jit
+def solve_gradient_pass(
+    k, du, errors, beta, high, low, corrections, dv, dbeta, first, T, count, group, blocks, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes dv [B, T, G, V] and dbeta [B, T, G] of `blocks` blocks from the block `group` on, the last one first.
+
+    du is float32 [B, count, G, V], the gradient of the updates of the `count` tokens of a chunk that begins at `first`,
+    from all outputs, states and later groups. Grid: rows, G.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     g = tl.program_id(1)
     start = b * T + first
     c = tl.arange(0, COLUMNS)
     t = tl.arange(0, BLOCK)
-    channel = tl.arange(0, K)[None, :]
-    blocks = tl.cdiv(count, BLOCK)
     for step in range(blocks):
-        i = blocks - 1 - step
+        i = group + blocks - 1 - step
         n = i * BLOCK + t
         valid = n < count
         token = (start + n) * G + g
-        x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
+        x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
         mask = valid[:, None] & (c < V)[None, :]
         acc = tl.load(du + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
-        if GATED:
-            high_i = tl.load(high + token, mask=valid, other=0.0)
-            low_i = tl.load(low + token, mask=valid, other=0.0)
-        for j in range(i + 1, blocks):
-            later = j * BLOCK + t < count
-            other = (start + j * BLOCK + t) * G + g
-            y = tl.load(k + other[:, None] * K + channel, mask=later[:, None], other=0.0)
-            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
-            if GATED:
-                high_j = tl.load(high + other, mask=later, other=0.0)
-                low_j = tl.load(low + other, mask=later, other=0.0)
-                w *= _decay_to_columns(high_i, low_i, high_j, low_j)
-            e = tl.load(dv + other[:, None] * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
-            acc -= tl.dot(w.to(e.dtype), e, input_precision=PRECISION)
-        at = inverses + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
+        high_i = tl.load(high + token, mask=valid, other=0.0) if GATED else None
+        low_i = tl.load(low + token, mask=valid, other=0.0) if GATED else None
+        acc = _less_later(
+            acc, x, high_i, low_i, k, dv, high, low, start, g, G, i + 1, group + blocks, count, K, V, COLUMNS, P,
+            BLOCK, GATED, PRECISION,
+        )  # fmt: skip
+        at = corrections + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
         r = tl.load(at + t[None, :] * BLOCK + t[:, None])  # transposed
-        s = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
         if GATED:
-            between = _decay_to_columns(high_i, low_i, high_i, low_i)
-            r *= between
-            s *= between
+            r *= _decay_to_columns(high_i, low_i, high_i, low_i)
         scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
-        e = tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        h = acc - tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
         here = token[:, None] * V + c[None, :]
-        rounded = e.to(dv.dtype.element_ty)
-        tl.store(dv + here, rounded, mask=mask)
-        s = tl.where(t[None, :] > t[:, None], s, 0.0)
-        acc -= tl.dot(s.to(rounded.dtype), rounded, input_precision=PRECISION)
+        tl.store(dv + here, (h * scale).to(dv.dtype.element_ty), mask=mask)
         error = tl.load(errors + here, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dbeta + token, tl.sum(acc * error, 1), mask=valid)
+        tl.store(dbeta + token, tl.sum(h * error, 1), mask=valid)
         tl.debug_barrier()  # other threads read dv in the next iteration
 
 
@@ -305,8 +404,8 @@ def solve_gradient_pass(
 
 def solve(
     k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
-) -> Tensor:
-    """Returns the prediction errors e [B, T, G, V] in the dtype of v; see `delta_solve.solve`."""
+) -> tuple[Tensor, Tensor]:
+    """Returns the errors e and the updates u, [B, T, G, V] in the dtype of v; see `delta_solve.solve`."""
     chunks = _Chunks(k, v, beta, log_g, options)
     errors, update = torch.empty_like(v), torch.empty_like(v)
     rows = None if state is None else chunks.from_public(state)
@@ -314,10 +413,14 @@ def solve(
         target = v[:, span].float()
         if rows is not None:
             target = target - chunks.past(span) * chunks.read(k[:, span], rows)
-        chunks.launch(solve_pass, span, target=target.contiguous(), errors=errors, update=update)
+        target = target.contiguous()
+        for group, blocks in chunks.groups_of(span):
+            if group:
+                chunks.launch(earlier_pass, span, group, blocks, True, target=target, update=update)
+            chunks.launch(solve_pass, span, group, blocks, target=target, errors=errors, update=update)
         if span != chunks.spans[-1]:
             rows = chunks.advanced(rows, span, ((k[:, span], update[:, span] * chunks.kept(span)),))
-    return errors
+    return errors, update
 
 
 def solve_gradient(
@@ -334,7 +437,11 @@ def solve_gradient(
         du = own[:, span]
         if drows is not None:
             du = du + chunks.kept(span) * chunks.read(k[:, span], drows)
-        chunks.launch(solve_gradient_pass, span, du=du.contiguous(), errors=errors, dv=dv, dbeta=dbeta)
+        du = du.contiguous()
+        for group, blocks in reversed(chunks.groups_of(span)):
+            if (group + blocks) * BLOCK < span.stop - span.start:
+                chunks.launch(later_pass, span, group, blocks, True, du=du, dv=dv)
+            chunks.launch(solve_gradient_pass, span, group, blocks, du=du, errors=errors, dv=dv, dbeta=dbeta)
         if span != chunks.spans[0]:
             past = chunks.past(span)
             by_row = (x[:, span].unflatten(2, (groups, -1)).unbind(3) for x in (q, dout))
@@ -398,18 +505,31 @@ class _Chunks:
         self.decays = None if log_g is None else self._decays(log_g)
         blocks = config.ceil_div(self.time, BLOCK)
         shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
-        self.inverses = torch.empty(shape, device=k.device, dtype=torch.float32)
+        self.corrections = torch.empty(shape, device=k.device, dtype=torch.float32)
         constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
         grid = (self.batch * blocks, self.groups)
         numbers = {"T": self.time, "G": self.groups}
-        launch_kernel(block_inverses, grid, numbers | constants, k=self.k, beta=self.beta, out=self.inverses)
+        launch_kernel(block_corrections, grid, numbers | constants, k=self.k, beta=self.beta, out=self.corrections)
 
-    def launch(self, kernel, span: slice, **tensors: Tensor) -> None:
-        """Launches one of the solving kernels on the chunk at `span`."""
+    def groups_of(self, span: slice) -> list[tuple[int, int]]:
+        """Returns the groups of blocks of the chunk at `span`: the first block and the number of blocks."""
+        blocks = config.ceil_div(span.stop - span.start, BLOCK)
+        return [(i, min(_GROUP, blocks - i)) for i in range(0, blocks, _GROUP)]
+
+    def launch(
+        self, kernel: Any, span: slice, group: int, blocks: int, parallel: bool = False, **tensors: Tensor
+    ) -> None:
+        """Launches a kernel on a group of blocks of the chunk at `span`; `parallel`: a program for every block."""
         high, low = (None, None) if self.decays is None else self.decays
         numbers = {"first": span.start, "T": self.time, "count": span.stop - span.start, "G": self.groups}
-        own = {"k": self.k, "beta": self.beta, "high": high, "low": low, "inverses": self.inverses}
-        launch_kernel(kernel, (self.batch, self.groups), numbers | self._constants(), **own, **tensors)
+        numbers |= {"group": group, "blocks": blocks}
+        own = {"k": self.k, "beta": self.beta, "high": high, "low": low, "corrections": self.corrections}
+        arguments, tensors = numbers | self._constants(), own | tensors
+        names = kernel.arg_names
+        arguments = {name: x for name, x in arguments.items() if name in names or name == "num_warps"}
+        tensors = {name: x for name, x in tensors.items() if name in names}
+        grid = (blocks, self.batch, self.groups) if parallel else (self.batch, self.groups)
+        launch_kernel(kernel, grid, arguments, **tensors)
 
     def own_value_gradient(self, q: Tensor, dout: Tensor) -> Tensor:
         """Returns what the output gradients of each chunk say of its own updates, float32 [B, T, G, V]."""
@@ -467,12 +587,11 @@ class _Chunks:
         return torch.zeros(shape, device=self.k.device, dtype=torch.float32) if shape[0] else None
 
     def _decays(self, log_g: Tensor) -> Decays:
-        steps = log_g.double().mul(_LOG2_E).clamp(min=-_VANISHES)
-        missing = -self.time % self.size
-        padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).unflatten(1, (-1, self.size))
-        sums = padded.cumsum(2).flatten(1, 2)[:, : self.time]
+        steps = log_g.transpose(1, 2).double().mul(_LOG2_E).clamp(min=-_VANISHES)
+        padded = torch.nn.functional.pad(steps, (0, -self.time % self.size)).unflatten(2, (-1, self.size))
+        sums = padded.cumsum(3).flatten(2)[:, :, : self.time]  # along memory, which is faster
         high = sums.float()
-        return Decays(high.contiguous(), (sums - high).float().contiguous())
+        return Decays(*(x.transpose(1, 2).contiguous() for x in (high, (sums - high).float())))
 
     def _constants(self) -> dict:
         columns = max(16, config.next_power_of_2(self.value_dim))
@@ -518,7 +637,7 @@ def delta_rule(
     for first in range(0, value_dim, widest):
         part = power.padded(v[..., first : first + widest])
         before = None if state is None else power.padded(state[..., first : first + widest]).contiguous()
-        out, last, _ = power_delta(q, k, part.contiguous(), beta, gates, before, p, chunk or 0, final)
+        out, last, *_ = power_delta(q, k, part.contiguous(), beta, gates, before, p, chunk or 0, final)
         width = min(widest, value_dim - first)
         outs.append(out[..., :width])
         ends.append(last[..., :width])
@@ -535,7 +654,7 @@ class _Backend:
     attend, attend_gradient = staticmethod(attend), staticmethod(attend_gradient)
 
 
-def _like_gradients(dout, dlast, q, k, v, beta, log_g, state, errors, last, p, chunk):
+def _like_gradients(dout, dlast, q, k, v, beta, log_g, state, errors, update, last, p, chunk):
     grads = [torch.empty_like(x) for x in (q, k, v, beta)]
     return *grads, *(beta.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, state))
 
@@ -551,6 +670,7 @@ def power_delta_backward(
     log_g: Tensor | None,
     state: Tensor | None,
     errors: Tensor,
+    update: Tensor,
     last: Tensor,
     p: int,
     chunk: int,
@@ -560,7 +680,7 @@ def power_delta_backward(
         options = DeltaOptions(p, chunk or None, dlast is not None)
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
-        found = rule.backward(_Backend, q, k, beta, log_g, state, errors, end, dout, dlast, options)
+        found = rule.backward(_Backend, q, k, beta, log_g, state, errors, update, end, dout, dlast, options)
     dq, dk, dv, dbeta, dlog_g, ds = (None if x is None else x.contiguous() for x in found)
     return dq, dk, dv, dbeta, *(beta.new_empty(0) if x is None else x for x in (dlog_g, ds))
 
@@ -568,22 +688,22 @@ def power_delta_backward(
 def _like_forward(q, k, v, beta, log_g, state, p, chunk, final):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     shape = (q.shape[0], k.shape[2], spow_dim(q.shape[3], p), v.shape[3]) if final else (0,) * 4
-    return out, beta.new_empty(shape), torch.empty_like(v)
+    return out, beta.new_empty(shape), torch.empty_like(v), torch.empty_like(v)
 
 
 def _keep(ctx, inputs, output):
     q, k, v, beta, log_g, state, ctx.p, ctx.chunk, ctx.final = inputs
-    _, last, errors = output
-    ctx.save_for_backward(q, k, v, beta, log_g, state, errors, last)
+    _, last, errors, update = output
+    ctx.save_for_backward(q, k, v, beta, log_g, state, errors, update, last)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlast, _):
-    q, k, v, beta, log_g, state, errors, last = ctx.saved_tensors
+def _backward(ctx, dout, dlast, *_):
+    q, k, v, beta, log_g, state, errors, update, last = ctx.saved_tensors
     if dout is None:
         dout = q.new_zeros(*q.shape[:3], v.shape[3])
     dlast = dlast if ctx.final else None
-    tensors = (q, k, v, beta, log_g, state, errors, last)
+    tensors = (q, k, v, beta, log_g, state, errors, update, last)
     *grads, dlog_g, ds = power_delta_backward(dout, dlast, *tensors, ctx.p, ctx.chunk)
     return *grads, None if log_g is None else dlog_g, None if state is None else ds, None, None, None
 
@@ -599,12 +719,12 @@ def power_delta(
     p: int,
     chunk: int,
     final: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes out [B, T, H, V], the last state [B, G, D, V], empty unless `final`, and the errors [B, T, G, V].
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes out [B, T, H, V], the last state [B, G, D, V], empty unless `final`, errors and updates [B, T, G, V].
 
     chunk: tokens of a chunk; 0: the kernels choose.
     """
     with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
         options = DeltaOptions(p, chunk or None, final)
-        out, last, errors = rule.forward(_Backend, q, k, v, beta, log_g, state, options)
-    return out, beta.new_empty((0,) * 4) if last is None else last, errors
+        out, last, errors, update = rule.forward(_Backend, q, k, v, beta, log_g, state, options)
+    return out, beta.new_empty((0,) * 4) if last is None else last, errors, update
