@@ -46,7 +46,7 @@ from sympow.recipes import load_recipe, load_sweep
 from sympow.training import Run, RunConfig, load, override
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import folder_of, read_config
-from sympow.training.runs import OPENING
+from sympow.training.runs import OPENING, tell_remarks
 from sympow.training.step import resolve_device
 
 
@@ -353,7 +353,9 @@ def _evaluate(
         check_data_tokenizer(config, run.tokenizer, label, data)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):
-                opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
+                splits = open_corpus(config, tokenizer=run.tokenizer)
+            tell_remarks(splits)
+            opened[str(config)] = splits.held_out
         progress = None if quiet else f"evaluating {label}"
         losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
         curves.append(Curve(label, losses, run.config.training.context))

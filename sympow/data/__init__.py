@@ -2,7 +2,7 @@
 
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig
-from sympow.data.corpus import Corpus, Subset, TokenCorpus
+from sympow.data.corpus import Concatenated, Corpus, Mixture, Subset, TokenCorpus
 from sympow.data.doc_corpus import build_doc_corpus
 from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
@@ -23,8 +23,10 @@ __all__ = [
     "Batch",
     "Batches",
     "ByteTokenizer",
+    "Concatenated",
     "Corpus",
     "DataConfig",
+    "Mixture",
     "Splits",
     "StreamDecoder",
     "Subset",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.data import Batches, ByteTokenizer, DataConfig, Tokenizer, load_tokenizer, open_corpus
+from sympow.data import Batches, ByteTokenizer, DataConfig, Splits, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.progress import Progress
@@ -114,13 +114,24 @@ def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
     return load_tokenizer(file) if file.exists() else None
 
 
+def tell_remarks(splits: Splits) -> None:
+    """Prints on stderr what was left out of the data. A run with `quiet` shows it too, as it changes the result."""
+    for line in splits.remarks:
+        print(line, file=sys.stderr)
+
+
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
-    """Returns batches of the training and of the held-out documents. With `save`, saves the tokenizer in the folder."""
+    """Returns batches of the training and of the held-out documents.
+
+    With `save`, saves the tokenizer in the folder and prints remarks on the data.
+    """
     tokenizer = saved_tokenizer(folder)
     if config.distillation is not None:
         tokenizer = saved_tokenizer(Path(config.distillation.start))
         _check_tokenizer(config.data, tokenizer)
     settings, splits = config.training, open_corpus(config.data, tokenizer=tokenizer)
+    if save:
+        tell_remarks(splits)
     if splits.train.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
