@@ -274,6 +274,24 @@ def parser() -> argparse.ArgumentParser:
     figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="Read the results.csv of a sweep.")
     figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the images into this folder.")
 
+    own = command("corpus", "Make a corpus of long documents from texts of your own.", about.CORPUS)
+    own.add_argument("texts", metavar="TEXTS", type=_path, help="Read the texts in this file or folder.")
+    own.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
+    own.add_argument("--group", choices=("file", "folder"), default="file",
+                     help="Make a document of every file, or of the files directly in a folder (default: file).")
+    own.add_argument("--suffixes", metavar="LIST",
+                     help="Read files with these endings only, such as .py,.md (default: every text file).")
+    own.add_argument("--text-field", metavar="NAME", default="text",
+                     help="Read this field of JSON lines, Parquet and Arrow files (default: text).")
+    words = own.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="Train a BPE of N tokens (default: 16,384).")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
+                       help="Use this tokenizer.json, or that in this folder.")  # fmt: skip
+    own.add_argument("--row-tokens", metavar="N", type=_positive,
+                     help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).")
+    own.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
+    own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+
     corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", about.KERNEL_CORPUS)
     corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
     corpus.add_argument("--source", metavar="PATH", type=_path,

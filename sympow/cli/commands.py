@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
+    build_corpus,
     build_doc_corpus,
     build_kernel_corpus,
     load_tokenizer,
@@ -247,6 +249,32 @@ def mqar_figures(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in draw_figures(rows, folder):
         print(file)
+
+
+def corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow corpus`."""
+    check_image(options.plot)
+    made = build_corpus(
+        options.out,
+        options.texts,
+        group=options.group,
+        suffixes=tuple(filter(None, (options.suffixes or "").split(","))),
+        text_field=options.text_field,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
+        remark=lambda line: print(line, file=sys.stderr),
+    )
+    _tell_corpus(made, options)
+    for split in SPLITS:
+        counts = made[split]
+        lost = counts["tokens"] - counts["tokens_in_rows"]
+        if lost:
+            print(
+                f"left out of {split}.zarr: {lost:,} tokens ({lost / counts['tokens']:.0%}) after the last row of a "
+                f"document, and in {counts['documents_without_a_row']:,} documents shorter than a row"
+            )
 
 
 def kernel_corpus(options: argparse.Namespace) -> None:

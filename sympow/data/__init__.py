@@ -7,6 +7,7 @@ from sympow.data.doc_corpus import build_doc_corpus
 from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
 from sympow.data.length_plot import plot_document_lengths
+from sympow.data.own_corpus import build_corpus
 from sympow.data.splits import Splits, open_corpus
 from sympow.data.tokens import (
     BPETokenizer,
@@ -33,6 +34,7 @@ __all__ = [
     "TokenCorpus",
     "Tokenizer",
     "ZarrCorpus",
+    "build_corpus",
     "build_doc_corpus",
     "build_kernel_corpus",
     "default_cache_dir",
