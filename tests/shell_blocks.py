@@ -33,6 +33,7 @@ SMALLER = {
     "sympow train demo:power data.kind=text data.paths=": f"{_STEPS} data.tokenizer=bytes data.vocab_size=256 "
     "model.vocab_size=256",
     "sympow train demo:power data.kind=tokens": _STEPS,
+    "sympow train --from": f"{_STEPS} data.path=TEXTS",
     "sympow train my_recipe.py:run": "",
     "sympow train longcrawl64:": f"{_STEPS} training.batch_size=2 training.precision=float32 model.d_model=24 "
     "model.n_layers=1 model.n_heads=2 model.vocab_size=300 data.vocab_size=300",

@@ -50,12 +50,15 @@ def parser() -> argparse.ArgumentParser:
     train = command("train", "Train the model of a recipe, or continue its run.", about.TRAIN)
     train.set_defaults(recipes=("RunConfig",))
     train.add_argument("--list", nargs=0, action=_ListRecipes, help="List the recipes and exit.")
-    train.add_argument("recipe", metavar="RECIPE",
-                       help="Run this recipe: demo:softmax, path/to/file.py:function or module:function.")  # fmt: skip
+    train.add_argument("recipe", metavar="RECIPE", nargs="?",
+                       help="Run this recipe: demo:softmax, path/to/file.py:function or module:function. "
+                            "It is optional with --from.")  # fmt: skip
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[],
         help="Set a field of the recipe's config, such as training.learning_rate=1e-3."
     )
+    train.add_argument("--from", metavar="RUN", type=_path, dest="start",
+                       help="Begin with the weights of this run or checkpoint, and without a recipe with its config.")
     train.add_argument("--out", metavar="DIR", type=_path,
                        help="Write the run into this folder (default: runs/NAME, with the run's name).")  # fmt: skip
     train.add_argument("--restart", action="store_true", help="First remove the files of an earlier run in the folder.")
@@ -405,11 +408,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         getattr(options, lists[options.command]).extend(more)
+    if options.command == "train":
+        _find_recipe(options, top)
     if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
         top.error("one of the arguments --prompt --prompt-file --context is required")
     if options.command == "serve" and options.cache_disk is not None and options.cache_dir is None:
         top.error("--cache-disk needs --cache-dir, the folder of the states on disk")
     return options
+
+
+def _find_recipe(options: argparse.Namespace, top: argparse.ArgumentParser) -> None:
+    """Takes the recipe from the positional arguments, wherever options stand between them."""
+    words = [*([] if options.recipe is None else [options.recipe]), *options.overrides]
+    options.recipe = words.pop(0) if words and "=" not in words[0] else None
+    options.overrides = words
+    if options.recipe is None and options.start is None:
+        top.exit(2, "sympow: error: the following arguments are required: RECIPE (see sympow train --help)\n")
 
 
 def _one_line(error: BaseException) -> str:

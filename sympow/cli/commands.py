@@ -45,7 +45,7 @@ from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
-from sympow.training import Run, RunConfig, load, override
+from sympow.training import Run, RunConfig, fine_tuning_run, load, override
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import folder_of, read_config
 from sympow.training.runs import OPENING, tell_remarks
@@ -54,9 +54,15 @@ from sympow.training.step import resolve_device
 
 def train(options: argparse.Namespace) -> int | None:
     """Runs `sympow train`."""
-    config = override(load_recipe(options.recipe), options.overrides)
+    config = fine_tuning_run(options.start) if options.recipe is None else load_recipe(options.recipe)
+    if options.start is not None:
+        config = replace(config, start=str(Path(options.start)))
+    config = override(config, options.overrides)
     check_held_out(config.data, options.overrides, "data.")
-    return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
+    folder = Path(options.out or f"runs/{config.name}")
+    if config.start is not None and folder_of(config.start).resolve() == folder.resolve():
+        raise ValueError(f"the run cannot be written into {folder}, from which it begins: give another folder (--out)")
+    return _train(config, folder, options.quiet, options.restart)
 
 
 def evaluate(options: argparse.Namespace) -> None:
