@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if options.traceback:
             raise
-        print(f"sympow: error: {_one_line(error)}", file=sys.stderr)
+        _tell(_one_line(error))
         return 2
 
 
@@ -338,7 +338,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (_recipe_list(returned) if returned else "")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+        _refuse(f"{message} (see {self.prog} --help)")
 
 
 class _ListRecipes(argparse.Action):
@@ -409,7 +409,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if more:
         getattr(options, lists[options.command]).extend(more)
     if options.command == "train":
-        _find_recipe(options, top)
+        _find_recipe(options)
     if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
         top.error("one of the arguments --prompt --prompt-file --context is required")
     if options.command == "serve" and options.cache_disk is not None and options.cache_dir is None:
@@ -417,13 +417,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _find_recipe(options: argparse.Namespace, top: argparse.ArgumentParser) -> None:
+def _find_recipe(options: argparse.Namespace) -> None:
     """Takes the recipe from the positional arguments, wherever options stand between them."""
     words = [*([] if options.recipe is None else [options.recipe]), *options.overrides]
     options.recipe = words.pop(0) if words and "=" not in words[0] else None
     options.overrides = words
     if options.recipe is None and options.start is None:
-        top.exit(2, "sympow: error: the following arguments are required: RECIPE (see sympow train --help)\n")
+        _refuse("the following arguments are required: RECIPE (see sympow train --help)")
+
+
+def _refuse(line: str) -> NoReturn:
+    _tell(line)
+    raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    """Prints an error. Of the processes that torchrun started, the first one prints it."""
+    several = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if several:
+        from sympow.cli.ranks import is_first
+
+        if not is_first(line):
+            return
+    print(f"sympow: error: {line}", file=sys.stderr)
 
 
 def _one_line(error: BaseException) -> str:
