@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -91,24 +92,38 @@ def _work(worker: Worker[Any], number: int, note: str) -> None:
 
 
 class Submitted:
-    """Runs workers in jobs of submitit.
+    """Runs workers in jobs of submitit. A worker that dies is replaced by a new one.
 
     Args:
-        jobs: the results of `submit`.
+        worker: what each job runs; `notes` is set.
+        submit: submits `drain` for a worker and a number.
+        jobs: the jobs of the workers, by number.
         kept: whether the jobs continue when the sweep is stopped.
     """
 
-    def __init__(self, jobs: list[Any], kept: bool):
-        self._jobs, self._kept = jobs, kept
+    def __init__(self, worker: Worker[Any], submit: Callable[[Worker[Any], int], Any], jobs: list[Any], kept: bool):
+        self._worker, self._submit, self._jobs, self._kept = worker, submit, jobs, kept
+        self._records, self._ended = Records(worker.folder), set[int]()
 
     def works(self) -> bool:
-        """Tells whether at least one job is not done."""
-        return not all(job.done() for job in self._jobs)
+        """Tells whether at least one job is not done. Workers that died, which leave a note, are replaced first."""
+        for number, job in enumerate(self._jobs):
+            if number in self._ended or not job.done():
+                continue
+            last = self._records.end(self._worker.note(number))
+            if last is None:
+                self._ended.add(number)
+                continue
+            if not self._records.has_ended(last):
+                self._records.fail(last, f"the worker died in this job, its log is {job.paths.stderr}")
+            self._jobs[number] = self._submit(self._worker, number)
+        return len(self._ended) < len(self._jobs)
 
     def stop(self) -> None:
         """Stops the jobs, unless they are kept."""
-        for job in () if self._kept else self._jobs:
+        for number, job in () if self._kept else enumerate(self._jobs):
             job.cancel()
+            self._records.end(self._worker.note(number))
 
 
 def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, Any]) -> Team:
@@ -123,21 +138,25 @@ def start(executor: str, worker: Worker[Any], workers: int, slurm: Mapping[str, 
     if executor == "process":
         return Processes(worker, workers)
     folder = worker.folder / "submitit"
+    worker.notes = secrets.token_hex(8)  # other launchers may work in the same folder
     if executor == "submitit":
         local = _submitit().LocalExecutor(folder)
         local.update_parameters(timeout_min=_NO_LIMIT, **visible_gpus())
-        return Submitted([local.submit(drain, worker, number) for number in range(workers)], kept=False)
+        submit = partial(local.submit, drain)
+        return Submitted(worker, submit, [submit(worker, number) for number in range(workers)], kept=False)
     array = _submitit().AutoExecutor(folder, cluster="slurm")
     array.update_parameters(**slurm)
+    submit = partial(array.submit, drain)
     with array.batch():
-        jobs = [array.submit(drain, worker, number) for number in range(workers)]
-    return Submitted(jobs, kept=True)  # the same command, run later, collects the results
+        jobs = [submit(worker, number) for number in range(workers)]
+    return Submitted(worker, submit, jobs, kept=True)  # the same command, run later, collects the results
 
 
 def drain(worker: Worker[Any], number: int) -> None:
-    """Runs a worker to its end."""
-    for _ in worker.run(number):
+    """Runs a worker to its end, and then removes its note: a note that stays tells that the worker died."""
+    for _ in worker.run(number, worker.note(number)):
         pass
+    Records(worker.folder).end(worker.note(number))
 
 
 def visible_gpus() -> dict[str, Any]:

@@ -33,6 +33,18 @@ def test_a_worker_that_dies_between_jobs_is_replaced(tmp_path):
     assert list((tmp_path / "workers").iterdir()) == []
 
 
+def test_a_job_that_kills_its_worker_in_submitit_costs_one_job(tmp_path):
+    """Also a worker that dies between two jobs."""
+    pytest.importorskip("submitit")
+    jobs = named("a", "die", "b", "die later", "c")
+    found = {each.job: each for each in run_jobs(jobs, Chores(), tmp_path, executor="submitit")}
+    assert {job: found[job].result["done"] for job in ("a", "b", "c", "die later")} == {
+        "a": "a", "b": "b", "c": "c", "die later": "die later"
+    }  # fmt: skip
+    assert found["die"].error.startswith(f"the worker died in this job, its log is {tmp_path}/submitit/")
+    assert list((tmp_path / "workers").iterdir()) == []
+
+
 def test_what_another_launcher_writes_in_the_folder_is_left_alone(tmp_path):
     Records(tmp_path).open()
     files = [tmp_path / "workers" / "of another", tmp_path / "errors" / ".half written"]
