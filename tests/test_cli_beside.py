@@ -34,8 +34,8 @@ from sympow.recall import Architecture, OwnTask, RecallConfig
 
 def run():
     task = OwnTask("beside_tasks:copied", 8, 16)
-    return RecallConfig(Architecture("mine", (MixerConfig("softmax"),)), width=16, train=(task,), test=(task,), examples=8,
-                        validation_examples=4, test_examples=4, batch_size=4, epochs=1, validations=1)
+    return RecallConfig(Architecture("mine", (MixerConfig("softmax"),)), width=16, train=(task,), test=(task,),
+                        examples=8, validation_examples=4, test_examples=4, batch_size=4, epochs=1, validations=1)
 """
 
 

@@ -185,6 +185,9 @@ def serve(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """Runs `sympow export`."""
+    if options.out.lower().endswith(".gguf"):
+        raise ValueError(f"{options.out}: programs that read GGUF files have no power attention, so none is written: "
+                         "give a folder")  # fmt: skip
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))

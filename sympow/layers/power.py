@@ -26,7 +26,7 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
-from sympow.ops.checks import check_options
+from sympow.ops.checks import check_options, plain
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
@@ -107,6 +107,7 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("head_norm", True)
         heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        p, chunk_size = plain(p), plain(chunk_size)
         check_options(p, None, bool(normalize), eps)
         check_form(chunk_size, impl)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use

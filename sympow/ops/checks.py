@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +54,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
             raise OutOfRangeError(
                 f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
             )
+
+
+def plain(number: Any) -> Any:
+    """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
+    return int(number) if isinstance(number, np.integer) else number
 
 
 def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:

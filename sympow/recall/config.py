@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sympow.data.files import check_file_name
 from sympow.data.mqar import RecallTask
 from sympow.fields import unknown
 from sympow.layers import make_mixer
@@ -24,6 +25,7 @@ from sympow.training.config import PRECISIONS
 from sympow.training.overrides import override
 
 AnyTask = RecallTask | OwnTask
+_LABEL = 100  # bytes of a label in the name of a run, which is the name of a file
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,10 @@ class RecallConfig:
 
     @property
     def id(self) -> str:
-        """Returns a file name of this run: readable, and different for every config."""
+        """Returns a file name of this run: readable, of at most 200 bytes, and different for every config."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
+        label = label.encode()[:_LABEL].decode(errors="ignore")
         task = self.train[-1]
         pairs = "" if task.pairs is None else f"-d{task.pairs}"
         return f"{label}-n{task.length}{pairs}-w{self.width}-lr{self.learning_rate:.2g}-s{self.seed}-{digest}"
@@ -184,6 +187,7 @@ class Sweep:
     runs: tuple[RecallConfig, ...]
 
     def __post_init__(self) -> None:
+        check_file_name(self.name, "the name of a sweep")
         object.__setattr__(self, "runs", tuple({run.id: run for run in self.runs}.values()))
         if not self.runs:
             raise ValueError(f"the sweep {self.name} has no runs")

@@ -168,3 +168,20 @@ def test_an_unknown_executor_is_refused(tmp_path):
 def test_a_sweep_without_workers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a sweep needs at least one worker; got 0"):
         list(run_jobs(named("a"), Chores(), tmp_path / "out", workers=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a/b", "the name of a job must be usable as a file name, got 'a/b'"),
+        (".a", "usable as a file name, got '.a'"),
+        ("", "usable as a file name, got ''"),
+        ("ä" * 120, "the name of a job must have at most 200 bytes, got 240: 'ää"),
+    ],
+)
+def test_a_name_that_names_no_file_is_refused(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        list(run_jobs({name: "a"}, Chores(), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    (done,) = run_jobs({"ä" * 100: "a"}, Chores(), tmp_path / "out", executor=None)
+    assert done.error is None
