@@ -20,6 +20,7 @@ from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
+from sympow.ops.devices import check_float64
 from sympow.ops.gated_norm import gated_norm
 
 
@@ -284,6 +285,7 @@ class AttentionMixer(Mixer):
 
     def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
+        check_float64(x.device)
         if isinstance(position, int):
             end = position + x.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.decoding_state import DecodingState
+from sympow.ops.devices import check_float64
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import Rotation
 from sympow.ops.types import OutOfRangeError, PowerState
@@ -29,6 +30,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{', '.join(layout)}]; got {list(x.shape)}")
         if x.device != device:
             raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
+    check_float64(q.device)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
