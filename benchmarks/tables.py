@@ -283,6 +283,7 @@ TABLES = {
     "mqar_hybrids_h200.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
+    "mqar_far_h100.csv": seeds_table,
     "mqar_windows_cpu.csv": seeds_table,
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,

@@ -1,4 +1,4 @@
-"""Computes the numbers of docs/theory.md: the work of recall in parallel, and recall from a state of few bits."""
+"""Computes the numbers of docs/theory.md: the work of recall, circuits, and recall from a state of few bits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 from pathlib import Path
 
 from sympow.recall import write_results
+from sympow.recall.theory.circuits import circuit_as_base_conv, fourier_circuit, planned
 from sympow.recall.theory.index_problem import Memory, accuracy, most_possible, retnet
 from sympow.recall.theory.instances import draw
 from sympow.recall.theory.parallel import recall_all_pairs, recall_in_blocks, recall_one_by_one
+from sympow.recall.theory.sorting import recall_circuit
 
 ALGORITHMS = {"one by one": recall_one_by_one, "all pairs": recall_all_pairs, "in blocks": recall_in_blocks}
 MEMORIES = [retnet(8, heads=3), Memory("power p=1", 1, 16), Memory("power p=2", 2, 8), Memory("power p=3", 3, 6)]
@@ -27,6 +29,20 @@ def work(longest: int) -> list[dict[str, object]]:
     return rows
 
 
+def circuits(most: int) -> list[dict[str, object]]:
+    """Returns rows of the size of circuits, up to recall of `most` triples, and of their BaseConv models."""
+    named = [("Fourier transform", size, fourier_circuit(size)) for size in (4, 16, 64)]
+    named += [("recall", triples, recall_circuit(triples, (2 * triples - 1).bit_length()))
+              for triples in (2, 4, 8, 16) if triples <= most]  # fmt: skip
+    rows = []
+    for name, size, circuit in named:
+        plan, model = planned(circuit), circuit_as_base_conv(circuit, 16)
+        rows.append({"circuit": name, "of": size, "size": circuit.size, "depth": circuit.depth, "width": plan.width,
+                     "levels": len(plan.levels), "layers": sum(1 for _ in model.layers()), "rows": model.rows,
+                     "channels": 3 * model.width})  # fmt: skip
+    return rows
+
+
 def index(rows: int) -> list[dict[str, object]]:
     """Returns rows of the accuracy of every memory against the bits of its state per stored bit."""
     found = []
@@ -41,12 +57,14 @@ def index(rows: int) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.theory", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the two CSV files")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the three CSV files")
     parser.add_argument("--longest", type=int, default=1 << 14, help="triples of the longest row (default: 16,384)")
     parser.add_argument("--rows", type=int, default=32, help="rows of every accuracy (default: 32)")
+    parser.add_argument("--most", type=int, default=16, help="triples of the largest circuit (default: 16)")
     args = parser.parse_args()
-    for name, rows in (("theory_work", work(args.longest)), ("theory_index", index(args.rows))):
-        write_results(args.out / f"{name}.csv", rows)
+    tables = (("work", work(args.longest)), ("index", index(args.rows)), ("circuits", circuits(args.most)))
+    for name, rows in tables:
+        write_results(args.out / f"theory_{name}.csv", rows)
         for row in rows:
             print(", ".join(f"{key} {value}" for key, value in row.items()))
 

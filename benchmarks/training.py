@@ -31,6 +31,7 @@ from benchmarks.measure import measured
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
+from sympow.training.config import OPTIMIZERS
 from sympow.training.optimizer import make_optimizer
 from sympow.training.ranks import Part, Ranks, join, launched, prepare
 from sympow.training.step import StepNumbers, autocast, make_pass, train_step
@@ -57,14 +58,15 @@ ALLOWED = 4 * torch.finfo(torch.bfloat16).eps  # a few roundings of the dtype, f
 
 @dataclass(frozen=True)
 class Shape:
-    """Describes the training: a preset of the model with a vocabulary, and steps of `rows` rows of `context` tokens, of
-    which `micro_batch` are computed at once."""
+    """Describes the training: a preset of the model with a vocabulary, steps of `rows` rows of `context` tokens, of
+    which `micro_batch` are computed at once, and the optimizer."""
 
     preset: str
     vocabulary: int
     context: int
     rows: int
     micro_batch: int
+    optimizer: str = "adamw"
 
     def config(self, mixer: str, mode: str, device: str, size: int) -> RunConfig:
         """Returns the config of a run on `size` ranks, which share every row."""
@@ -75,7 +77,7 @@ class Shape:
             data=DataConfig(tokenizer="bytes", pack=False),
             training=TrainingConfig(
                 context=self.context, batch_size=self.rows, micro_batch_size=self.micro_batch, precision="bf16",
-                device=device,
+                optimizer=self.optimizer, device=device,
             ),
             execution=ExecutionConfig(size, execution.checkpoint_activations, execution.compile),
         )  # fmt: skip
@@ -205,8 +207,8 @@ def world_size() -> int:
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """Returns rows with two speeds, where these were measured: `ratio`, relative to softmax attention run in the same
-    way, and `speedup`, relative to one rank."""
+    """Returns rows with three speeds, where these were measured: `ratio`, relative to softmax attention run in the same
+    way, `speedup`, relative to one rank, and `over_adamw`, relative to AdamW."""
 
     def speed(row: dict, **changed: object) -> float | None:
         wanted = {name: row[name] for name in (*SHAPE, "mixer", "mode", "ranks")} | changed
@@ -214,20 +216,23 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
     for row in rows:
         if "ms" in row:
-            for name, other in (("ratio", speed(row, mixer="softmax")), ("speedup", speed(row, ranks=1))):
+            others = {"mixer": "softmax"}, {"ranks": 1}, {"optimizer": "adamw"}
+            for name, changed in zip(("ratio", "speedup", "over_adamw"), others, strict=True):
+                other = speed(row, **changed)
                 row[name] = round(row["tokens_per_second"] / other, 3) if other else None
     return rows
 
 
 def line(row: dict) -> str:
     """Returns a row as text to print."""
-    what = f"{row['mixer']:>11} {row['mode']:>18} {row['context']:>9,} x {row['rows']:<3} {row['ranks']:>2} ranks"
+    what = f"{row['mixer']:>11} {row['mode']:>18} {row['optimizer']:>5}"
+    what += f" {row['context']:>9,} x {row['rows']:<3} {row['ranks']:>2} ranks"
     if "error" in row:
         return f"{what}  {row['error']}"
     numbers = f"{row['ms']:>10,.1f} ms {row['tokens_per_second']:>11,} tokens/s"
     mfu = "" if row["mfu"] is None else f" MFU {row['mfu']:.1%}"
     peak = "" if row["peak_gib"] is None else f" {row['peak_gib']:.1f} GiB"
-    names = {"ratio": "softmax", "speedup": "one rank"}
+    names = {"ratio": "softmax", "speedup": "one rank", "over_adamw": "AdamW"}
     ratios = "".join(f" {row[name]:.2f}x {of}" for name, of in names.items() if row[name])
     return f"{what} {numbers}{mfu}{peak}{ratios}; first step {row['first_step_s']:.1f} s, err {row['mode_error']:.0e}"
 
@@ -242,6 +247,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="rows that pass at once (default: all of a step)")
     parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=["softmax", "power"], help="(default: both)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compile"], help="(default: two)")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw"], help="(default: adamw)")
     parser.add_argument("--steps", type=int, default=5, help="timed, after two others (default: 5)")
     parser.add_argument("--json", type=Path, required=True, help="file of the rows; those it holds are kept")
     args = parser.parse_args()
@@ -249,9 +255,12 @@ def main() -> None:
     with launched(device):
         main_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         rows = json.loads(args.json.read_text()) if args.json.exists() else []
-        for context, mixer, mode in itertools.product(args.contexts, args.mixers, args.modes):
+        rows = [{"optimizer": "adamw"} | row for row in rows]  # earlier rows do not name theirs
+        runs = itertools.product(args.contexts, args.mixers, args.modes, args.optimizers)
+        for context, mixer, mode, optimizer in runs:
             count = max(1, args.tokens // context)
-            shape = Shape(args.preset, args.vocabulary, context, count, min(count, args.micro_batch or count))
+            passing = min(count, args.micro_batch or count)
+            shape = Shape(args.preset, args.vocabulary, context, count, passing, optimizer)
             name = {**asdict(shape), "mixer": mixer, "mode": mode, "ranks": world_size()}
             if any(row.items() >= name.items() and "ms" in row for row in rows):
                 continue

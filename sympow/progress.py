@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 INTERVAL = 30.0  # seconds between two lines
+SHORT = 60.0  # seconds of work whose time is not told beforehand
 LOOK_EVERY = 1.0  # seconds between looks at the clock: a single step may take longer than the interval
 
 
@@ -77,6 +80,21 @@ class Progress:
                 self._told = time.monotonic()
                 print(line, file=sys.stderr, flush=True)
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows what happens in the block, such as "computing the held-out loss", in place of the note."""
+        before = self._note
+        self._show(name)
+        try:
+            yield
+        finally:
+            self._show(before)
+
+    def _show(self, note: str) -> None:
+        self._note = note
+        if self._bar is not None:
+            self._bar.set_postfix_str(note)
+
     def _watch(self) -> None:
         while not self._over.wait(LOOK_EVERY):
             self._tell_if_due()
@@ -101,3 +119,42 @@ class Progress:
             parts.append(self._note)
         parts.append(str(timedelta(seconds=int(now - self._began))))
         return f"{self.task}: {', '.join(parts)}"
+
+
+class Forecast:
+    """Estimates, after the first steps of a task, how long the rest takes.
+
+    The first step is often slower than the others, so the estimate comes after the third step, or after the first if
+    that took a minute. A stage, whose steps cost something else, gets an estimate of its own.
+
+    Args:
+        done: the steps that were done before.
+        total: the steps of the task.
+    """
+
+    def __init__(self, done: int, total: int):
+        self.total = total
+        self._first, self._stage = done, -1
+        self._times = [time.monotonic()]
+
+    def after(self, done: int, stage: int = 0) -> str | None:
+        """Returns a line with the estimate after `done` steps; None if it is not due, or if the rest is short."""
+        now = time.monotonic()
+        if stage != self._stage:
+            self._first, self._stage = done - 1, stage
+            self._times = self._times[-1:]
+        count = done - self._first
+        if count > 3:
+            self._times = [now]
+            return None
+        self._times.append(now)
+        slow = self._times[1] - self._times[0] >= SHORT
+        if count != (1 if slow else 3):
+            return None
+        since = 0 if slow else 1
+        each = (now - self._times[since]) / (count - since)
+        left = each * (self.total - done)
+        if left < SHORT:
+            return None
+        steps = f"{self.total - done:,} steps left, {each:.3g} s each"
+        return f"about {timedelta(seconds=round(left))} for the {steps}, without evaluations and checkpoints"

@@ -1,6 +1,7 @@
 """The command line: every command, and every expected error in one line without a traceback."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,13 +12,16 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zarr
 
+from sympow import __version__
 from sympow.cli import commands, main
 from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
+from sympow.ops import memory
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
 from tests.tiny_runs import finished_runs
@@ -42,6 +46,19 @@ def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
     out, err = capsys.readouterr()
     assert out == f"{run} has finished already, at step 4 of 4\n" and err == ""
     assert latest(run).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, tmp_path, capsys, damage):
+    run = shutil.copytree(folder / "power", tmp_path / "run")
+    last, whole = latest(run), latest(run).read_bytes()
+    flipped = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
+    last.write_bytes({"cut": whole[: len(whole) // 2], "flipped": flipped, "empty": b""}[damage])
+    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
+    last.write_bytes(whole)
+    assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 0
 
 
 def test_train_says_what_it_does(folder, tmp_path, capsys):
@@ -488,6 +505,81 @@ def test_prompts_and_contexts(folder, fails, tmp_path):
     for again in (power, f"{power}/", f"{folder}/./power", f"{folder}/softmax/../power"):
         assert fails("evaluate", power, again) == f"a run is given twice: {power}, {again}"
     assert fails("sizes", "smal").startswith("a preset is one of nano, ")
+
+
+class Piped:
+    """Standard input of these bytes, in the encoding of a terminal that replaces what it does not know."""
+
+    def __init__(self, content: bytes):
+        self.buffer = io.BytesIO(content)
+
+    def read(self) -> str:
+        return self.buffer.read().decode("ascii", "replace")
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"\xff\xfea\x00", "a €".encode("cp1252"), b"a \xed\xa0\x80"])
+def test_standard_input_that_is_not_utf8(folder, fails, tmp_path, monkeypatch, content):
+    for words in (("generate", folder / "power", "--prompt-file", "-"),
+                  ("read", folder / "power", "-", "--out", tmp_path / "a.ctx")):  # fmt: skip
+        monkeypatch.setattr(sys, "stdin", Piped(content))
+        assert fails(*words).startswith("standard input is not UTF-8 text: ")
+        assert not sys.stdin.buffer.closed
+    monkeypatch.setattr(sys, "stdin", None)
+    assert fails("generate", folder / "power", "--prompt-file", "-") == "standard input is closed"
+
+
+def test_standard_input_is_utf8_in_every_locale(folder, tmp_path, capsys, monkeypatch):
+    text = "caf\u00e9 ± 1\r\n2\n"
+    (tmp_path / "prompt").write_bytes(text.encode())
+    outs = []
+    for file in (str(tmp_path / "prompt"), "-"):
+        monkeypatch.setattr(sys, "stdin", Piped(text.encode()))
+        words = ["generate", str(folder / "power"), "--prompt-file", file, "--max-new-tokens", "4"]
+        assert main(words) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] and outs[0].startswith(text)
+
+
+def test_an_argument_that_is_not_utf8(folder, fails):
+    words = ("generate", folder / "power", "--prompt", os.fsdecode(b"caf\xe9"))
+    assert fails(*words) == "--prompt is not UTF-8 text"
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"sympow {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.context=1000000000"], "training.context = 1,000,000,000 with 2 rows in a pass needs 32 GB of mem"),
+        (["training.batch_size=500000000"], "training.context = 32 with 500,000,000 rows in a pass needs 256 GB of m"),
+        (["training.context=" + "9" * 30], f"training.context = {10**30 - 1:,} with 2 rows in a pass needs 3e+31 byt"),
+        (["training.context=40000000"], "training.context = 40,000,000 with 2 rows in a pass and model.d_model = 16 "),
+    ],
+)
+def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, message):
+    monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(4 * 10**9, 8 * 10**9))
+    error = fails("train", f"{folder}/tiny.py", "--out", tmp_path / "run", *words)
+    assert error.startswith(message) and error.endswith("; this machine has 4.0 GB free")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda: np.zeros((1 << 38, 1 << 20), np.int64), "not enough memory: Unable to allocate 2.00 EiB for an array"),
+        (lambda: torch.zeros(1 << 55), "not enough memory: 144 PB were asked for; this machine has "),
+        (lambda: torch.zeros(1 << 62, 1 << 62), "not enough memory: a tensor of sizes=[4611686018427387904, 461168601"),
+        (lambda: [0] * (1 << 60), "not enough memory: an object of Python was asked for; this machine has "),
+        (lambda: [0] * (1 << 70), "a number is too large: cannot fit 'int' into an index-sized integer"),
+    ],
+)
+def test_memory_that_is_not_there(fails, monkeypatch, error, message):
+    """Whatever the command is, and whoever allocates."""
+    monkeypatch.setattr(commands, "sizes", lambda options: error())
+    assert fails("sizes").startswith(message)
 
 
 def test_runs_with_different_tokenizers_do_not_compare(folder, fails, tmp_path):

@@ -97,6 +97,15 @@ def test_text_is_needed_before_anything_is_measured(folder, tmp_path, capsys, mo
     assert "examples need the text of tokens" in capsys.readouterr().err
 
 
+def test_recall_probe_of_one_length(folder, capsys):
+    words = ["--pairs", "4", "16", "--queries", "16", "--length", "128", "--filler", "zero"]
+    assert main(["recall-probe", f"{folder}/power", *words]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1:3] for row in rows] == [["4", "128"], ["16", "128"]]
+    assert main(["recall-probe", f"{folder}/power", "--length", "60"]) == 2
+    assert "holds no passage of 16 pairs in 60 tokens" in capsys.readouterr().err
+
+
 def test_recall_probe(folder, capsys):
     assert main(["recall-probe", f"{folder}/power", f"{folder}/softmax", "--queries", "64"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]

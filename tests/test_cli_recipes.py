@@ -5,9 +5,10 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
 from sympow.cli import main
-from sympow.models import LanguageModel
+from sympow.models import LanguageModel, RecallModel
 from sympow.recall.run import describe_tasks
 from sympow.recipes import load_recipe, load_sweep, recipe_names, scaling
 from sympow.training import override
@@ -15,18 +16,23 @@ from sympow.training import override
 # Not gated_delta_net, which needs a package and a GPU.
 SCALING = sorted(name for name, value in vars(scaling).items() if inspect.isfunction(value) and name[0] != "_"
                  and value.__module__ == scaling.__name__ and name != "gated_delta_net")  # fmt: skip
-HYBRIDS = ("attention", "power", "hyena", "base_conv", "base_conv_full", "base_conv_random", "base_conv_programmatic",
-           "base_conv_learned")  # fmt: skip
+HYBRIDS = ("attention", "softmax_gate", "power", "power_delta", "hyena", "base_conv", "base_conv_full",
+           "base_conv_random", "base_conv_programmatic", "base_conv_learned", "base_conv_published",
+           "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4", "hyena_window64", "hyena_window256", "hyena_w2",
+           "hyena_w14", "hyena_heads")  # fmt: skip
+CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
+            "control_learned", "control_learned_row")  # fmt: skip
 RECIPES = [
     "demo:power",
     "demo:softmax",
-    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "softmax", "window", "linear")),
+    *(f"longcrawl64:{name}" for name in ("power", "power_ungated", "conformal", "softmax", "window", "linear")),
     *(f"scaling:{name}" for name in SCALING),
-    *(f"hybrids:{name}" for name in HYBRIDS),
+    *(f"hybrids:{name}" for name in HYBRIDS + CONTROLS),
 ]
 SWEEPS = {"attention": 1, "power": 1, "anchors": 6, "published": 64, "convolutions": 144, "widths": 360, "pairs": 1080,
           "heads": 30, "lengths": 60, "equal_state": 48, "relatives": 144, "input_dependent": 1, "filters": 5,
-          "hybrids": 54, "windows": 15}  # fmt: skip
+          "hybrids": 54, "windows": 15, "far": 60, "deep": 480, "published_convolutions": 640,
+          "single_filters": 18}  # fmt: skip
 MQAR = [f"mqar:{name}" for name in (*SWEEPS, "equal_state_fla")]  # the last one needs flash-linear-attention
 
 
@@ -77,6 +83,22 @@ def test_the_grid_of_widths_is_the_published_one_in_part():
     assert sorted({round(run.learning_rate, 6) for run in runs}) == [0.0001, 0.000464, 0.002154, 0.01]
 
 
+def test_the_far_queries_are_beyond_the_reach_of_a_window_of_equal_state():
+    models = {run.architecture.label: run for run in load_sweep("mqar:far").runs}
+    assert len(models) == 5 and len({run.tests for run in models.values()}) == 1
+    window, power = models["window of 1056"], models["power p=2"]
+    options = window.model.mixer(0).options
+    reach = window.model.n_layers * (options["window"] - 1 + options["short_convolution"] - 1)
+    near, *far = window.tests
+    assert near.length < options["window"] and [task.length for task in far] == [4096, 8192]
+    assert min(task.min_distance for task in far) - 1 > reach  # a value is one token behind its key
+    sizes = []
+    for run in (window, power):
+        with torch.device("meta"):
+            sizes.append(RecallModel(run.model).state_size(8192))
+    assert 0.999 < sizes[0] / sizes[1] <= 1
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_builds_its_model(name):
     config = load_recipe(name)
@@ -101,6 +123,18 @@ def test_comparisons_differ_in_the_mixer_alone(place):
     assert power.model.mixers != softmax.model.mixers
     model = dataclasses.replace(power.model, mixers=softmax.model.mixers)
     assert dataclasses.replace(power, name=softmax.name, model=model) == softmax
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_have_the_same_block_around_all_attention(name):
+    """The same short convolution and rotation, in six layers of the same shape, for the same steps."""
+    attention, other = load_recipe("hybrids:control_attention"), load_recipe(f"hybrids:{name}")
+    block = {"short_convolution": 4, "rotary_fraction": 0.25}
+    attending = [mixer for mixer in other.model.mixers if mixer.name in ("softmax", "selection")]
+    assert len(attending) == (name != "control_base_conv")
+    assert all(mixer.options | block == mixer.options for mixer in attending)
+    model = dataclasses.replace(attention.model, mixers=other.model.mixers)
+    assert dataclasses.replace(attention, name=other.name, model=model) == other
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

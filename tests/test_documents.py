@@ -74,10 +74,10 @@ def names_of_pages() -> dict[str, object]:
 
 RUNNING = [
     ("docs/index.md", ...), ("docs/tutorial.md", ...), ("docs/guides/choosing.md", ...), ("docs/guides/kernel.md", ...),
-    ("docs/guides/mixer.md", ...), ("docs/command-line.md", ...),
+    ("docs/guides/mixer.md", ...), ("docs/guides/migration.md", ...), ("docs/command-line.md", ...),
     ("docs/context-files.md", 0), ("docs/generation.md", ...), ("docs/mqar.md", ...), ("docs/theory.md", ...),
 ]  # fmt: skip
-WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/context-files.md", 1)]
+WITH_TRANSFORMERS = [("docs/transformers.md", 0), ("docs/transformers.md", 1), ("docs/context-files.md", 1)]
 OF_RUNS = ["docs/ar-hits.md", "docs/api/training.md"]
 OF_A_SERVER = ["docs/serving.md"]  # tests/serving runs it
 
@@ -94,6 +94,17 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, only, tmp_path, monkeypa
         exec(compile(block, page, "exec"), names)
     for made in ("run", "sweep"):
         assert made not in names or names[made]()
+
+
+@pytest.mark.parametrize("page", ["docs/guides/mixer.md", "docs/guides/migration.md"])
+def test_every_block_of_a_guide_imports_what_it_uses(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in python_of(page):
+        if file := re.search(r"# in (\S+\.py)$", block, re.M):
+            (tmp_path / file[1]).parent.mkdir(parents=True)
+            (tmp_path / file[1]).write_text(block)
+        exec(compile(block, page, "exec"), {"__name__": "page"})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from sympow import progress
-from sympow.progress import Progress
+from sympow.progress import Forecast, Progress
 
 
 class Console(io.StringIO):
@@ -103,3 +103,43 @@ def test_a_bar_without_tqdm_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with Progress("a", "b"):  # lines need none
         pass
+
+
+@pytest.mark.parametrize("stream", [Console, Log])
+def test_what_takes_long_between_steps_is_shown(monkeypatch, stream):
+    err = stream()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "LOOK_EVERY", 0.01)
+    with Progress("training", "step", total=10, done=3) as task:
+        task.advance(note="loss 1.2500")
+        with task.phase("computing the held-out loss"):
+            if isinstance(err, Log):
+                for _ in range(2):  # the first line may have been written before
+                    err.written.clear()
+                    assert err.written.wait(10)
+        assert "computing the held-out loss" in err.getvalue()
+        task.advance(note="loss 1.2400")
+    assert "loss 1.2400" in err.getvalue()
+
+
+def test_the_rest_is_estimated_after_the_first_steps(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+
+    def told(seconds: list[float], done: int, total: int, stages: list[int] | None = None) -> list[str | None]:
+        forecast = Forecast(done, total)
+        lines = []
+        for i, each in enumerate(seconds, start=1):
+            clock[0] += each
+            lines.append(forecast.after(done + i, stages[i - 1] if stages else 0))
+        return lines
+
+    rest = "steps left, 5 s each, without evaluations and checkpoints"
+    assert told([20, 5, 5, 5], 0, 1000) == [None, None, f"about 1:23:05 for the 997 {rest}", None]
+    assert told([90, 5, 5], 10, 1000)[0] == "about 1 day, 0:43:30 for the 989 steps left, 90 s each, " + rest[22:]
+    assert told([90, 5, 5], 10, 1000)[1:] == [None, None]
+    assert told([1, 1, 1, 1], 0, 50) == [None] * 4  # less than a minute
+    lines = told([1] * 5 + [10] * 4, 0, 1000, [1] * 5 + [2] * 4)
+    assert lines[2] and lines[7] == "about 2:45:20 for the 992 steps left, 10 s each, " + rest[22:]
+    assert [i for i, line in enumerate(lines) if line] == [2, 7]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ar_hits import exact, report
-from benchmarks.ar_hits.work import RECIPES, Job, Trainer, guess, kind
+from benchmarks.ar_hits.work import CONTROLS, OTHERS, RATE, RECIPES, Job, Trainer, guess, kind
 from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
@@ -29,6 +29,7 @@ from sympow.training.step import resolve_device
 COMMITTED = RESULTS / "ar_hits"
 PAGE = ROOT / "docs" / "results" / "ar-hits.md"
 TABLES = ("run", "slices", "curves")
+EARLIER = {"learning_rate": RATE, "optimizer": "adamw", "changes": None}
 CONTEXT = 1023  # predictions in a row: windows of 1,024 tokens fill the documents
 
 
@@ -58,8 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
     run.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help=f"of the corpus (default: {VOCAB_SIZE})")
-    run.add_argument("--recipes", default=",".join(RECIPES), help="(default: all)")
+    run.add_argument("--recipes", default=",".join(RECIPES),
+                     help="names with commas between, controls, tables (default: those of the page)")  # fmt: skip
     run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    run.add_argument("--rates", default=str(RATE), help=f"learning rates; the page has the best (default: {RATE})")
+    run.add_argument("changes", metavar="key=value", nargs="*",
+                     help="of every run, such as training.optimizer=muon")  # fmt: skip
     run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
     run.add_argument("--minutes", type=float, default=math.inf, help="give up what is not done after these")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -87,23 +92,33 @@ def _exact(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipes = options.recipes.split(",")
-    unknown = [name for name in recipes if name not in RECIPES]
+    groups = {"controls": CONTROLS, "tables": OTHERS}
+    recipes = [name for each in options.recipes.split(",") for name in groups.get(each, (each,))]
+    unknown = [name for name in recipes if name not in RECIPES + CONTROLS + OTHERS]
     if unknown:
-        raise ValueError(f"a recipe is one of {', '.join(RECIPES)}; got {unknown[0]!r}")
+        raise ValueError(f"a recipe is one of {', '.join(RECIPES + CONTROLS + OTHERS)}; got {unknown[0]!r}")
+    rates = [float(rate) for rate in options.rates.split(",")]
+    changes = tuple(options.changes)
+    for name in recipes:  # what no run can be made of is refused here, in one line
+        Job(name, 0, rates[0]).config(options.toy, options.corpus, options.device, options.vocab_size, changes)
     tables = {name: read_table(options.out, name) for name in TABLES}
-    finished = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
-    left = [job for seed in range(options.seeds) for name in recipes if (job := Job(name, seed)) not in finished]
-    print(f"{len(left)} of {options.seeds * len(recipes)} runs to do", flush=True)
+    for row in tables["run"]:
+        if (row["changes"] or "") != " ".join(changes):
+            raise ValueError(f"runs in {options.out} have the changes {row['changes'] or 'none'}; "
+                             f"got {' '.join(changes) or 'none'}: choose another --out")  # fmt: skip
+    wanted = [Job(name, seed, rate) for seed in range(options.seeds) for rate in rates for name in recipes]
+    finished = {job_of(row) for row in tables["run"]}
+    left = [job for job in wanted if job not in finished]
+    print(f"{len(left)} of {len(wanted)} runs to do", flush=True)
     if not left:
         return 0
     device = resolve_device(options.device).type
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     estimates = Estimates(guess, kind, 1)
-    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy)
+    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy, changes)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    jobs = {f"{job.recipe}-seed{job.seed}": job for job in left}
+    jobs = {f"{job.recipe}-seed{job.seed}-rate{job.learning_rate:g}": job for job in left}
     folder = options.out / "jobs" / ("toy" if options.toy else "full")
     done = run_jobs(jobs, trainer, folder, workers=options.workers, minutes=options.minutes, estimates=estimates)
     for job, result, said, wait in _until_interrupted(done):
@@ -115,10 +130,9 @@ def _run(options: argparse.Namespace) -> int:
                 write_results(options.out / f"{name}.csv", tables[name])
             row = result["run"]
             said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
-        print(f"[{time.time() - began:.0f} s] {job.recipe}, seed {job.seed}: {said}; about {wait / 60:.1f} min left",
-              flush=True)  # fmt: skip
-    finished = {Job(row["recipe"], row["seed"]) for row in tables["run"]}
-    print("".join(f"not finished: {job.recipe}, seed {job.seed}\n" for job in left if job not in finished), end="")
+        print(f"[{time.time() - began:.0f} s] {_name(job)}: {said}; about {wait / 60:.1f} min left", flush=True)
+    finished = {job_of(row) for row in tables["run"]}
+    print("".join(f"not finished: {_name(job)}\n" for job in left if job not in finished), end="")
     return 0
 
 
@@ -135,16 +149,27 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def read_results(folder: Path) -> tuple[dict[str, report.Tables], report.Tables]:
-    """Reads the tables of the runs on every corpus, and those of the comparison with brute force."""
-    corpora = {file.parent.name: {name: read_table(file.parent, name) for name in TABLES}
+    """Reads the tables of the runs on every corpus, at the best learning rate of every recipe, and those of the
+    comparison with brute force."""
+    corpora = {file.parent.name: report.at_best_rates({name: read_table(file.parent, name) for name in TABLES})
                for file in sorted(folder.glob("*/run.csv"))}  # fmt: skip
     return corpora, {name: read_table(folder, name) for name in ("exact", "timed")}
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Reads a table of a folder; no rows where it is not there."""
+    """Reads a table of a folder; no rows where it is not there. Earlier rows name no learning rate and no changes."""
     file = folder / f"{name}.csv"
-    return read_rows(file, texts=("commit", "corpus")) if file.is_file() else []
+    rows = read_rows(file, texts=("commit", "corpus")) if file.is_file() else []
+    return [{**row, **{key: row.get(key, value) for key, value in EARLIER.items()}} for row in rows]
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    """Returns the job of a row of the table of runs."""
+    return Job(row["recipe"], row["seed"], row["learning_rate"])
+
+
+def _name(job: Job) -> str:
+    return f"{job.recipe}, seed {job.seed}, rate {job.learning_rate:g}"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,37 @@ from sympow.recall.results import group
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
-BASE = "attention"
+BASES = ("attention", "control_attention")
+LEAST_RECALL, MOST_RECALL = "base_conv", "softmax_gate"  # the ends of a gap on AR hits; or BASES[0] without the latter
 LABELS = {
     "attention": "softmax attention",
+    "softmax_gate": "softmax attention, gate",
     "power": "power, p = 2",
+    "power_delta": "delta rule, p = 2",
     "hyena": "Hyena",
     "base_conv": "BaseConv",
     "base_conv_random": "BaseConv, random selection",
     "base_conv_programmatic": "BaseConv, programmatic selection",
     "base_conv_learned": "BaseConv, learned selection",
     "base_conv_full": "BaseConv, two softmax layers",
+    "base_conv_published": "BaseConv, frequency 14",
+    "long_convolution": "long convolution",
+    "h3": "H3",
+    "rwkv4": "RWKV-4",
+    "retnet": "RetNet",
+    "liquid_s4": "Liquid S4",
+    "hyena_window64": "Hyena, windows of 64",
+    "hyena_window256": "Hyena, windows of 256",
+    "hyena_w2": "Hyena, frequency 2",
+    "hyena_w14": "Hyena, frequency 14",
+    "hyena_heads": "Hyena in heads, frequency 2",
+    "control_attention": "softmax attention, control",
+    "control_base_conv": "BaseConv, control",
+    "control_random": "BaseConv, random selection, control",
+    "control_programmatic": "BaseConv, programmatic selection, control",
+    "control_learned": "BaseConv, learned selection, control",
+    "control_learned_row": "BaseConv, learned selection of the row, control",
+    "control_full": "BaseConv, two softmax layers, control",
 }
 LEAST = 100  # tokens of a point of a curve
 MISSING = "Not measured yet."
@@ -44,7 +65,8 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
         corpora: the tables of the runs on each corpus, by the name that marks and figures use.
         compared: the tables of the comparison with brute force.
     """
-    makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of}
+    makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
+              "distances": distances_table}  # fmt: skip
 
     def written(match: re.Match[str]) -> str:
         name, _, corpus = match[1].partition(" ")
@@ -61,6 +83,54 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
             files.append(folder / f"{corpus}-{name}.png")
             make(tables).savefig(files[-1])
     return files
+
+
+def at_best_rates(tables: Tables) -> Tables:
+    """Returns the rows of the learning rate with the lowest mean held-out loss over the seeds, of every recipe."""
+    best = {}
+    for (recipe,), same in group(tables["run"], "recipe").items():
+        rates = group(same, "learning_rate")
+        best[recipe] = min(rates, key=lambda rate: mean(row["held_out_loss"] for row in rates[rate]))[0]
+    return {name: [row for row in rows if row["learning_rate"] == best.get(row["recipe"])]
+            for name, rows in tables.items()}  # fmt: skip
+
+
+def distances_table(tables: Tables) -> str:
+    """Returns a row for each recipe: the loss on AR hits by distance, and the share of a gap that it closes.
+
+    The gap is that between BaseConv and softmax attention, with the gate where such runs exist. The share is that of
+    the means over the seeds, with the lowest and the highest share of a seed in brackets.
+    """
+    cells = {(row["recipe"], row["seed"], row["start"]): row for row in tables["curves"]
+             if row["part"] == "distance" and row["start"] >= 64}  # fmt: skip
+    starts = sorted({(row["start"], row["end"]) for row in cells.values()})
+    recipes = _recipes(tables)
+    top = MOST_RECALL if MOST_RECALL in recipes else BASES[0]
+    seeds = sorted(seed for recipe, seed, start in cells
+                   if recipe == top and start == starts[0][0] and (LEAST_RECALL, seed, start) in cells)  # fmt: skip
+    if not seeds:
+        return MISSING
+    lines = [f"| model | learning rate | {' | '.join(f'{start:,} to {end - 1:,}' for start, end in starts)} |"]
+    lines.append("|---|---:|" + "---:|" * len(starts))
+    for recipe in recipes:
+        rate = next(row["learning_rate"] for row in tables["run"] if row["recipe"] == recipe)
+        written = [LABELS[recipe], f"{rate:g}"]
+        for start, _ in starts:
+            own = [seed for seed in seeds if (recipe, seed, start) in cells]
+            ends = [[cells[name, seed, start]["loss"] for seed in own] for name in (LEAST_RECALL, top, recipe)]
+            written.append(_closed(*ends) if own else "not measured")
+        lines.append(f"| {' | '.join(written)} |")
+    return "\n".join(lines)
+
+
+def _closed(least: list[float], most: list[float], own: list[float]) -> str:
+    """Writes the mean loss, and the share of the gap from `least` to `most` that is closed; all by seed."""
+    if any(low <= high for low, high in zip(least, most, strict=True)):
+        return f"{mean(own):.3f} (no gap)"
+    shares = [(low - loss) / (low - high) for low, high, loss in zip(least, most, own, strict=True)]
+    whole = (mean(least) - mean(own)) / (mean(least) - mean(most))
+    said, low, high = (f"{round(100 * share)}%" for share in (whole, min(shares), max(shares)))
+    return f"{mean(own):.3f} ({said} [{low}, {high}])"
 
 
 def losses_table(tables: Tables) -> str:
@@ -84,7 +154,7 @@ def gaps_table(tables: Tables) -> str:
     lines.append("|---|" + "---:|" * 4)
     for recipe in _recipes(tables):
         found = shares(tables, recipe)
-        if recipe == BASE or found is None:
+        if recipe in BASES or found is None:
             continue
         whole, hits = found["all"], found["hits"]
         clear = whole.nats_low > 0 or whole.nats_high < 0
@@ -147,7 +217,7 @@ def about(tables: Tables) -> str:
 def shares(tables: Tables, recipe: str) -> dict[str, Share] | None:
     """Returns the parts of slices in the gap of a recipe to attention, over the seeds that both have; None without such
     seeds."""
-    ours, base = (_arrays(tables, name) for name in (recipe, BASE))
+    ours, base = (_arrays(tables, name) for name in (recipe, BASES[recipe.startswith("control_")]))
     seeds = [seed for seed in ours if seed in base]
     if not seeds:
         return None
@@ -189,7 +259,7 @@ def shares_figure(tables: Tables) -> Any:
     """Draws what every slice adds to the gap of each model to attention, with 95% intervals."""
     figure, axes = panels(1, (8, 4.2))
     (axis,) = axes
-    recipes = [recipe for recipe in _recipes(tables) if recipe != BASE and shares(tables, recipe)]
+    recipes = [recipe for recipe in _recipes(tables) if recipe not in BASES and shares(tables, recipe)]
     for n, (part, name) in enumerate((("hits", "AR hits"), ("frequent", "repeated, frequent"), ("new", "new"))):
         found = [shares(tables, recipe)[part] for recipe in recipes]  # type: ignore[index]
         places = [place + (n - 1) * 0.26 for place in range(len(recipes))]

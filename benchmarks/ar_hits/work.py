@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,33 +23,37 @@ from sympow.recipes import load_recipe
 from sympow.training import RunConfig, override, read_metrics, train
 from sympow.training.step import autocast
 
-RECIPES = ("attention", "power", "hyena", "base_conv", "base_conv_random", "base_conv_programmatic",
-           "base_conv_learned", "base_conv_full")  # fmt: skip
+RECIPES = ("attention", "softmax_gate", "power", "power_delta", "hyena", "base_conv", "base_conv_random",
+           "base_conv_programmatic", "base_conv_learned", "base_conv_full")  # fmt: skip
+# Runs of their own: the control of Table 2, and the mixers of Tables 1, 3, 4 and 5 that the page does not have.
+CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_random", "control_programmatic",
+            "control_learned", "control_learned_row")  # fmt: skip
+OTHERS = ("base_conv_published", "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4", "hyena_window64",
+          "hyena_window256", "hyena_w2", "hyena_w14", "hyena_heads")  # fmt: skip
 # Changes that make every run one of a second, to try the program out.
 TOY = ("model.d_model=32", "model.n_layers=3", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
        "training.batch_size=2")  # fmt: skip
+RATE = 2e-3  # the learning rate of the recipes
 GUESS = 30.0  # seconds of a run on an H200, with three beside it
 
 
 class Job(NamedTuple):
-    """Holds a recipe, and the seed of its weights and of the order of its data."""
+    """Holds a recipe, the seed of its weights and of the order of its data, and the highest learning rate."""
 
     recipe: str
     seed: int
+    learning_rate: float
 
-    def config(self, toy: bool, corpus: Path, device: str, vocab_size: int) -> RunConfig:
-        """Returns the recipe on a corpus of `vocab_size` different tokens."""
+    def config(self, toy: bool, corpus: Path, device: str, vocab_size: int, changes: Sequence[str] = ()) -> RunConfig:
+        """Returns the recipe on a corpus of `vocab_size` different tokens, with `changes` as "key.path=value"."""
         config = load_recipe(f"hybrids:{self.recipe}")
         paths = (f"data.path={corpus / 'train.zarr'}", f"data.held_out_path={corpus / 'heldout.zarr'}",
                  f"data.vocab_size={vocab_size}", f"model.vocab_size={vocab_size}")  # fmt: skip
-        config = override(config, [*(TOY if toy else ()), *paths])
-        steps = config.training.steps
-        return replace(
-            config,
-            training=replace(
-                config.training, seed=self.seed, device=device, log_every=max(1, steps // 8), evaluate_every=steps
-            ),
-        )
+        config = override(config, [*(TOY if toy else ()), *changes, *paths])
+        steps, rate = config.training.steps, self.learning_rate
+        every = {"log_every": max(1, steps // 8), "evaluate_every": steps}
+        training = replace(config.training, seed=self.seed, learning_rate=rate, device=device, **every)
+        return replace(config, training=training)
 
 
 def guess(job: Job) -> float:
@@ -64,17 +68,19 @@ def kind(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Describes how jobs are done: the corpus and its vocabulary, the device, and whether runs are tiny, for a test."""
+    """Describes how jobs are done: the corpus and its vocabulary, the device, whether runs are tiny, for a test, and
+    changes of every config."""
 
     corpus: Path
     vocab_size: int
     device: str
     toy: bool = False
+    changes: tuple[str, ...] = ()
 
     def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
         """Returns a function that does a job. Reads the documents and counts their bigrams once."""
         choose_gpu(self.device, worker)
-        documents = read_data(self._config(Job(RECIPES[0], 0)).data)
+        documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data)
         counts = count_bigrams(documents.train, documents.train.vocab_size)
         about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
                  "commit": commit(),
@@ -82,7 +88,7 @@ class Trainer:
         return lambda job: self._record(job, documents, counts, about)
 
     def _config(self, job: Job) -> RunConfig:
-        return job.config(self.toy, self.corpus, self.device, self.vocab_size)
+        return job.config(self.toy, self.corpus, self.device, self.vocab_size, self.changes)
 
     def _record(self, job: Job, documents: Documents, counts: BigramCounts, about: dict[str, Any]) -> dict[str, Any]:
         """Returns the record of a job: "run", a row, and "slices" and "curves", lists of rows."""
@@ -104,9 +110,11 @@ class Trainer:
             train(config, batches, folder, observe=observe, quiet=True)
             metrics = read_metrics(folder)
         losses: HitLosses = found["losses"]
-        key = {"recipe": job.recipe, "seed": job.seed}
+        key = job._asdict()
         run = {
             **key,
+            "optimizer": settings.optimizer,
+            "changes": " ".join(self.changes),
             "tokens": metrics[-1]["tokens"],
             "steps": settings.steps,
             "context": losses.context,

@@ -69,8 +69,9 @@ SECTIONS = {
         (tables.comparison, tables.budgets, tables.speeds)),
     "beyond": Section(
         "Beyond the context of training",
-        "[CST] claims that the loss of power attention with a gate does not rise beyond the context of training, while "
-        "those of power attention without a gate and of softmax attention do. The table compares the mean losses at "
+        "[CST, Figure 2] claims that the loss of power attention with a gate does not rise beyond the context of "
+        "training, while that of power attention without a gate does. It says nothing of softmax attention, which is "
+        "here for comparison. The table compares the mean losses at "
         "positions 2 N to 4 N and 8 N to 16 N with that at N/2 to N of the same run, where N is the context of "
         "training. The figure has a panel for each version of the corpus, because losses by position depend on the "
         "version.",
@@ -86,14 +87,15 @@ SECTIONS = {
         figures.differences),
     "scra_curves": Section(
         "Losses by position along training",
-        "[SCRA] claims that the loss of power attention falls further with the position than those of softmax and of "
-        "linear attention, from early in training on.",
+        "[SCRA, 5.3] claims that power attention learns in its context nearly as well as softmax attention, without "
+        "a number, and better than the linear attention of RWKV-7. \"p = 1\" is linear attention with a gate.",
         figures.checkpoints),
     "scra_window": Section(
         "Windows with a state of the same size",
         "[SCRA] claims that power attention is ahead of a window whose state has the same size. The state of p = 2 has "
         "135,200 elements per head, and a window of 1,024 has 131,072. Linear attention has 4,160, and a window of 32 "
-        "has 4,096.",
+        "has 4,096. The source compares linear attention with a gate and a division by the sum of the weights, which "
+        "is power attention with p = 1. \"Linear\" has neither, so its rows say nothing about the source's claim.",
         figures.differences),
     "scra_axes": Section(
         "Axes of scale",
@@ -109,12 +111,22 @@ SECTIONS = {
     "scra_ratio": Section(
         "Ratios of weight FLOPs to state FLOPs",
         "[SCRA Figure 2] claims that at equal FLOPs a ratio near 1 is better than either extreme. The models were "
-        "chosen by the count of [SCRA], in which a window costs half of what it costs in our count.",
+        "chosen by the count of [SCRA], in which a window costs half of what it costs in our count. The paper "
+        "prints the ratios 1:12, 4:1 and 99:1. They do not follow from the shapes that it lists: by the count that "
+        "gives every entry of its Table 2 (`sympow.ops.cost.weight_state_flop_ratio`), these shapes have 1:10.2, "
+        "2.57:1 and 206:1.",
         figures.by_cost),
+    "scra_states": Section(
+        "States of equal size",
+        "[SCRA Table 4] compares softmax attention in rows of 1,024 tokens with a window of 1,024 and with p = 2 in "
+        "rows of 4,096. All have states of about the same size, and equally many parameters, tokens a step and FLOPs. "
+        "Their best-context losses are 1.631, 1.638 and 1.613, with models of 750 million parameters. Here they have "
+        "17 million, and a run has 30 million tokens. The FLOPs are in the table and not equal.",
+        figures.by_position, (tables.best_context,)),
     "scra_latency": Section(
         "Equal time of training",
-        "[SCRA Table 4] compares at equal time. Here softmax attention gets 30 million tokens, without and with a "
-        "gate. Power attention, a window and a hybrid of both get 100 million.",
+        "No source compares at equal time. Here softmax attention gets 30 million tokens, without and with a gate. "
+        "Power attention, a window and a hybrid of both get 100 million.",
         figures.by_cost),
     "conformal": Section(
         "Gate and rotation as published",
@@ -129,7 +141,9 @@ SECTIONS = {
     "powers": Section(
         "p = 2, 4 and 6 as published",
         "[SPT] reports losses of 1.03, 0.98 and 0.97 times that of softmax attention at 4,096 tokens, without gates. "
-        "The models have no block, and a run has 100 million tokens.",
+        "The models have no block. They have 17.8 million weights where [SPT] has 124 million, and a run of 100 "
+        "million tokens is 0.2% of one of [SPT]. The learning rate was not swept for these variants. So \"refuted\" "
+        "holds at this size, length and rate only.",
         figures.differences),
     "rates_1024": Section(
         "Learning rates at 1,024 tokens",

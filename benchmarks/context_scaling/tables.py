@@ -107,6 +107,21 @@ def beyond(found: Found, study: str) -> str:
     return table(["trained at N", "", *heading], lines)
 
 
+def best_context(found: Found, study: str) -> str:
+    """Compares the best-context losses and FLOPs of a study's runs, which have different contexts of training."""
+    runs = runs_of(study)
+    base = pick(study, STUDIES[study].baseline)
+    lines = []
+    for run in (each for each in runs if found.rows(each)):
+        less = None if run == base else found.difference(run, base, "best_loss")
+        losses = [_text(found.mean(run, "best_loss"), 3), _text(less, 3, sign=True)]
+        counts = [str(len(found.rows(run))), str(less.count) if less else ""]
+        flops = f"{_flops(found, run) / 1e15:.1f}"
+        lines.append([setting(run, ["context"]), label(run.variant), flops, *losses, *counts])
+    heading = ["trained at", "", "FLOPs (10^15)", "best-context loss", f"less {label(base.variant)}", "runs", "pairs"]
+    return table(heading, lines)
+
+
 def speeds(found: Found, study: str) -> str:
     """Shows tokens a second of training steps, alone on a GPU, for a study's variants."""
     variants = {run.variant for run in runs_of(study)}

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
+from sympow import __version__
 from sympow.cli import descriptions as about
 
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError, OverflowError) as error:
         if options.traceback:
             raise
         _tell(_one_line(error))
@@ -42,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="Show the traceback of an error.")
     top = _Parser(prog="sympow", description="Power attention: train, evaluate and sample language models.")
+    version = f"%(prog)s {__version__}"
+    top.add_argument("--version", action="version", version=version, help="Print the version and exit.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
@@ -106,6 +109,10 @@ def parser() -> argparse.ArgumentParser:
     probe.add_argument("--pairs", metavar="P", type=_positive, nargs="+",
                        help="Use P pairs in each sequence "
                             "(default: those of 16 32 64 128 256 that fit the vocabulary).")  # fmt: skip
+    probe.add_argument("--length", metavar="N", type=_positive,
+                       help="Use sequences of N tokens (default: 8 for each pair).")  # fmt: skip
+    probe.add_argument("--filler", choices=("random", "zero"), default="random",
+                       help="Fill sequences with random tokens, or with one token (default: random).")  # fmt: skip
     probe.add_argument("--queries", metavar="N", type=_positive, default=2048,
                        help="Ask for N values for every P (default: 2048).")  # fmt: skip
     probe.add_argument("--seed", metavar="N", type=_natural, default=0,
@@ -172,6 +179,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="Listen at this address (default: 127.0.0.1).")
     serve.add_argument("--port", metavar="N", type=int, default=8000,
                        help="Listen at this port; 0 takes a free one (default: 8000).")  # fmt: skip
+    serve.add_argument("--allowed-host", metavar="NAME", action="append", default=[],
+                       help="Answer requests for this host too; * means all; may be repeated "
+                            "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
     serve.add_argument("--api-keys", metavar="FILE", type=_path,
                        help="Accept the keys in this file, one on each line (default: those in "
@@ -364,15 +374,15 @@ def _recipe_list(returned: Sequence[str]) -> str:
 
 def _positive(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    if not 1 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be {'at least 1' if number < 1 else 'below 2**63'}, got {number}")
     return number
 
 
 def _natural(text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+    if not 0 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be {'at least 0' if number < 0 else 'below 2**63'}, got {number}")
     return number
 
 
@@ -445,4 +455,11 @@ def _tell(line: str) -> None:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if isinstance(error, MemoryError | RuntimeError):
+        from sympow.ops.memory import allocation_error
+
+        if (line := allocation_error(error)) is not None:
+            return line
+    if isinstance(error, OverflowError):
+        return f"a number is too large: {error}"
     return str(error).strip().split("\n")[0] or type(error).__name__

@@ -22,7 +22,7 @@ from sympow.cli.reading import check_out, read_text
 from sympow.cli.recalling import measure, probe_runs
 from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
 from sympow.cli.scored import load_scored
-from sympow.cli.writing import draft_model, text_of, write_text
+from sympow.cli.writing import argument_text, draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
@@ -43,13 +43,14 @@ from sympow.models import BODIES, NgramDrafts, load_context, preset
 from sympow.ops.cost import ModelShape, format_bytes
 from sympow.progress import Progress
 from sympow.recall import draw_figures, read_results, run_sweep, summary
+from sympow.recall.results import check_rows
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
 from sympow.training import Run, RunConfig, fine_tuning_run, load, override
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import folder_of, read_config
 from sympow.training.runs import OPENING, tell_remarks
-from sympow.training.step import resolve_device
+from sympow.training.step import resolve_device, usual_precision
 
 
 def train(options: argparse.Namespace) -> int | None:
@@ -111,7 +112,7 @@ def ar_hits(options: argparse.Namespace) -> None:
 def recall_probe(options: argparse.Namespace) -> None:
     """Runs `sympow recall-probe`."""
     models = load_scored(options.runs, resolve_device(options.device))
-    print(probe_runs(models, options.pairs, options.queries, options.seed))
+    print(probe_runs(models, options.pairs, options.queries, options.seed, options.length, options.filler))
 
 
 def passkey(options: argparse.Namespace) -> None:
@@ -135,7 +136,7 @@ def passkey(options: argparse.Namespace) -> None:
 
 def generate(options: argparse.Namespace) -> None:
     """Runs `sympow generate`."""
-    prompt = options.prompt or ""
+    prompt = argument_text(options.prompt or "", "--prompt")
     if options.prompt_file is not None:
         prompt = text_of(options.prompt_file)
     run = load(options.run, resolve_device(options.device))
@@ -207,8 +208,14 @@ def distill(options: argparse.Namespace) -> int | None:
     """Runs `sympow distill`."""
     start, teacher = str(Path(options.run)), str(Path(options.teacher))
     config = override(distillation_run(read_config(start), start, teacher), options.overrides)
+    out = Path(options.out)
+    begun = (out / "config.json").is_file() and not options.restart
+    device = resolve_device(config.training.device)
+    # A run that continues keeps its precision, also on another processor.
+    precision = read_config(out).training.precision if begun else usual_precision(device)
+    config = override(distillation_run(read_config(start), start, teacher, precision), options.overrides)
     check_held_out(config.data, options.overrides, "data.")
-    return _train(config, Path(options.out), options.quiet, options.restart)
+    return _train(config, out, options.quiet, options.restart)
 
 
 def sizes(options: argparse.Namespace) -> None:
@@ -235,18 +242,23 @@ def mqar(options: argparse.Namespace) -> None:
     sweep = load_sweep(options.recipe).override(options.overrides)
     resolve_device(options.device)
     folder = Path(options.out or f"runs/{sweep.name}")
-    rows = run_sweep(
-        sweep,
-        folder,
-        executor=options.executor,
-        jobs=options.jobs,
-        device=options.device,
-        compiled=not options.no_compile,
-        cuda_graphs=not options.no_cuda_graphs,
-        slurm=dict(_slurm_parameter(text) for text in options.slurm),
-        quiet=options.quiet,
-        tracker=options.tracker,
-    )
+    try:
+        rows = run_sweep(
+            sweep,
+            folder,
+            executor=options.executor,
+            jobs=options.jobs,
+            device=options.device,
+            compiled=not options.no_compile,
+            cuda_graphs=not options.no_cuda_graphs,
+            slurm=dict(_slurm_parameter(text) for text in options.slurm),
+            quiet=options.quiet,
+            tracker=options.tracker,
+        )
+    except KeyboardInterrupt:
+        print("stopped; finished runs are kept, and the same command does the others", file=sys.stderr)
+        raise
+    check_rows(rows, folder / RESULTS)
     print(summary(rows))
     print(f"{len(sweep.runs)} {'run' if len(sweep.runs) == 1 else 'runs'}: {folder / RESULTS}")
 

@@ -1,10 +1,14 @@
-"""Checks the places of results before a command does its work."""
+"""Checks the places of results before a command does its work, and reads standard input."""
 
 from __future__ import annotations
 
+import io
+import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 
 def check_image(file: str | None) -> None:
@@ -48,3 +52,23 @@ def check_writable(file: str | None, replaced: bool = False) -> None:
             place.open("ab").close()
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def standard_input() -> Iterator[TextIO]:
+    """Gives standard input as text in UTF-8 with its line ends, whatever the locale is.
+
+    Raises ValueError if it is closed, and within the context if it is not UTF-8.
+    """
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    if not hasattr(sys.stdin, "buffer"):  # a text, by a program that calls `main`
+        yield sys.stdin
+        return
+    file = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="")
+    try:
+        yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text: {error.reason}") from None
+    finally:
+        file.detach()  # which keeps standard input open

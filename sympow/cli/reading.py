@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 import torch
 
+from sympow.cli.places import standard_input
 from sympow.data import encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context_file import (
@@ -126,7 +126,7 @@ def _read(
 ) -> tuple[Context, str | None]:
     """Reads all pieces. If a signal arrives, saves the context in `part`, stops, and returns the signal's name."""
     saved = time.monotonic()
-    with StopRequest() as stop:
+    with StopRequest(doing="stopping after this chunk") as stop:
         while len(piece := pieces.take(chunk)):
             context = context.read(run.model, _batch(piece), chunk=chunk)
             progress.advance(len(piece))
@@ -197,11 +197,12 @@ def _batch(tokens: np.ndarray) -> torch.Tensor:
 
 @contextmanager
 def _opened(text: str) -> Iterator[TextIO]:
+    if text == "-":
+        with standard_input() as file:
+            yield file
+        return
     try:
-        if text == "-":
-            yield sys.stdin
-        else:
-            with open(text, encoding="utf-8", newline="") as file:  # with its line ends, as training reads texts
-                yield file
+        with open(text, encoding="utf-8", newline="") as file:  # with its line ends, as training reads texts
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{text} is not UTF-8 text: {error.reason}") from None

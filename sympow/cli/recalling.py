@@ -164,13 +164,21 @@ def measure(
     return Measured(models, losses, held_out, chosen, counts, splits.tokenizer)
 
 
-def probe_runs(models: Mapping[str, Scored], pairs: Sequence[int] | None, queries: int, seed: int) -> str:
+def probe_runs(
+    models: Mapping[str, Scored],
+    pairs: Sequence[int] | None,
+    queries: int,
+    seed: int,
+    length: int | None = None,
+    filler: str = "random",
+) -> str:
     """Returns the table of `sympow recall-probe`. `pairs` None means those of PAIRS that fit the vocabularies."""
     least = min(each.vocab_size for each in models.values())
     if pairs is None:
-        pairs = [count for count in PAIRS if fitting(count, least)]
+        pairs = [count for count in PAIRS if fitting(count, least, length=length, filler=filler)]
     if not pairs:
-        raise ValueError(f"a vocabulary of {least} tokens holds no passage of {PAIRS[0]} pairs")
+        room = "" if length is None else f" in {length} tokens"
+        raise ValueError(f"a vocabulary of {least} tokens holds no passage of {PAIRS[0]} pairs{room}")
     width = max(5, *(len(label) for label in models))
     lines = [
         f"{'':{width}}  {'':>5} {'':>7}{'asked':>18}{'filler':>18}{'guessing':>10}",
@@ -178,7 +186,9 @@ def probe_runs(models: Mapping[str, Scored], pairs: Sequence[int] | None, querie
     ]
     for label, each in models.items():
         for count in pairs:
-            found: Probed = probe(each.model, each.vocab_size, count, queries=queries, seed=seed)
+            found: Probed = probe(
+                each.model, each.vocab_size, count, queries=queries, seed=seed, length=length, filler=filler
+            )
             scores = "".join(f"{score.loss:>9.3f}{score.accuracy:>9.1%}" for score in (found.asked, found.filler))
             lines.append(f"{label:{width}}  {count:>5} {found.length:>7,}{scores}{1 / count:>10.1%}")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
+from sympow.ops.memory import check_memory
 from sympow.training import load
 from sympow.training.run_folder import folder_of
 from sympow.training.step import resolve_device
@@ -22,6 +24,7 @@ from sympow.training.step import resolve_device
 KEYS = "SYMPOW_API_KEYS"
 CACHE_DISK = 10.0  # GiB in --cache-dir, unless --cache-disk says otherwise
 _GIB = 1 << 30
+_BYTES_A_TOKEN = 16  # of a prompt in the body of a request
 
 
 class Served(NamedTuple):
@@ -40,6 +43,7 @@ def run(options: argparse.Namespace) -> None:
     device = resolve_device(options.device)
     torch.set_num_threads(engine_threads(device))
     served = load_served(options.folder, device)
+    check_sizes(options, device)
     limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
     keys = api_keys(options.api_keys)
     cache = None if options.cache_dir is None else Path(options.cache_dir)
@@ -62,8 +66,22 @@ def run(options: argparse.Namespace) -> None:
         states = f"{options.slots} slots of {format_bytes(engine.nbytes // options.slots)}"
         print(f"serving {name} at {address}/v1: {chats}, {states}", file=sys.stderr, flush=True)
 
-    run_server(service, options.host, options.port, grace=options.grace, started=started)
+    hosts = options.allowed_host
+    run_server(service, options.host, options.port, grace=options.grace, started=started, allowed_hosts=hosts)
     print("stopped", file=sys.stderr)
+
+
+def check_sizes(options: argparse.Namespace, device: torch.device) -> None:
+    """Raises ValueError for caches and prompts that are larger than the memory or the disk."""
+    check_memory(f"--cache-memory {options.cache_memory:g}", _GIB * options.cache_memory, device, whole=True)
+    body = _BYTES_A_TOKEN * options.max_prompt_tokens
+    check_memory(f"--max-prompt-tokens {options.max_prompt_tokens:,}", body, whole=True)
+    if options.cache_disk is not None:
+        folder = Path(options.cache_dir).absolute()
+        disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).total
+        if options.cache_disk > disk / _GIB:
+            there = f"the disk of {options.cache_dir} has {disk / _GIB:,.0f} GiB"
+            raise ValueError(f"--cache-disk {options.cache_disk:g} asks for that many GiB; {there}")
 
 
 def engine_threads(device: torch.device) -> int:
@@ -95,11 +113,16 @@ def load_served(path: str, device: torch.device) -> Served:
 def api_keys(file: str | None) -> tuple[str, ...]:
     """Returns the keys in a file (one per line), or those in the variable SYMPOW_API_KEYS (separated by commas).
 
-    Raises ValueError for a file without keys.
+    Raises ValueError for a file without keys, and for keys that are not UTF-8.
     """
+    given = os.fsencode(os.environ.get(KEYS, "")) if file is None else Path(file).read_bytes()
+    try:
+        text = given.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file or KEYS} is not UTF-8 text: {error.reason}") from None
     if file is None:
-        return tuple(key for word in os.environ.get(KEYS, "").split(",") if (key := word.strip()))
-    keys = tuple(key for line in Path(file).read_text(encoding="utf-8").splitlines() if (key := line.strip()))
+        return tuple(key for word in text.split(",") if (key := word.strip()))
+    keys = tuple(key for line in text.splitlines() if (key := line.strip()))
     if not keys:
         raise ValueError(f"{file} holds no API keys: one a line is expected")
     return keys

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sympow.cli.places import standard_input
 from sympow.cli.runs import check_tokenizers
 from sympow.data import StreamDecoder
 from sympow.models import Context, Drafts, ModelDrafts, stream
@@ -76,8 +77,18 @@ def draft_model(path: str | None, run: Run) -> ModelDrafts | None:
 def text_of(file: str) -> str:
     """Reads a prompt from a file, or from stdin for "-". Raises ValueError for text that is not UTF-8."""
     if file == "-":
-        return sys.stdin.read()
+        with standard_input() as text:
+            return text.read()
     try:
         return Path(file).read_bytes().decode("utf-8")  # with its line ends, as training reads texts
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt file {file} is not UTF-8 text: {error.reason}") from None
+
+
+def argument_text(text: str, option: str) -> str:
+    """Returns a text of the command line. Raises ValueError if its bytes were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{option} is not UTF-8 text") from None
+    return text

@@ -56,13 +56,14 @@ class Distillation:
         return error(rows.tokens, rows.targets, self._teacher, cu_seqlens=rows.cu_seqlens)
 
 
-def distillation_run(converted: RunConfig, start: str, teacher: str) -> RunConfig:
+def distillation_run(converted: RunConfig, start: str, teacher: str, precision: str = "bf16") -> RunConfig:
     """Returns the default config of `sympow distill`: 33 million tokens in sequences of 2,048.
 
     Args:
         converted: the config of the converted model's folder.
         start: the converted model's folder.
         teacher: the teacher, as in `DistillationConfig`.
+        precision: as in `TrainingConfig`. The command passes the `usual_precision` of the device.
     """
     training = TrainingConfig(
         context=2048,
@@ -72,7 +73,7 @@ def distillation_run(converted: RunConfig, start: str, teacher: str) -> RunConfi
         warmup_steps=20,
         min_lr_ratio=0.05,
         weight_decay=0.0,
-        precision="bf16",
+        precision=precision,
         evaluate_every=100,
         checkpoint_every=100,
     )

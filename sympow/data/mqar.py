@@ -18,7 +18,8 @@ and with N = 24, D = 4 (a grid of 2 first and 2 second keys), C = 12:
       targets        . . . . . . . . .  . . . |. 11 . . 8 . . 9 . . 10 .    values 8 to 11
 
 Each query is in a slot of 2 tokens (compositional: 3) after the context. The slot of distance s = 1, 2, ... is drawn
-with probability proportional to s**(alpha - 1), without replacement; alpha = 1 is uniform.
+with probability proportional to s**(alpha - 1), without replacement; alpha = 1 is uniform. With `min_distance` the
+first slot is so far behind the last key of the context, and filler is between them.
 
 Rows differ from those of the published code on purpose:
 
@@ -63,7 +64,7 @@ class RecallTask:
             second keys has its value, so that neither token alone tells it.
         length: N, tokens in a row; even.
         pairs: D, the number of keys, each of which is queried once. 4 D <= N; forgetting: 4 D + 2 updates <= N;
-            compositional: D is a square, and 6 D <= N.
+            compositional: D is a square, and 6 D <= N. `min_distance` needs longer rows.
         vocab_size: C. Token 0 is filler. Keys are 1 to C // 2 - 1 and values C // 2 to C - 1; compositional: first
             keys from 1, second keys from C // 3, values from 2 (C // 3). Those of a row are all different.
         alpha: the parameter of the power law of distances; the published runs have 0.1, the published code 0.01.
@@ -71,6 +72,7 @@ class RecallTask:
         updates: the number of updates of "forgetting", 1 to D; 0 for other kinds.
         deal: how drawn slots are assigned to keys: "random", or "drawn" for the order in which slots are drawn, as in
             the published code.
+        min_distance: the least number of tokens from any key of the context to its query.
 
     Raises TypeError and ValueError in one line for a task that cannot be drawn.
     """
@@ -83,12 +85,13 @@ class RecallTask:
     filler: str = "zero"
     updates: int = 0
     deal: str = "random"
+    min_distance: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("kind", KINDS), ("filler", FILLERS), ("deal", DEALS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, least in (("length", 2), ("pairs", 1), ("vocab_size", 2), ("updates", 0)):
+        for name, least in (("length", 2), ("pairs", 1), ("vocab_size", 2), ("updates", 0), ("min_distance", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer; got {value!r}")
@@ -104,10 +107,11 @@ class RecallTask:
             raise ValueError(f"a forgetting task has 1 to {self.pairs} updates, as many as pairs; got {self.updates}")
         if self.kind != "forgetting" and self.updates:
             raise ValueError(f"updates are of the forgetting task alone; got {self.updates} for {self.kind}")
-        needed = self.context + self.width * self.pairs
+        needed = self.first_slot + self.width * self.pairs
         if self.length < needed:
-            with_updates = f" and {self.updates} updates" if self.updates else ""
-            raise ValueError(f"{self.pairs} pairs{with_updates} need a length of at least {needed}; got {self.length}")
+            needs = f"{self.pairs} pairs" + (f" and {self.updates} updates" if self.updates else "")
+            needs += f" with a min_distance of {self.min_distance}" if self.min_distance else ""
+            raise ValueError(f"{needs} need a length of at least {needed + needed % 2}; got {self.length}")
         self._check_vocabulary()
 
     @property
@@ -121,9 +125,14 @@ class RecallTask:
         return self.width * (self.pairs + self.updates)
 
     @property
+    def first_slot(self) -> int:
+        """Returns the token at which the first slot starts. The last key of the context starts at context - width."""
+        return self.context + max(0, self.min_distance - self.width)
+
+    @property
     def slots(self) -> int:
-        """Returns the number of slots for queries, S; slot s starts at token context + width (s - 1), s = 1..S."""
-        return (self.length - self.context) // self.width
+        """Returns the number of slots for queries, S; slot s starts at token first_slot + width (s - 1), s = 1..S."""
+        return (self.length - self.first_slot) // self.width
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -144,8 +153,8 @@ class RecallTask:
     def __str__(self) -> str:
         """Gives the task in short, "mqar 64:4": kind, length and pairs, and whatever is not the default."""
         more = [f"{self.updates} updates"] if self.updates else []
-        rare = {"filler": RecallTask.filler, "alpha": RecallTask.alpha, "deal": RecallTask.deal}  # the defaults
-        more += [f"{name} {getattr(self, name)}" for name, default in rare.items() if getattr(self, name) != default]
+        rare = ("filler", "alpha", "deal", "min_distance")
+        more += [f"{name} {getattr(self, name)}" for name in rare if getattr(self, name) != getattr(RecallTask, name)]
         return " ".join([self.kind, f"{self.length}:{self.pairs}", *more])
 
     def _check_vocabulary(self) -> None:
@@ -261,7 +270,7 @@ def _compose(
         tokens[:, i : task.context : width] = part
     if fill is not None:
         fill(rng, tokens[:, task.context :], np.concatenate(used, axis=1))
-    place = task.context + width * _draw_slots(rng, n, task)
+    place = task.first_slot + width * _draw_slots(rng, n, task)
     for i, key in enumerate(keys):
         np.put_along_axis(tokens, place + i, key, 1)
     np.put_along_axis(targets, place + len(keys) - 1, last, 1)

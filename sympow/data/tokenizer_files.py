@@ -10,8 +10,8 @@ from typing import Any
 from sympow.data.files import write_text
 from sympow.data.tokens import Tokenizer
 
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-BESIDE = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+CONFIG, GENERATION, SPECIAL = "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"
+BESIDE = (CONFIG, GENERATION, SPECIAL, "chat_template.jinja")
 """Files by their names in folders of Hugging Face transformers."""
 
 
@@ -37,11 +37,33 @@ def token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer by name, such as {"bos_token": "<s>"}.
+
+    They are in `tokenizer_config.json`. Folders of older versions of transformers also have `special_tokens_map.json`.
+    """
+    config = tokenizer_config(folder)
+    if "added_tokens_decoder" not in config:
+        config = config | _content(folder / SPECIAL)
+    named = {name: entry for name, entry in config.items() if name.endswith("_token")}
+    more = config.get("extra_special_tokens")
+    texts = {name: token_text(entry) for name, entry in (named | (more if isinstance(more, dict) else {})).items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token."""
+    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token.
+
+    Raises ValueError for an eos_token_id that is no token of the tokenizer.
+    """
     named = _content(folder / GENERATION).get("eos_token_id")
     if named is not None:
-        return set(named if isinstance(named, list) else [named])
+        ends = named if isinstance(named, list) else [named]
+        wrong = [each for each in ends if type(each) is not int or not 0 <= each < tokenizer.vocab_size]
+        if wrong:
+            tokens = f"tokens from 0 to {tokenizer.vocab_size - 1:,}"
+            raise ValueError(f"{folder / GENERATION}: expected {tokens} as eos_token_id, got {wrong[0]!r}")
+        return set(ends)
     text = token_text(tokenizer_config(folder).get("eos_token"))
     tokens = [] if text is None else tokenizer.encode(text).tolist()
     return set(tokens) if len(tokens) == 1 else set()

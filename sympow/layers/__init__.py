@@ -7,6 +7,7 @@ from sympow.layers.catalogue import FLA_MIXERS, MIXERS
 from sympow.layers.contract import ContractError, check_contract
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
+from sympow.layers.power_delta import PowerDeltaAttention
 from sympow.layers.registry import check_mixer, make_mixer
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
@@ -22,6 +23,7 @@ __all__ = [
     "Mixer",
     "MixerState",
     "PowerAttention",
+    "PowerDeltaAttention",
     "ShortConvolution",
     "SoftmaxAttention",
     "WindowAttention",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -20,8 +20,10 @@ from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
+from sympow.ops.constants import kept
 from sympow.ops.devices import check_float64
 from sympow.ops.gated_norm import gated_norm
+from sympow.ops.types import OutOfRangeError
 
 
 class HeadOptions(TypedDict, total=False):
@@ -187,7 +189,11 @@ class AttentionMixer(Mixer):
         self.check_input(x, own_weight(self.qkv))
         if self.convolution is not None:
             x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
-        return self.output(x, self.mix(x, cu_seqlens, **extras))
+        try:
+            y = self.mix(x, cu_seqlens, **extras)
+        except OutOfRangeError as error:
+            raise self.naming_weights(x, error) from error
+        return self.output(x, y)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -210,23 +216,36 @@ class AttentionMixer(Mixer):
     def _step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
         """Continues sequences by the output of the convolution."""
         with beside(partial(self.output_gates, x), x.device) as gates:
-            y, state = self.mix_step(x, state, **extras)
+            try:
+                y, state = self.mix_step(x, state, **extras)
+            except OutOfRangeError as error:
+                raise self.naming_weights(x, error) from error
         return self.gated_output(y, gates()), state
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
         self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
-            y, after = self.try_mix_step(x, state, **extras)
+            y, after = self._try_mix_step(x, state, extras)
             return self.output(x, y), after
         x, past = self.convolution.try_step(x, state.past)
-        y, behind = self.try_mix_step(x, state.behind, **extras)
+        y, behind = self._try_mix_step(x, state.behind, extras)
         return self.output(x, y), lambda n: ShortConvolutionState(past(n), behind(n))
+
+    def _try_mix_step(self, x: Tensor, state: Any, extras: dict[str, Tensor | None]) -> tuple[Tensor, After]:
+        try:
+            return self.try_mix_step(x, state, **extras)
+        except OutOfRangeError as error:
+            raise self.naming_weights(x, error) from error
 
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         convolution = 0 if self.convolution is None else self.convolution.state_size()
         return self.mix_state_size(context) + convolution
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `qkv`, which holds the projections to queries, keys and values; see `Mixer.fused`."""
+        return {"qkv": list(self._split)}
 
     def output(self, x: Tensor, y: Tensor) -> Tensor:
         """Norms, gates and projects the heads' outputs y [B, T, H, V] of x [B, T, d]: [B, T, d]."""
@@ -317,7 +336,7 @@ def head_normed(norm: nn.GroupNorm, y: Tensor) -> Tensor:
     return flat.unflatten(0, y.shape[:2])
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _frequencies(
     key_dim: int,
     rule: str,

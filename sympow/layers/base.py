@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import init_linear
+from sympow.layers.other_names import explained, renamed_call
 from sympow.layers.state import After, Form, MixerState, check_batch, check_form, form_of, try_by_copies
 from sympow.ops.autocast import autocast_dtype
+from sympow.ops.types import OutOfRangeError
 
 
 class Mixer(nn.Module, ABC):
@@ -46,11 +49,26 @@ class Mixer(nn.Module, ABC):
     holds_mixer: bool = False
     context_group: dist.ProcessGroup | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = explained(cls.__init__)  # type: ignore[method-assign]
+
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()
         if min(d_model, n_heads) < 1:
             raise ValueError(f"d_model and n_heads must be positive; got {d_model=}, {n_heads=}")
         self.d_model, self.n_heads = d_model, n_heads
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Calls `forward`. Raises TypeError for an argument of other libraries, which says what to pass instead."""
+        try:
+            return super().__call__(*arguments, **options)
+        except TypeError as error:
+            renamed = renamed_call(self, error, options)
+            if renamed is error:
+                raise
+            raise renamed from error
 
     @abstractmethod
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -116,6 +134,14 @@ class Mixer(nn.Module, ABC):
         """
         return None
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names the linear layers of this module whose weight holds several matrices, one above another.
+
+        Returns the rows of every matrix, by the name of the layer. An optimizer that treats a weight as a matrix
+        (`sympow.training.muon`) treats each of them by itself. Parts of the module that are mixers name theirs.
+        """
+        return {}
+
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Returns the keyword options of the constructor."""
@@ -180,6 +206,17 @@ class Mixer(nn.Module, ABC):
             found = self._form = form_of(self.init_state(1, device="meta"))
         return found
 
+    def naming_weights(self, x: Tensor, error: OutOfRangeError) -> OutOfRangeError:
+        """Returns the error that names the weights, or the input x [B, T, d], whose values caused `error`."""
+        names = [name for name, weight in self.state_dict().items() if not weight.isfinite().all()]
+        if names:
+            return OutOfRangeError(f"weights of {type(self).__name__} are not finite: {', '.join(names)}")
+        return error if x.isfinite().all() else OutOfRangeError(f"the input of {type(self).__name__} is not finite")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        refuse_complex(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def check_input(self, x: Tensor, weight: Tensor | None) -> None:
         """Raises TypeError or ValueError if x is not [B, T >= 1, d], or not of the device and dtype of `weight`.
 
@@ -193,8 +230,24 @@ class Mixer(nn.Module, ABC):
             return
         if x.device != weight.device:
             raise ValueError(f"x must be on the device of the weights, {weight.device}; got {x.device}")
+        if x.is_complex() or weight.is_complex():
+            raise TypeError(f"x and the weights must be real; got x {x.dtype}, weights {weight.dtype}")
         if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(f"x must have the dtype of the weights, {weight.dtype}, or autocast be on; got {x.dtype}")
+
+
+def refuse_complex(module: nn.Module, weights: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises TypeError for a complex weight of `module`, whose imaginary part would be lost when it is loaded.
+
+    Args:
+        module: the module that loads.
+        weights: by name.
+        prefix: what stands before the names of the module's own weights.
+    """
+    for name, own in module.state_dict(keep_vars=True).items():
+        given = weights.get(prefix + name)
+        if isinstance(given, Tensor) and given.is_complex() and not own.is_complex():
+            raise TypeError(f"weights must be real; got {prefix + name} of {given.dtype}")
 
 
 def state_options(

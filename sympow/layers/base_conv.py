@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from sympow.layers.base import Mixer, own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.filters import make_filter
+from sympow.ops.cost import convolution_flops
 
 
 class BaseConv(Mixer):
@@ -25,6 +28,7 @@ class BaseConv(Mixer):
             an explicit one of 3 taps.
         order: width of the network of an implicit filter.
         bands: number of frequencies in the positional features of this network.
+        frequency, decays: of Hyena's network, see `ImplicitFilter`. The paper's language models have 14, (0.3, 1.2).
         residual: add x to y within the mixer, as the paper's Listings 1 and 2 do.
     """
 
@@ -37,10 +41,12 @@ class BaseConv(Mixer):
         filter: str = "implicit",
         order: int = 64,
         bands: int = 16,
+        frequency: float = 1.0,
+        decays: Sequence[float] = (0.3, 1.5),
         residual: bool = False,
     ):
         super().__init__(d_model, n_heads)
-        self.filter = make_filter(filter, d_model, max_length, order, bands)
+        self.filter = make_filter(filter, d_model, max_length, order, bands, frequency, decays)
         self.residual = residual
         self.projection = nn.Linear(d_model, d_model)
         self.bias = nn.Parameter(torch.empty(d_model))
@@ -55,6 +61,10 @@ class BaseConv(Mixer):
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
         self.check_input(x, own_weight(self.projection))
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return convolution_flops(time, self.filter.max_length, self.d_model)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

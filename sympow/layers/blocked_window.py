@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
-from sympow.layers.softmax import attend, attend_to_past, empty_cache
+from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import MixerState
 from sympow.layers.window import WindowMixer
+from sympow.ops.autocast import concatenated
 
 
 @dataclass
@@ -54,13 +55,18 @@ class BlockedWindowAttention(WindowMixer):
             outs.append(attend_to_past(q[:, :, :taken].to(block.k.dtype), *block.filled()))
             q, k, v = q[:, :, taken:], k[:, :, taken:], v[:, :, taken:]
             position += taken
-        y = torch.cat(outs, dim=2).transpose(1, 2).to(x.dtype)
+        y = concatenated(outs, dim=2).transpose(1, 2).to(x.dtype)
         return y, BlockedWindowState(block, position)
 
     def mix_state_size(self, context: int) -> int:
         """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         held = (context - 1) % self.window + 1 if context else 0
         return self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(held, self.window)
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        whole, rest = time // self.window, time % self.window
+        return whole * both_ways(self.window, self) + (both_ways(rest, self) if rest else 0)
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Maps [B, T, H, K], [B, T, G, K], [B, T, G, V] to [B, T, H, V]."""

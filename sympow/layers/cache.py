@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
 
 _LEAST = 16  # tokens a cache makes room for at first
 
@@ -151,4 +152,7 @@ def extended(held: Tensor, new: Tensor, length: int, limit: int | None, dim: int
 
 def in_order(held: Tensor, length: int, limit: int | None, dim: int) -> Tensor:
     """Returns the tokens in `held`, the last `limit` of `length`, oldest first."""
-    return held if limit is None or length <= limit else held.roll(-(length % limit), dims=dim)
+    if limit is None or length <= limit:
+        return held
+    first = length % limit
+    return concatenated([held.narrow(dim, first, held.shape[dim] - first), held.narrow(dim, 0, first)], dim)

@@ -12,6 +12,7 @@ from sympow.layers.linear import LinearAttention
 from sympow.layers.liquid_s4 import LiquidS4
 from sympow.layers.long_convolution import LongConvolution
 from sympow.layers.power import PowerAttention
+from sympow.layers.power_delta import PowerDeltaAttention
 from sympow.layers.registry import FLA_MIXERS, MIXERS
 from sympow.layers.retnet import RetNet
 from sympow.layers.rwkv4 import RWKV4
@@ -24,6 +25,7 @@ from sympow.layers.window import WindowAttention
 MIXERS.update(
     {
         "power": PowerAttention,
+        "power_delta": PowerDeltaAttention,
         "softmax": SoftmaxAttention,
         "linear": LinearAttention,
         "window": WindowAttention,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sympow.layers.base import state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.state import After, MixerState
+from sympow.ops.autocast import concatenated
 from sympow.ops.context import previous_tokens
 from sympow.ops.short_convolution import short_convolution, short_convolution_step
 
@@ -99,7 +100,7 @@ def _last(x: Tensor, past: Tensor, count: int) -> Tensor:
     """Copies the last k - 1 inputs [B, k - 1, C] of `past` [B, k - 1, C] and the first `count` tokens of x."""
     kept = past.shape[1]
     first = x[:, max(count - kept, 0) : count].to(past.dtype)
-    return torch.cat([past[:, min(count, kept) :], first], dim=1)
+    return concatenated([past[:, min(count, kept) :], first], dim=1)
 
 
 @dataclass

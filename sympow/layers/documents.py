@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
+from sympow.ops.autocast import concatenated
 from sympow.ops.documents import borders, check_borders
 
 
@@ -25,4 +25,4 @@ def per_document(function: Callable[..., Tensor], cu_seqlens: Tensor | None, *te
     lengths = [stop - start for start, stop in pairwise(bounds) if start < stop]
     # split, not slices: the gradient of a slice is as long as the whole row
     documents = zip(*(tensor.split(lengths, dim=1) for tensor in tensors), strict=True)
-    return torch.cat([function(*document) for document in documents], dim=1)
+    return concatenated([function(*document) for document in documents], dim=1)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from sympow.layers.base import state_options
 from sympow.layers.cache import InputCache, capacity
-from sympow.layers.float32 import linear_float32
+from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import draw_normal, draw_uniform
+from sympow.ops.autocast import concatenated
 from sympow.ops.convolution import causal_convolution
 
 _TARGET = 1e-2  # the value to which the taps of a channel fall within the share of the filter that `decays` gives
@@ -55,7 +56,7 @@ class LongFilter(nn.Module, ABC):
 
     def step(self, x: Tensor, cache: InputCache) -> tuple[Tensor, InputCache]:
         """Continues the convolution by x [B, T', C]: (y [B, T', C], the cache with x)."""
-        seen = torch.cat([cache.ordered().to(x.dtype), x], dim=1)
+        seen = concatenated([cache.ordered().to(x.dtype), x], dim=1)
         return last_outputs(seen, self(seen.shape[1]), x.shape[1]), cache.extend(x)
 
     def state_size(self, context: int) -> int:
@@ -154,9 +155,9 @@ class ImplicitFilter(PositionFilter):
             raise ValueError(f"decays are two positive shares of the filter, fast and slow; got {decays!r}")
         self.first_frequency, self.decays = float(frequency), tuple(decays)
         widths = [2 * bands + 1, order, order, order]
-        layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.layers = cast(Sequence[nn.Linear], layers)
-        self.last = nn.Linear(order, channels, bias=False)
+        layers = nn.ModuleList(Float32Linear(a, b) for a, b in pairwise(widths))
+        self.layers = cast(Sequence[Float32Linear], layers)
+        self.last = Float32Linear(order, channels, bias=False)
         self.frequency = nn.Parameter(torch.empty(order))
         self.skip = nn.Parameter(torch.empty(channels))
 
@@ -171,10 +172,10 @@ class ImplicitFilter(PositionFilter):
         h = self.features(length, self.skip)
         time = h[:, :1]
         for layer in self.layers:
-            h = torch.sin(self.frequency * linear_float32(layer, h))
+            h = torch.sin(self.frequency * layer(h))
         fast, slow = self.decays
         rate = torch.linspace(-log(_TARGET) / slow, -log(_TARGET) / fast, self.channels, device=h.device, dtype=h.dtype)
-        h = linear_float32(self.last, h) * torch.exp(-rate * time)
+        h = self.last(h) * torch.exp(-rate * time)
         return torch.cat([h[:1] + self.skip, h[1:]])
 
 
@@ -188,8 +189,8 @@ class ReluFilter(PositionFilter):
 
     def __init__(self, channels: int, max_length: int, order: int, bands: int = 16):
         super().__init__(channels, max_length, order, bands)
-        self.first = nn.Linear(2 * bands + 1, order)
-        self.last = nn.Linear(order, channels)
+        self.first = Float32Linear(2 * bands + 1, order)
+        self.last = Float32Linear(order, channels)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws the network as torch's layers do."""
@@ -197,14 +198,14 @@ class ReluFilter(PositionFilter):
 
     def forward(self, length: int) -> Tensor:
         """Computes taps as `LongFilter.forward` does, in float32 at least: positions need it."""
-        hidden = linear_float32(self.first, self.features(length, self.last.weight))
-        return linear_float32(self.last, torch.relu(hidden))
+        hidden = self.first(self.features(length, self.last.weight))
+        return self.last(torch.relu(hidden))
 
 
-def _draw_layers(layers: Sequence[nn.Linear], generator: torch.Generator | None) -> None:
+def _draw_layers(layers: Sequence[Float32Linear], generator: torch.Generator | None) -> None:
     """Draws weights and biases as torch's layers do, within 1 / sqrt(inputs)."""
     for layer in layers:
-        bound = 1 / sqrt(layer.in_features)
+        bound = 1 / sqrt(layer.weight.shape[1])
         for parameter in layer.parameters():
             draw_uniform(parameter, -bound, bound, generator)
 
@@ -212,14 +213,26 @@ def _draw_layers(layers: Sequence[nn.Linear], generator: torch.Generator | None)
 FILTERS = ("implicit", "relu", "explicit")
 
 
-def make_filter(kind: str, channels: int, max_length: int, order: int, bands: int) -> LongFilter:
-    """Makes a filter of one of the kinds in `FILTERS`. The first two kinds use `order` and `bands`."""
+def make_filter(
+    kind: str,
+    channels: int,
+    max_length: int,
+    order: int,
+    bands: int,
+    frequency: float = 1.0,
+    decays: Sequence[float] = (0.3, 1.5),
+) -> LongFilter:
+    """Makes a filter of one of the kinds in `FILTERS`.
+
+    The first two kinds use `order` and `bands`, "implicit" also `frequency` and `decays`.
+    """
     if kind not in FILTERS:
         raise ValueError(f"filter is one of {', '.join(FILTERS)}; got {kind!r}")
     if kind == "explicit":
         return ExplicitFilter(channels, max_length)
-    made = ImplicitFilter if kind == "implicit" else ReluFilter
-    return made(channels, max_length, order, bands)
+    if kind == "implicit":
+        return ImplicitFilter(channels, max_length, order, bands, frequency, decays)
+    return ReluFilter(channels, max_length, order, bands)
 
 
 def last_outputs(seen: Tensor, h: Tensor, new: int) -> Tensor:

@@ -193,5 +193,9 @@ class Mamba2(FlaMixer):
         """Returns the arguments of the package's layer."""
         return {"head_dim": 2 * self.d_model // self.n_heads, "expand": 2, "state_size": self.state_dim}
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names `in_proj`, which holds the projections to z, x, B, C and dt; see `Mixer.fused`."""
+        return {"layer.in_proj": [2 * self.d_model] * 2 + [self.state_dim] * 2 + [self.n_heads]}
+
     def _elements(self) -> int:
         return 2 * self.d_model * self.state_dim + _CONV * (2 * self.d_model + 2 * self.state_dim)

@@ -1,4 +1,4 @@
-"""Linear maps in float32, for numbers that are summed over the context: gates and the steps of positions."""
+"""Linear maps in float32: gates and the steps of positions, which are summed over the context, and long filters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.layers.initial import draw_normal
+from sympow.ops.autocast import concatenated
 from sympow.ops.float32_product import product_float32
 
 
@@ -16,6 +17,7 @@ class Float32Linear(nn.Module):
 
     It is not a subclass of `nn.Linear`. Some frameworks, such as Hugging Face (`_init_weights`) and Zoology, draw the
     weights of every `nn.Linear` again and set its bias to 0. They do not change the initial values of this class.
+    Muon moves weights of `nn.Linear` only (`sympow.training.muon`), and AdamW those of this class.
 
     Args:
         d_model: d.
@@ -52,9 +54,9 @@ def linears_float32(linears: Sequence[nn.Linear | Float32Linear], x: Tensor) -> 
     """Returns `linear_float32` of x [B, T, d] for each layer, computed in one product so that x is read only once."""
     if len(linears) < 2 or x.shape[1] == 1:  # joining the weights takes longer than a product of one token
         return tuple(linear_float32(linear, x) for linear in linears)
-    weight = torch.cat([linear.weight for linear in linears])
+    weight = concatenated([linear.weight for linear in linears])
     biases = [x.new_zeros(len(n.weight), dtype=n.weight.dtype) if n.bias is None else n.bias for n in linears]
-    return product_float32(x, weight, torch.cat(biases)).split([len(n.weight) for n in linears], -1)
+    return product_float32(x, weight, concatenated(biases)).split([len(n.weight) for n in linears], -1)
 
 
 def gate_biases(gate_bias: Sequence[float], n_kv_heads: int) -> Tensor:

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.running_sums import running_sums
+from sympow.ops.autocast import concatenated
 
 # The value of queries in the channels in which keys hold sums. It is a power of two, which is exact in every dtype, and
 # large, so that sums fit in float16.
 _ONE = 32.0
+_HARDEST = -256.0  # a log gate: what comes before it has no weight, unless scores differ by more than 150
 _PARTS = 3  # of a sum: as many bits as float32 has, in numbers of 8 bits (bfloat16)
 _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
 
@@ -24,7 +26,8 @@ _LEAST_READINGS = 13  # channels of `_Gated` that add nothing to the scores
 def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries and keys with channels that add -L_j to the scores, which keep their scale of 1 / sqrt(K).
 
-    The error of a score is that of float32 for numbers as large as L, whatever the dtype of q and k.
+    The error of a score is that of float32 (float64 for float64 q and k) for numbers as large as L. A gate adds at most
+    256 to |L|, so behind n resets in a row, scores err by up to n 2**-16.
 
     Args:
         q: [B, T, H, K].
@@ -34,8 +37,13 @@ def with_gates(q: Tensor, k: Tensor, log_g: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [B, T, H, K'] and [B, T, G, K'], K' a multiple of 8.
     """
-    queries, keys = _Gated.apply(q, k, log_g)
+    queries, keys = _Gated.apply(q, k, limited(log_g))
     return queries, keys
+
+
+def limited(log_g: Tensor) -> Tensor:
+    """Returns log gates, those of resets no larger than it takes, because sums have a limited precision."""
+    return log_g.clamp(min=_HARDEST)
 
 
 def gated_key_dim(key_dim: int) -> int:
@@ -46,13 +54,13 @@ def gated_key_dim(key_dim: int) -> int:
 def gated_keys(k: Tensor, sums: Tensor) -> Tensor:
     """Returns k [B, T, G, K] with the sums L of its tokens, float64 [B, T, G]: [B, T, G, gated_key_dim(K)]."""
     parts = _parts(sums, k.shape[-1] ** -0.5, k.dtype)
-    return F.pad(torch.cat([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
+    return F.pad(concatenated([k, parts], dim=-1), (0, gated_key_dim(k.shape[-1]) - k.shape[-1] - _PARTS))
 
 
 def gated_queries(q: Tensor) -> Tensor:
     """Returns q [B, T, H, K] for keys of `gated_keys`; the scale of the scores stays K**-0.5."""
     ones = q.new_full((*q.shape[:-1], _PARTS), _ONE)
-    return F.pad(torch.cat([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
+    return F.pad(concatenated([q, ones], dim=-1), (0, gated_key_dim(q.shape[-1]) - q.shape[-1] - _PARTS))
 
 
 def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -62,7 +70,7 @@ def _parts(sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     for _ in range(_PARTS):
         parts.append(_rounded(rest, dtype).to(dtype))
         rest = rest.detach() - parts[-1].detach()
-    return torch.stack(parts, dim=-1)
+    return concatenated([part[..., None] for part in parts], dim=-1)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,11 +109,11 @@ class _Gated(torch.autograd.Function):
         restarts = width - key_dim - _PARTS - 1
         ctx.sizes = key_dim, scale, -(-time // (restarts + 1)), log_g.dtype
         from_there = _ONE * (_steps(ctx, time, q) >= torch.arange(1, restarts + 1, device=q.device))
-        constant = torch.cat([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
+        constant = concatenated([q.new_full((time, _PARTS), _ONE), q.new_zeros(time, 1), from_there.to(q.dtype)], dim=1)
         parts = _parts(running_sums(log_g), scale, k.dtype)
         row = torch.full_like(parts[..., :1], _ONE)
-        keys = F.pad(torch.cat([k, parts, row], dim=-1), (0, restarts))
-        return torch.cat([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
+        keys = F.pad(concatenated([k, parts, row], dim=-1), (0, restarts))
+        return concatenated([q, constant[:, None].expand(*q.shape[:3], -1)], dim=-1), keys
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM
+from sympow.ops.cost import convolution_flops
 
 
 @dataclass
@@ -61,6 +62,12 @@ class H3(Mixer):
         self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
 
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        states = self.d_model * self.head_dim
+        shift = convolution_flops(time, self.shift.weight.shape[1], self.d_model)
+        return shift + convolution_flops(time, time, states) + 6 * time * states
+
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> H3State:
@@ -82,6 +89,10 @@ class H3(Mixer):
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.shift.state_size() + self.diagonal.state_size(self.head_dim**2)
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `qkv`, which holds the projections to q, k and v; see `Mixer.fused`."""
+        return {"qkv": [self.d_model] * 3}
 
     def _mixed(self, qkv: Tensor) -> Tensor:
         q, k, v = qkv.chunk(3, dim=-1)

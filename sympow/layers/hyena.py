@@ -15,6 +15,8 @@ from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
+from sympow.ops.cost import convolution_flops, softmax_flops
 
 _SHORT = 3  # taps of the convolution of the projections
 
@@ -76,6 +78,17 @@ class Hyena(Mixer):
         self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
 
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        short = convolution_flops(time, _SHORT, 3 * self.d_model)
+        if self.heads == self.d_model:
+            return short + convolution_flops(time, self.filter.max_length, self.d_model)
+        width = self.d_model // self.heads
+        # By states, which queries read, or by scores.
+        states = convolution_flops(time, self.filter.max_length, self.d_model * width) + 6 * time * self.d_model * width
+        scores = sum(softmax_flops(time, width, width, heads=self.heads, backward=b) for b in (False, True))
+        return short + min(states, scores)
+
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> HyenaState:
@@ -89,12 +102,16 @@ class Hyena(Mixer):
         self.check_step(x, state, own_weight(self.out))
         projected, short = self.short.step(self.projections(x), state.short)
         q, new = self._gated(projected)
-        seen = torch.cat([state.long.ordered().to(new.dtype), new], dim=1)
+        seen = concatenated([state.long.ordered().to(new.dtype), new], dim=1)
         return self.out(self._long(q, seen)), HyenaState(short, state.long.extend(new))
 
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.held * capacity(context, self.filter.max_length) + self.short.state_size()
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `projections`, which holds the projections to q, k and v; see `Mixer.fused`."""
+        return {"projections": [self.d_model] * 3}
 
     def _mixed(self, projected: Tensor) -> Tensor:
         return self._long(*self._gated(self.short(projected)))
@@ -102,7 +119,7 @@ class Hyena(Mixer):
     def _gated(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Splits [B, T, 3 d] into q [B, T, d], and what later tokens need: k * v [B, T, d], or k and v [B, T, 2 d]."""
         q, k, v = projected.chunk(3, dim=-1)
-        return q, k * v if self.heads == self.d_model else torch.cat([k, v], dim=-1)
+        return q, k * v if self.heads == self.d_model else concatenated([k, v], dim=-1)
 
     def _long(self, q: Tensor, seen: Tensor) -> Tensor:
         """Maps q [B, T', d] and `gated` of T >= T' tokens to the outputs [B, T', d] of the last T' tokens."""

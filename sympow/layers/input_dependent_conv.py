@@ -18,6 +18,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.ops.convolution import causal_convolution
+from sympow.ops.cost import convolution_flops
 
 
 class _InputDependentConv(Mixer):
@@ -53,6 +54,13 @@ class _InputDependentConv(Mixer):
 
     def _refuse(self) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} has no step form: its filter depends on the whole sequence")
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        With `matching`, tokens are looked up by their distance and nothing is convolved.
+        """
+        return 0 if self.matching else convolution_flops(time, time, self.d_model)
 
     def _gated(self, x: Tensor, convolved: Tensor) -> Tensor:
         return self.projection(x) * (convolved + self.bias)
@@ -141,6 +149,16 @@ class AutocorrelationConv(_InputDependentConv):
         self.check_input(x, self.bias)
         ids = [checked_tokens(tokens, x)] if self.reads_tokens else []
         return self._gated(x, per_document(self._convolved, cu_seqlens, x, *ids))
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        The correlation is half of a convolution, because it has no gradient. With `matching`, each token has a product
+        and a sum for each lag.
+        """
+        correlation = convolution_flops(time, time, self.d_model) // 2
+        by_lag = 12 * time * min(self.top_k, time) * self.d_model
+        return correlation + (by_lag if self.matching else super().training_flops(time))
 
     def _convolved(self, x: Tensor, *tokens: Tensor) -> Tensor:
         if self.query is None or self.key is None:

@@ -14,6 +14,7 @@ from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
 from sympow.layers.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
+from sympow.ops.cost import convolution_flops
 
 
 @dataclass
@@ -56,6 +57,10 @@ class LiquidS4(Mixer):
         self.check_input(x, self.skip)
         return self._output(x, per_document(self._convolved, cu_seqlens, x))
 
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return 3 * convolution_flops(time, time, self.d_model)
+
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LiquidS4State:
@@ -79,6 +84,10 @@ class LiquidS4(Mixer):
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return 2 * self.ssm.state_size(1)
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
+        return {"out": [self.d_model] * 2}
 
     def _convolved(self, x: Tensor) -> Tensor:
         a, b, c = self.ssm.coefficients()

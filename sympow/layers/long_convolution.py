@@ -10,6 +10,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.filters import ExplicitFilter
+from sympow.ops.cost import convolution_flops
 
 
 class LongConvolution(Mixer):
@@ -38,6 +39,10 @@ class LongConvolution(Mixer):
         self.check_input(x, self.filter.weight)
         return self._output(per_document(self.filter.convolve, cu_seqlens, x))
 
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        return convolution_flops(time, self.filter.max_length, self.d_model)
+
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> InputCache:
@@ -53,6 +58,10 @@ class LongConvolution(Mixer):
     def state_size(self, context: int) -> int:
         """Returns the number of elements of the state of one sequence; see `Mixer.state_size`."""
         return self.filter.state_size(context)
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `out`, which holds the two maps of the GLU; see `Mixer.fused`."""
+        return {"out": [self.d_model] * 2}
 
     def _output(self, y: Tensor) -> Tensor:
         return F.glu(self.out(F.gelu(y)), dim=-1)

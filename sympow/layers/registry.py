@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sympow.layers.base import Mixer
+from sympow.layers.other_names import option_hint
 
 # `sympow.layers.catalogue` enters the mixers of this package. Those of FLA need the extra `fla` and a GPU.
 MIXERS: dict[str, type[Mixer]] = {}
@@ -80,7 +81,8 @@ def check_mixer(name: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"the {name} mixer has no option {option!r}; {has}")
+            hint = option_hint(option, known)
+            raise ValueError(f"the {name} mixer has no option {option!r}{hint}{':' if hint[:1] == ';' else ';'} {has}")
         kinds = _kinds(known[option])
         if kinds and not any(fits(value) for _, fits in kinds):
             wanted = " or ".join(words for words, _ in kinds)

@@ -15,6 +15,7 @@ from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, check_form, continue_power, try_power
 from sympow.layers.state import After
 from sympow.ops import PowerState, power_attention
+from sympow.ops.cost import least_power_flops
 
 
 class RetNet(AttentionMixer):
@@ -92,6 +93,11 @@ class RetNet(AttentionMixer):
     def mix_state_size(self, context: int) -> int:
         """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         return self.n_kv_heads * self.head_dim * (self.value_dim + 1)
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        sizes = {"heads": self.n_heads, "kv_heads": self.n_kv_heads}
+        return least_power_flops(time, self.head_dim, self.value_dim, 1, True, **sizes)
 
     def _decay(self, k: Tensor) -> Tensor:
         """Returns log gamma, [B, T, G]."""

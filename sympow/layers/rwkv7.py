@@ -148,6 +148,14 @@ class RWKV7(Mixer):
         shape = (batch_size, self.n_heads, self.head_dim, self.head_dim)
         return RWKV7State(last, torch.zeros(shape, **state_options(self.mix, device, dtype, sums=True)))
 
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        A token and a state [K, V] of a head are in four products (erased, written twice, read) and a decay, 9 an
+        element forward, and twice as many backward.
+        """
+        return 27 * time * self.d_model * self.head_dim
+
     def step(self, x: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
         self.check_step(x, state, self.mix)

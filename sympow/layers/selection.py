@@ -6,7 +6,7 @@ A few such layers among BaseConv ones are the hybrids of Zoology; selecting ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Unpack
+from typing import ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
-from sympow.layers.softmax import MASK_ELEMENTS, attend, empty_cache
+from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
+from sympow.ops.autocast import concatenated
+from sympow.ops.constants import has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 
@@ -38,11 +40,21 @@ class TopKState(MixerState):
 
 
 @dataclass
+class DrawState(MixerState):
+    """Holds the number of tokens so far, which is all that random selection needs."""
+
+    position: int
+
+
+Choice = TopKState | DrawState | InputCache
+
+
+@dataclass
 class SelectionState(MixerState):
-    """Holds keys and values of all tokens, and the state of the selection: scores, or the tokens themselves."""
+    """Holds keys and values of all tokens, and the state of the selection: scores, a position, or the tokens."""
 
     cache: KVCache
-    choice: TopKState | InputCache
+    choice: Choice
 
 
 class SelectiveAttention(AttentionMixer):
@@ -50,18 +62,23 @@ class SelectiveAttention(AttentionMixer):
 
     Source: Arora et al., "Zoology", 2023, section 5 and appendix. Every token can be attended to. Rotary.
 
-    The source selects the k largest scores of the whole sequence, which depends on later tokens. Here a token is
-    selected if its score is among the k largest so far. At most k (1 + ln(1 + t / k)) of the first t + 1 tokens are
-    selected, the average number for scores in random order. So the layer is causal, and costs O(T k log T) products,
-    also in training.
+    In learned selection, the source selects the k largest scores of the whole sequence, which depends on later tokens.
+    Here a token is selected if its score is among the k largest so far. At most k (1 + ln(1 + t / k)) of the first
+    t + 1 tokens are selected, the average number for scores in random order. So the layer is causal, and costs
+    O(T k log T) products, also in training. `whole_row` selects as the source does. Then the layer is not causal and
+    cannot be stepped.
 
     Args:
         d_model, n_heads: as in `AttentionMixer`.
-        selection: "random": by random scores, drawn again in every step of training, fixed by the position otherwise.
+        selection: "random": every token with the same probability, independently of all others and of its position.
+            The tokens are drawn again in every step of training, from torch's default generator. Otherwise they are
+            fixed: a hash of the position draws them.
             "programmatic": every token that occurred before (needs `tokens`; their number has no limit).
             "learned": by a score sigmoid(w . x + b), which also multiplies the output, and so learns; in training with
             noise added, and with an auxiliary loss max(0, mean score - k / T) (see `auxiliary_losses`).
-        top_k: k, of random and learned selection.
+        top_k: k, of learned selection.
+        whole_row: whether learned selection takes the k largest scores of the whole sequence, as in the source.
+        probability: that random selection takes a token, above 0 and at most 1.
         noise: standard deviation of the noise that is added to learned scores in training, before they are compared.
             Like dropout, the noise comes from torch's default generator.
         rotation: "fixed" or "none".
@@ -77,6 +94,8 @@ class SelectiveAttention(AttentionMixer):
         *,
         selection: str,
         top_k: int = 16,
+        whole_row: bool = False,
+        probability: float = 0.25,
         noise: float = 0.1,
         rotation: str = "fixed",
         **heads: Unpack[HeadOptions],
@@ -86,10 +105,15 @@ class SelectiveAttention(AttentionMixer):
             raise ValueError(f"selection is one of {', '.join(SELECTIONS)}; got {selection!r}")
         if not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"top_k must be an integer of at least 1; got {top_k!r}")
+        if whole_row and selection != "learned":
+            raise ValueError(f"whole_row is an option of learned selection; got selection {selection!r}")
+        if not 0 < probability <= 1:
+            raise ValueError(f"probability must be above 0 and at most 1; got {probability!r}")
         if noise < 0:
             raise ValueError(f"noise must be at least 0; got {noise!r}")
-        self.selection, self.top_k, self.noise = selection, top_k, noise
+        self.selection, self.top_k, self.probability, self.noise = selection, top_k, probability, noise
         self.reads_tokens = selection == "programmatic"
+        self.whole_row, self.causal = whole_row, not whole_row
         self.score = nn.Linear(d_model, 1) if selection == "learned" else None
         self.reset_parameters()
 
@@ -106,7 +130,11 @@ class SelectiveAttention(AttentionMixer):
     def mix_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionState:
-        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`.
+
+        Raises NotImplementedError with `whole_row`.
+        """
+        self._check_causal()
         return SelectionState(empty_cache(self, batch_size, device, dtype), self._choice(batch_size, device, dtype))
 
     def mix_step(
@@ -120,9 +148,28 @@ class SelectiveAttention(AttentionMixer):
         return self._gated(y, gate), SelectionState(cache, choice)
 
     def mix_state_size(self, context: int) -> int:
-        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`.
+
+        Raises NotImplementedError with `whole_row`.
+        """
+        self._check_causal()
         cache = self.n_kv_heads * (self.head_dim + self.value_dim) * capacity(context)
-        return cache + (capacity(context) if self.reads_tokens else self.top_k + 1)
+        return cache + {"random": 0, "programmatic": capacity(context), "learned": self.top_k + 1}[self.selection]
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        Those are the expected ones for scores in random order. Programmatic selection counts all tokens, because how
+        many of them repeat depends on the data.
+        """
+        if self.selection == "learned" and not self.whole_row:
+            return both_ways(time, self, self.top_k)  # token t + 1 is selected with the probability k / (t + 1)
+        share = {"random": self.probability, "programmatic": 1.0, "learned": min(1.0, self.top_k / time)}
+        return round(share[self.selection] * both_ways(time, self))
+
+    def _check_causal(self) -> None:
+        if not self.causal:
+            raise NotImplementedError("selection with whole_row has no step form: it depends on the whole sequence")
 
     def _ids(self, x: Tensor, tokens: Tensor | None) -> list[Tensor]:
         return [checked_tokens(tokens, x)] if self.reads_tokens else []
@@ -136,7 +183,9 @@ class SelectiveAttention(AttentionMixer):
 
     def _choice(
         self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> TopKState | InputCache:
+    ) -> Choice:
+        if self.selection == "random":
+            return DrawState(0)
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         if self.reads_tokens:
             return InputCache.empty(batch_size, 1, _UNLIMITED, options | {"dtype": torch.int64})
@@ -144,22 +193,25 @@ class SelectiveAttention(AttentionMixer):
         return TopKState(largest, largest.new_zeros(batch_size, dtype=torch.int64), 0)
 
     def _select(
-        self, x: Tensor, choice: TopKState | InputCache, *tokens: Tensor
-    ) -> tuple[Tensor, Tensor | None, TopKState | InputCache]:
+        self, x: Tensor, choice: Choice, *tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None, Choice]:
         """Returns the selected rows of x [B, T, d] as bool [B, T]; scores [B, T, 1] if learned; and the next state."""
         if isinstance(choice, InputCache):
             choice = choice.extend(tokens[0][..., None])
             return distance_to_previous(choice.ordered()[..., 0])[:, -x.shape[1] :] > 0, None, choice
-        gate = None
-        if self.score is not None:
-            gate = torch.sigmoid(linear_float32(self.score, x))
-            score = gate.detach()[..., 0]
+        if isinstance(choice, DrawState):
             if self.training:
-                score = score + self.noise * torch.randn_like(score)
-        elif self.training:
-            score = torch.rand(x.shape[:2], device=x.device)
-        else:
-            score = scattered(choice.position, x.shape[1], x.device).expand(x.shape[:2])
+                drawn = torch.rand(x.shape[:2], device=x.device)
+            else:
+                drawn = scattered(choice.position, x.shape[1], x.device).expand(x.shape[:2])
+            return drawn < self.probability, None, DrawState(choice.position + x.shape[1])
+        gate = torch.sigmoid(linear_float32(cast(nn.Linear, self.score), x))
+        score = gate.detach()[..., 0]
+        if self.training:
+            score = score + self.noise * torch.randn_like(score)
+        if self.whole_row:
+            largest = score.topk(min(self.top_k, score.shape[1]), dim=1).indices
+            return torch.zeros_like(score, dtype=torch.bool).scatter_(1, largest, True), gate, choice
         selected, choice = running_top_k(score.to(choice.largest.dtype), choice)
         return selected, gate, choice
 
@@ -179,7 +231,7 @@ class SelectiveAttention(AttentionMixer):
         for some, at in zip(asking.split(step, dim=1), (rows + total - new).split(step, dim=1), strict=True):
             mask = position <= at[:, None, :, None]
             outs.append(attend(some.transpose(1, 2), k, v, mask=mask).transpose(1, 2))
-        y = self.out(torch.cat(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
+        y = self.out(concatenated(outs, dim=1).to(q.dtype).flatten(2)) * selected.gather(1, rows)[..., None]
         return y.new_zeros(batch, new, self.d_model).scatter(1, rows[..., None].expand_as(y), y)
 
     def _gated(self, y: Tensor, gate: Tensor | None) -> Tensor:
@@ -192,7 +244,7 @@ def most_rows(selected: Tensor) -> int:
     On the meta device, in torch.compile, and while a CUDA graph is captured, numbers cannot be read. The result is then
     the number of all rows.
     """
-    unknown = selected.is_meta or torch.compiler.is_compiling()
+    unknown = not has_values(selected)
     if unknown or (selected.is_cuda and torch.cuda.is_current_stream_capturing()):
         return selected.shape[1]
     return int(selected.sum(1).max()) if len(selected) else 0

@@ -13,6 +13,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.registry import make_mixer
 from sympow.layers.state import After
+from sympow.ops.cost import convolution_flops
 
 
 class ShortConvolution(Mixer):
@@ -65,6 +66,12 @@ class ShortConvolution(Mixer):
         self.check_input(x, self.convolution.weight)
         y = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         return y if self.mixer is None else self.mixer(y, cu_seqlens=cu_seqlens, **self.extras(tokens))
+
+    def training_flops(self, time: int) -> int | None:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
+        own = convolution_flops(time, self.convolution.weight.shape[1], self.d_model)
+        behind = 0 if self.mixer is None else self.mixer.training_flops(time)
+        return None if behind is None else own + behind
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -16,10 +16,10 @@ from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
-from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, with_gates
+from sympow.layers.gate_channels import gated_key_dim, gated_keys, gated_queries, limited, with_gates
 from sympow.layers.running_sums import running_sums
 from sympow.layers.state import After, MixerState
-from sympow.ops.autocast import without_autocast
+from sympow.ops.autocast import concatenated, without_autocast
 from sympow.ops.cost import softmax_flops
 
 # Elements of a mask formed at once, where new tokens attend to cached and to new ones.
@@ -127,7 +127,7 @@ class SoftmaxAttention(AttentionMixer):
         if not isinstance(state, GatedCache):
             raise TypeError("the state was made by a layer without a gate; this one has one")
         q, k, v = self.rotated_heads(x, state.cache.length)
-        log_g = F.logsigmoid(gate(x))
+        log_g = limited(F.logsigmoid(gate(x)))
         sums = running_sums(log_g, state.log_sum)
         dtype = state.cache.k.dtype
         q, k = gated_queries(q.to(dtype)), gated_keys(k.to(dtype), sums)
@@ -190,7 +190,7 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     outs = []
     for block, row in zip(blocks, rows, strict=True):
         outs.append(attend(block, k, v, mask=row[:, None] >= position, scale=scale))
-    return torch.cat(outs, dim=2)
+    return concatenated(outs, dim=2)
 
 
 def empty_cache(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops import DecodingState, PowerState
+from sympow.ops.autocast import concatenated
 
 S = TypeVar("S")
 
@@ -214,4 +215,4 @@ def try_by_copies(
         y, after = step(x[:, i : i + 1], states[-1].clone(), **now)
         outs.append(y)
         states.append(after)
-    return torch.cat(outs, dim=1), states.__getitem__
+    return concatenated(outs, dim=1), states.__getitem__

@@ -17,6 +17,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.flex_window import flex_attend_in_window, suits_flex
 from sympow.layers.softmax import attend, attend_to_past, both_ways, empty_cache
 from sympow.layers.state import After
+from sympow.ops.autocast import concatenated
 
 # Queries in a block. One attention call computes a block with all keys that it sees.
 LEAST_BLOCK, MOST_BLOCK = 128, 1024
@@ -81,7 +82,7 @@ class WindowAttention(WindowMixer):
                 held_k, held_v, seen = state.of_one_more(own_k, own_v, length)
                 outs.append(attend(own_q.to(held_k.dtype), held_k, held_v, mask=seen))
                 length = length + 1
-            y, state = torch.cat(outs, dim=2), replace(state, length=length)
+            y, state = concatenated(outs, dim=2), replace(state, length=length)
         elif x.shape[1] == 1:
             state = state.extend(k, v)
             y = attend(q.to(state.k.dtype), *state.filled())
@@ -108,8 +109,8 @@ class WindowAttention(WindowMixer):
         """Returns the outputs [B, H, T', V] of q, k, v [B, H or G, T', K or V], which follow the tokens of `past`."""
         seen = min(past.length, self.window - 1)
         past_k, past_v = (held[:, :, held.shape[2] - seen :] for held in past.ordered())
-        k_seen = torch.cat([past_k, k.to(past_k.dtype)], dim=2)
-        v_seen = torch.cat([past_v, v.to(past_v.dtype)], dim=2)
+        k_seen = concatenated([past_k, k.to(past_k.dtype)], dim=2)
+        v_seen = concatenated([past_v, v.to(past_v.dtype)], dim=2)
         return attend_in_window(q.to(k_seen.dtype), k_seen, v_seen, self.window)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,12 +144,12 @@ def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     masks: dict[tuple[int, int], Tensor] = {}
     for own, piece in enumerate(queries, start=len(keys) - len(queries)):
         seen = slice(0 if past and own <= reach else max(0, own - reach), own + 1)
-        key, value = torch.cat(keys[seen], dim=2), torch.cat(values[seen], dim=2)
+        key, value = concatenated(keys[seen], dim=2), concatenated(values[seen], dim=2)
         shape = piece.shape[2], key.shape[2]
         if shape not in masks:
             masks[shape] = _band(*shape, window, q)
         outs.append(attend(piece, key, value, mask=masks[shape]))
-    return torch.cat(outs, dim=2)
+    return concatenated(outs, dim=2)
 
 
 def _band(new: int, total: int, window: int, like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from sympow.ops.autocast import autocast_dtype, without_autocast
 from sympow.ops.availability import has_kernels
+from sympow.ops.first_order import first_order
 
 IGNORE = -100
 """Targets of this value have no loss."""
@@ -145,7 +146,9 @@ def divergence_sum(
 def _sliced_sum(hidden: Tensor, weight: Tensor, rows: int, losses: Losses) -> Tensor:
     dtype = autocast_dtype(hidden) or hidden.dtype
     with without_autocast(hidden):
-        return _SlicedSum.apply(hidden, weight, rows, dtype, torch.is_grad_enabled(), losses)
+        # Empty tensors with the graphs of both: the gradients depend on them, and keeping them would take memory.
+        ties = hidden[:0].clone(), weight[:0].clone()
+        return _SlicedSum.apply(hidden, weight, rows, dtype, torch.is_grad_enabled(), losses, *ties)
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,8 +172,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class _SlicedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, rows: int, dtype: torch.dtype, grad: bool, losses: Losses
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: int, dtype: torch.dtype, grad: bool, losses: Losses,
+        *ties: Tensor,
+    ) -> Tensor:  # fmt: skip
         vocabulary = len(weight)
         padded = _padded(weight, dtype)
         sums = torch.promote_types(dtype, torch.float32)
@@ -187,12 +191,12 @@ class _SlicedSum(torch.autograd.Function):
                 torch.mm(dlogits, padded, out=dhidden[here])
                 _add_product(dweight, dlogits.T, part)
         if dhidden is not None and dweight is not None:
-            ctx.save_for_backward(dhidden, dweight[:vocabulary])
+            ctx.save_for_backward(dhidden, dweight[:vocabulary], *ties)
             ctx.dtypes = hidden.dtype, weight.dtype
         return found.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("the cross-entropy in slices")
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (g.to(dtype) * factor for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return *grads, *[None] * 4
+        grads = (g.to(dtype) * factor for g, dtype in zip(ctx.saved_tensors[:2], ctx.dtypes, strict=True))
+        return *grads, *[None] * 6

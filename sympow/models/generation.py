@@ -170,10 +170,15 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draws a token from each row of logits [B, vocab]: int64 [B]. Arguments as in `stream`."""
-    if temperature < torch.finfo(torch.float32).tiny:  # as 0: float32 could not divide by it
+    if is_greedy(temperature):
         return logits.argmax(-1)
     probability = probabilities(logits, temperature, top_k, top_p)
     return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
+
+
+def is_greedy(temperature: float) -> bool:
+    """Returns whether a temperature means the likeliest token: 0, and what float32 cannot divide by."""
+    return temperature < torch.finfo(torch.float32).tiny
 
 
 def probabilities(

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow.layers import MixerState
+from sympow.layers.base import refuse_complex
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import After, check_batch
 from sympow.models.bodies import BODIES, Block
 from sympow.models.bodies.base import PreNormBlock, reset_norm
 from sympow.models.config import ModelConfig
 from sympow.models.cross_entropy import IGNORE, CrossEntropy, Divergence, cross_entropy_sum, divergence_sum
+from sympow.ops.constants import has_values
 
 # Logits formed at once: 128 MiB in float32; more on a GPU, which takes large products to be busy: 1 GiB in bfloat16.
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -264,6 +266,10 @@ class LanguageModel(nn.Module):
         """Returns the weights of the head [vocab_size, d]: those of the embedding, if it is tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        refuse_complex(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _hidden(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         x = self._embed(tokens)
         for block in self.blocks:
@@ -335,7 +341,7 @@ class LanguageModel(nn.Module):
             raise TypeError(f"{name} must be int64; got {tokens.dtype}")
         waits = tokens.is_cuda and (torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing())
         # Not is_compiling(), which is true in every thread while one of them compiles.
-        if tokens.numel() == 0 or tokens.is_meta or waits or torch.compiler.is_dynamo_compiling():
+        if tokens.numel() == 0 or waits or not has_values(tokens):
             return
         low, high = (bound.item() for bound in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:

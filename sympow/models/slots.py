@@ -23,6 +23,9 @@ from sympow.models.bodies.rwkv7 import RWKV7BlockState
 from sympow.models.lm import ModelState
 from sympow.models.step_graphs import StepGraphs
 from sympow.ops import DecodingState
+from sympow.ops.memory import check_memory
+
+_COUNTERS = 20  # bytes of a slot's length, position and number
 
 Leaf = Tensor | Rows | DecodingState
 
@@ -57,12 +60,14 @@ class Slots:
         model: the model.
         capacity: sequences held at most, at least 1. Their states are allocated now.
 
-    Raises ValueError for a capacity below 1.
+    Raises ValueError for a capacity below 1, or for which there is not enough memory.
     """
 
     def __init__(self, model: Steps, capacity: int):
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"the capacity of slots must be an integer of at least 1; got {capacity!r}")
+        each = sum(tensor.nbytes for tensor in model.init_state(1).tensors()) + _COUNTERS
+        check_memory(f"a state for {capacity:,} slots", capacity * each, model.embedding.weight.device)
         self.capacity, self.count = capacity, 0
         self._model = model
         self._lengths = [0] * capacity

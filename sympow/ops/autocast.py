@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,3 +19,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Returns torch.cat of tensors. Under autocast, torch.cat refuses a half precision other than that of autocast."""
+    if autocast_dtype(tensors[0]) is None:
+        return torch.cat(tensors, dim)  # type: ignore[arg-type]
+    with without_autocast(tensors[0]):
+        return torch.cat(tensors, dim)  # type: ignore[arg-type]

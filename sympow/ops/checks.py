@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sympow.ops.constants import has_values
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.devices import check_float64
 from sympow.ops.feature_map import spow_dim
@@ -50,11 +51,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         raise ValueError(f"log_g must be [B, T, G] = {[b, t, g]}, one gate a key/value head; got {list(log_g.shape)}")
     if log_g.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"log_g must be float32 (or float64), as decays multiply over the context; got {log_g.dtype}")
-    if log_g.device.type == "cpu" and not torch.compiler.is_compiling() and log_g.numel():
+    if log_g.device.type == "cpu" and has_values(log_g) and log_g.numel():
         low, high = (x.item() for x in log_g.detach().aminmax())
         if not (math.isfinite(low) and high <= 0):
             raise OutOfRangeError(
                 f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
+                + (": the weights or the input that it was computed from are not finite" if math.isnan(low) else "")
             )
 
 

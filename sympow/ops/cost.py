@@ -1,7 +1,7 @@
-"""FLOPs and state size of power, softmax, linear and window attention, in plain numbers.
+"""FLOPs and state size of power, softmax, linear and window attention, and FLOPs of convolutions, in plain numbers.
 
 These conventions hold for all functions below:
-- A multiply-add is 2 FLOPs. Only matrix products count (and the decay of a gated state); the masked half of a
+- A multiply-add is 2 FLOPs. Only matrix products count (the decay of a gated state, convolutions); the masked half of a
   causal product does not count, nor do exponentials, row sums and the forming of phi.
 - Pairs (i, j), j <= i, are in two products forward, q . k of width K and the sum of v of width V, and in
   five backward, where the scores are formed again: K + V and 3K + 2V multiply-adds a pair and query head.
@@ -117,6 +117,19 @@ def softmax_flops(
     _check(key_dim=key_dim, value_dim=value_dim, heads=heads)
     width = 3 * key_dim + 2 * value_dim if backward else key_dim + value_dim
     return 2 * heads * attention_pairs(time, window) * width
+
+
+def convolution_flops(time: int, taps: int, channels: int = 1) -> int:
+    """Counts the FLOPs of causal convolutions of one sequence with a filter a channel, forward and backward.
+
+    The cheaper of two forms counts. Tap by tap, 2 a tap and token forward, and twice as many backward. By six real
+    Fourier transforms of n, the next power of two from time + taps - 1 on: of the signal, the filter and the result
+    forward, and of three gradients backward, 2.5 n log2(n) each, and three products of n / 2 complex numbers, 6 each.
+    """
+    _check(time=time, taps=taps, channels=channels)
+    taps = min(taps, time)
+    levels = (time + taps - 2).bit_length()
+    return channels * min(6 * attention_pairs(time, taps), (1 << levels) * (15 * levels + 9))
 
 
 # ------------------------------------------------------------------------------------------------- models

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.autocast import without_autocast
+from sympow.ops.constants import has_values
 from sympow.ops.decoding_state import DecodingState, decays, folded_state
 from sympow.ops.feature_map import spow
 from sympow.ops.types import PowerState
@@ -70,7 +71,7 @@ def step_with_tail(
         new = k[:, :, now].shape[2]
         full = state.count + new > state.capacity
         # A count on a GPU is not known to the host, and the host would have to wait to read it.
-        if full.device.type != "cpu" or torch.compiler.is_compiling() or full.any():
+        if full.device.type != "cpu" or not has_values(full) or full.any():
             after = state.folded()
             s.copy_(torch.where(full[..., None, None], after.s, s))
             z.copy_(torch.where(full[..., None], after.z, z))

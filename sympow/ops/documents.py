@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sympow.ops.constants import has_values
+
 
 def check_borders(cu_seqlens: Tensor, batch: int) -> None:
     """Raises TypeError or ValueError unless cu_seqlens is an integer tensor [N + 1] and the batch is 1.
@@ -24,10 +26,14 @@ def check_borders(cu_seqlens: Tensor, batch: int) -> None:
 
 
 def borders(cu_seqlens: Tensor, time: int) -> list[int]:
-    """Returns the values of cu_seqlens, and raises ValueError unless they rise from 0 to `time`.
+    """Returns the values of cu_seqlens.
+
+    Raises ValueError unless they rise from 0 to `time`, and for a tensor without values.
 
     For a tensor on a GPU the host waits.
     """
+    if not torch.compiler.is_dynamo_compiling() and not has_values(cu_seqlens):
+        raise ValueError("cu_seqlens must have values here; got a fake or a meta tensor, as in torch.export")
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != time or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {time} without falling; got {ends[:8]}...{ends[-1]}")

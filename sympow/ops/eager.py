@@ -26,6 +26,8 @@ from sympow.ops.context import exclusive_scan
 from sympow.ops.cost import power_flops
 from sympow.ops.eager_chunks import SCORE_ROWS, Chunk, ChunkedSequence, Options, power, score_blocks
 from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.first_order import first_order
+from sympow.ops.gate_sums import hardest
 from sympow.ops.monomials import Features
 from sympow.ops.types import PowerState
 
@@ -159,14 +161,23 @@ class _Chunked(torch.autograd.Function):
         return (out, s_out, z_out) if options.return_state else (out, None, None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_attention")
     def backward(ctx, dout, ds_out, dz_out):
         saved = ctx.saved_tensors  # read only once, because checkpointing does not keep the tensors after a read
         with without_autocast(saved[0]):
-            return _backward(ctx, saved, dout, ds_out, dz_out)
+            return gradients(ctx, saved, dout, ds_out, dz_out)
 
 
-def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+def gradients(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, dz_out: Tensor | None):
+    """Returns the gradients of the inputs of `_Chunked`, in their order.
+
+    Args:
+        ctx: has the `options` of the call and `needs_input_grad`.
+        saved: q, k, v, log_g, s, z, out, normalizer, s_out and z_out, None for what the call has not.
+        dout: the gradient of the output, or None.
+        ds_out: that of the last s, or None.
+        dz_out: that of the last z, or None.
+    """
     q, k, v, log_g, s, z, out, normalizer, s_out, z_out = saved
     p = ctx.options.p
     sequence = ChunkedSequence(q, k, v, log_g, ctx.options)
@@ -228,7 +239,8 @@ def _backward(ctx, saved: Sequence, dout: Tensor | None, ds_out: Tensor | None, 
         for x, dx in ((s_out, ds_out), (z_out, dz_out)):
             if dx is not None:
                 dlog[:, -1] += (x * dx).flatten(2).sum(2, dtype=torch.float64)
-        dlog_g = dlog.flip(1).cumsum(1).flip(1).to(log_g.dtype)
+        dlog = dlog.flip(1).cumsum(1).flip(1).masked_fill(log_g < hardest(sequence.dtype), 0)
+        dlog_g = dlog.to(log_g.dtype)
     ds, dz = (None, None) if not has_initial or dstate is None else sequence.public_state(dstate)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dlog_g, ds, dz, None
 

@@ -9,12 +9,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from sympow.ops.constants import has_values
+from sympow.ops.gate_sums import GateSums, gate_sums
 from sympow.ops.monomials import Basis, Features, basis
 from sympow.ops.types import OutOfRangeError
 
 # Rows of scores formed at once: the triangle above the diagonal is skipped in blocks of this size.
 SCORE_ROWS = 128
+# Of sums within a block of SCORE_ROWS tokens: the dtype has all multiples up to SCORE_ROWS times `hardest`.
+_PAIR_GRID = {torch.float32: 2.0**-10, torch.float64: 2.0**-23}
 
 
 class Options(NamedTuple):
@@ -37,7 +42,7 @@ class Chunk(NamedTuple):
     v: Tensor  # [N, V + 1, C], the last channel 1
     past: Tensor  # [N, 1, 1, C]: the decay from the start of the chunk to each query
     kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
-    decay: Tensor | None  # [N, C]: log decay from the chunk's start to each token, including the token's own gate
+    sums: GateSums | None  # [N, C]: log decays from the chunk's start to each token, including the token's own gate
 
 
 class ChunkedSequence:
@@ -76,9 +81,12 @@ class ChunkedSequence:
         if self.log_g is None:
             one = v.new_ones(1, 1, 1)
             return Chunk(q, k, v, one[None], one, None)
-        decay = self.keys(self.log_g[:, span, :, None])[:, 0].cumsum(1)
-        past, kept = decay_factors(decay), decay_factors(decay[:, -1:] - decay)
-        return Chunk(q, k, v, past[:, None, None], kept[:, None], decay)
+        gates = self.log_g[:, span].transpose(1, 2).flatten(0, 1)
+        sums = gate_sums(pad(gates, (0, k.shape[2] - gates.shape[1])), 1, self.dtype)
+        past = sums.total().to(self.dtype)
+        past = decay_factors(past, past[:, :1])
+        kept = decay_factors(sums.of(lambda x: x[:, -1:]).since(sums).to(self.dtype))
+        return Chunk(q, k, v, past[:, None, None], kept[:, None], sums)
 
     def queries(self, x: Tensor) -> Tensor:
         """Returns [B, C, H, *] as a new [N, *, R, C], C filled up."""
@@ -154,7 +162,7 @@ class ChunkedSequence:
             s: of the state, or None.
             z: of the state, or None.
         """
-        if total.device.type != "cpu" or torch.compiler.is_compiling() or total.isfinite().all():
+        if total.device.type != "cpu" or not has_values(total) or total.isfinite().all():
             return
         inputs = (self.q, self.k, self.v, self.log_g, s, z)
         if all(x is None or x.isfinite().all() for x in inputs):
@@ -184,9 +192,10 @@ class Block:
     """Scores of some query rows with some keys: s [M, n, R c], keys along dim 1, rows of the group's heads along dim 2.
 
     There are two kinds. One holds all blocks on the diagonal as one batch, M = N blocks of c rows and n = c keys, with
-    a decay (or only a mask) for each score. The other is one block of rows, M = N, with all n keys before it. The decay
-    from a key to a row is then the product of two decays, each at most 1: from the key to the start of the block, and
-    from there to the row. So no score needs an exponential.
+    a decay (or only a mask) for each score. These decays are of sums rounded to a grid, whose differences are exact,
+    and a factor near 1 of each row and key has the rest. The other is one block of rows, M = N, with all n keys before
+    it. The decay from a key to a row is then the product of two decays, each at most 1: from the key to the start of
+    the block, and from there to the row. So no score needs an exponential.
 
     Args:
         chunk: the chunk that the block is part of.
@@ -202,15 +211,24 @@ class Block:
         if index is None:
             future = chunk.k.new_full((self.size, self.size), -torch.inf).tril(-1)  # keys along dim 0, rows along dim 1
             pair = future[None]
-            if chunk.decay is not None:
-                decay = self.keys(chunk.decay[:, None])
-                pair = (decay - decay.transpose(1, 2)).add_(future)
+            if chunk.sums is not None:
+                own = chunk.sums.of(lambda x: self.keys(x[:, None])[:, 0])  # [M, n]
+                coarse, fine = own.of(lambda x: x - x[:, :1])
+                grid = _PAIR_GRID[chunk.k.dtype]
+                rounded = (coarse / grid).round() * grid
+                rest = ((coarse - rounded) + fine).to(chunk.k.dtype)
+                decay = rounded.to(chunk.k.dtype)
+                pair = (decay[:, None] - decay[:, :, None]).add_(future)
+                self.row_decay, self.key_decay = rest.exp()[:, None, None], rest.neg().exp_()[:, None]
             self.pair_decay = decay_factors(pair)[:, :, None]  # [M, n, 1, c]
-        elif chunk.decay is not None:
+        elif chunk.sums is not None:
             start = index * self.size
-            before = chunk.decay[:, None, start - 1 : start]
-            self.key_decay = decay_factors(before - chunk.decay[:, None, :start])
-            self.row_decay = decay_factors(chunk.decay[:, None, None, start : start + self.size] - before[..., None])
+            before = chunk.sums.of(lambda x: x[:, start - 1 : start])
+            later = chunk.sums.of(lambda x: x[:, start : start + self.size])
+            log_decay = before.since(chunk.sums.of(lambda x: x[:, :start]))
+            self.key_decay = decay_factors(log_decay.to(chunk.k.dtype))[:, None]
+            self.row_decay = decay_factors(later.since(before).to(chunk.k.dtype))[:, None, None]
+        if self.key_decay is not None:
             self.v = self.v * self.key_decay
 
     def scores(self) -> Tensor:
@@ -246,6 +264,7 @@ class Block:
         """Adds to the rows of out: out [N, *, R, C] += rows [M, *, R c], times their decay."""
         rows = rows.unflatten(2, (out.shape[2], self.size))
         if self.index is None:
+            rows = rows if decay is None else rows * decay
             rows = rows.unflatten(0, (out.shape[0], -1)).permute(0, 2, 3, 1, 4)
             out.unflatten(3, (-1, self.size)).add_(rows)
             return
@@ -255,6 +274,7 @@ class Block:
     def add_keys(self, out: Tensor, keys: Tensor, decay: Tensor | None = None) -> None:
         """Adds to the keys of out: out [N, *, C] += keys [M, *, n], times their decay."""
         if self.index is None:
+            keys = keys if decay is None else keys * decay
             out.unflatten(2, (-1, self.size)).add_(keys.unflatten(0, (out.shape[0], -1)).transpose(1, 2))
             return
         own = out[..., : self.index * self.size]
@@ -273,14 +293,17 @@ def whole_blocks(time: int) -> int:
     return time if time <= SCORE_ROWS else -(-time // SCORE_ROWS) * SCORE_ROWS
 
 
-def decay_factors(log_decay: Tensor) -> Tensor:
+def decay_factors(log_decay: Tensor, largest: Tensor | None = None) -> Tensor:
     """Returns exp(log_decay), and 0 in place of factors below the square root of the smallest normal number.
 
     So a product of two factors is 0 or a normal number. Many processors compute slowly with subnormal numbers,
-    which are smaller than normal ones. The factors that become 0 are at most 1.1e-19 in float32.
+    which are smaller than normal ones. The factors that become 0 are at most 1.1e-19 in float32, or so much of
+    exp(largest), if `largest`, which is <= 0 and broadcasts to log_decay, is given.
     """
-    least = math.log(torch.finfo(log_decay.dtype).tiny) / 2
-    return torch.threshold(log_decay, least, -math.inf).exp_()
+    least = math.log(torch.finfo(log_decay.dtype).tiny)
+    if largest is None:
+        return torch.threshold(log_decay, least / 2, -math.inf).exp_()
+    return log_decay.masked_fill(log_decay < (largest + least / 2).clamp(min=least), -math.inf).exp_()
 
 
 def power(s: Tensor, p: int) -> Tensor:

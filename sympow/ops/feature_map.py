@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import comb, factorial
 
 import torch
 from torch import Tensor
 
-from sympow.ops.constants import constant_result
+from sympow.ops.constants import constant_result, kept
 
 
 def tpow_dim(key_dim: int, p: int) -> int:
@@ -34,7 +33,7 @@ def tspow_dim(key_dim: int, p: int, tile: int) -> int:
     return comb(key_dim // tile + p - 1, p) * tile**p
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def spow_indices(key_dim: int, p: int) -> Tensor:
     """Returns the multi-indices i1 <= ... <= ip of (M7) in lexicographic order: int64 [D, p], CPU.
 
@@ -56,7 +55,7 @@ def spow_offset(key_dim: int, p: int, a: int) -> int:
     return spow_dim(key_dim, p) - (spow_dim(key_dim - a, p) if a < key_dim else 0)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def multinomials(key_dim: int, p: int) -> Tensor:
     """Returns p! / prod_k hist_k! of every multi-index, the weights of (M7) squared: float64 [D], CPU.
 
@@ -101,7 +100,7 @@ def _spow_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype)
     return _kept_tables(key_dim, p, device, dtype)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _kept_tables(key_dim: int, p: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # tensors made in that mode could not be used with gradients later
         return spow_indices(key_dim, p).to(device), multinomials(key_dim, p).sqrt().to(device, dtype)

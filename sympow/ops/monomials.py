@@ -6,13 +6,12 @@ Time runs along the last axis. The multinomial weights of (M7) are left out here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sympow.ops.constants import constant_result
+from sympow.ops.constants import constant_result, kept
 from sympow.ops.feature_map import multinomials, spow_dim, spow_indices, spow_offset
 
 # First indices of monomials form at most this many groups. Few groups need few calls, but some rows occur twice.
@@ -69,16 +68,19 @@ class Basis:
         self.representative[index] = torch.arange(len(index))
         public = multinomials(key_dim, p)
         self.roots = public.sqrt()
-        self.weights = (public / torch.bincount(index))[index]
+        rows = torch.zeros(len(public), dtype=torch.int64).index_add_(0, index, torch.ones_like(index))
+        self.weights = (public / rows)[index]
 
 
-_kept = lru_cache(maxsize=64)(Basis)
+@kept(64)
+def _basis(key_dim: int, p: int) -> Basis:
+    return Basis(key_dim, p)
 
 
 @constant_result
 def basis(key_dim: int, p: int) -> Basis:
     """Returns the basis for one K and p, kept for later calls. For torch.compile it is a constant."""
-    return _kept(key_dim, p)
+    return _basis(key_dim, p)
 
 
 class Features:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sympow.ops.autocast import concatenated
 from sympow.ops.types import PowerOutput, PowerState
 
 
@@ -55,7 +56,7 @@ def packed(run, q, k, v, log_g, state, ends: list[int], **options) -> PowerOutpu
         out, after = run(q[:, span], k[:, span], v[:, span], gate, before, **options)
         outs.append(out)
         states.append(after)
-    out = torch.cat(outs, dim=1)
+    out = concatenated(outs, dim=1)
     if not options["return_state"]:
         return PowerOutput(out, None)
     s, z = torch.cat([x.s for x in states]), torch.cat([x.z for x in states])

@@ -17,7 +17,7 @@ from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.packing import empty, of_no_tokens, packed
-from sympow.ops.rotary import Rotation, with_positions
+from sympow.ops.rotary import Rotation, with_positions, with_positions_twice
 from sympow.ops.types import PowerOutput, PowerState
 
 State = TypeVar("State", bound=PowerState | DecodingState)
@@ -53,16 +53,17 @@ def power_attention(
     add up to less than eps, as with |scale q.k| below eps**(1 / p), its output is smaller than the weighted average.
     See docs/math.md.
 
-    Gradients are of first order. With `create_graph=True`, autograd takes them as constants, so second derivatives lack
-    the part of the op, mostly without an error. `torch.func` transforms are not supported. impl="reference" has both.
+    Gradients are of first order. A derivative of a gradient (`create_graph=True`) raises a RuntimeError, and
+    `torch.func` transforms are not supported. impl="reference" has both.
 
     Args:
         q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0: the output is then empty, and the
             state is the initial one, or zeros.
         k: [B, T, G, K], G key/value heads; H is a multiple of G. Head h reads key/value head h // (H / G).
         v: [B, T, G, V], with any V.
-        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. Its
-            values are checked on the CPU only, because the host would have to wait for a GPU.
+        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate. A
+            reset may be any large number, such as -1e9. Values are checked on the CPU only, because the host would have
+            to wait for a GPU.
         p: the power, an integer >= 1.
         scale: multiplies q.k; K**-0.5 if None.
         normalize: divide by the sum of the weights. Needs an even p, whose weights are not negative.
@@ -122,7 +123,7 @@ def power_attention(
         if run is _triton:
             options["rotation"] = rotation
         else:
-            q, k = with_positions(q, k, rotation)
+            q, k = (with_positions_twice if run is _reference else with_positions)(q, k, rotation)
     if context_group is not None:
         return PowerOutput(*run(q, k, v, log_g, None, context_group=context_group, **options))
     if cu_seqlens is None:

@@ -2,7 +2,8 @@
 
 Each form takes q [B, T, H, K], k [B, T, G, K], v [B, T, G, V], log_g [B, T, G] or None and the state before the first
 token, and returns the output [B, T, H, V] and the state after the last one. They agree to rounding for every input;
-gradients are autograd's. Everything is computed in the dtype of the inputs, float64 included.
+gradients are autograd's. Everything is computed in the dtype of the inputs, float64 included, but the sums of log gates
+are float64 for all dtypes, and their differences are exact (`gate_sums.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow
+from sympow.ops.gate_sums import GateSums, gate_sums
 from sympow.ops.types import PowerState
 
 
@@ -31,23 +33,26 @@ def quadratic(
     A state from before is read through phi(q), as in (M11) with one chunk.
     """
     q = _group(q, k)
-    decay = _cumulative_decay(k, log_g)  # L, [B, T, G]
+    sums = _sums(k, log_g)  # L, [B, T, G]
     score = scale * torch.einsum("btgrk,bsgk->bgrts", q, k)  # (M1)
     past = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).tril()
-    b = (decay[:, :, None] - decay[:, None]).masked_fill(~past[:, :, None], -torch.inf).exp()  # (M2), [B, T, T, G]
+    pairs = sums.of(lambda x: x[:, :, None]).since(sums.of(lambda x: x[:, None]))
+    b = pairs.masked_fill(~past[:, :, None], -torch.inf).exp().to(k.dtype)  # (M2), [B, T, T, G]
     weight = score**p * b.permute(0, 3, 1, 2)[:, :, None]
     numerator = torch.einsum("bgrts,bsgv->btgrv", weight, v)  # (M3)
     normalizer = weight.sum(-1).permute(0, 3, 1, 2)  # (M4), [B, T, G, R]
 
-    keep = torch.exp(decay[:, -1:] - decay)  # exp(L_T - L_j): the decay from token j to the end
+    keep = sums.of(lambda x: x[:, -1:]).since(sums)
+    keep = keep.exp().to(k.dtype)  # exp(L_T - L_j): the decay from token j to the end
     phi_k = spow(k, p) * keep[..., None]
     s = torch.einsum("btgd,btgv->bgdv", phi_k, v)  # (M12)
     z = phi_k.sum(1)
     if state is not None:
-        phi_q = spow(q * scale, p) * decay.exp()[:, :, :, None, None]
+        decay = sums.total().exp().to(k.dtype)  # from before the first token
+        phi_q = spow(q * scale, p) * decay[:, :, :, None, None]
         numerator = numerator + torch.einsum("btgrd,bgdv->btgrv", phi_q, state.s)
         normalizer = normalizer + torch.einsum("btgrd,bgd->btgr", phi_q, state.z)
-        left = decay[:, -1].exp()
+        left = decay[:, -1]
         s = s + left[..., None, None] * state.s
         z = z + left[..., None] * state.z
     out = numerator / (normalizer[..., None] + eps) if normalize else numerator  # (M5)
@@ -115,5 +120,5 @@ def _group(q: Tensor, k: Tensor) -> Tensor:
     return q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
 
 
-def _cumulative_decay(k: Tensor, log_g: Tensor | None) -> Tensor:
-    return torch.zeros_like(k[..., 0]) if log_g is None else log_g.to(k.dtype).cumsum(1)
+def _sums(k: Tensor, log_g: Tensor | None) -> GateSums:
+    return gate_sums(torch.zeros_like(k[..., 0]) if log_g is None else log_g, 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.ops.availability import has_kernels
+from sympow.ops.first_order import first_order
 
 
 class Rotation(NamedTuple):
@@ -247,8 +248,7 @@ class _Rotate(torch.autograd.Function):
         return turned
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, *grads):  # of operations that can be differentiated again
         positions, frequencies, *turned = ctx.saved_tensors
         cos, sin = _turns(positions, frequencies, torch.promote_types(grads[0].dtype, torch.float32))
         dposition = None
@@ -274,7 +274,16 @@ def _position_gradient(
 
 def with_positions(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Returns q and k, rotated without a gradient of the positions, such that their gradients reach the positions."""
+    if not rotation.positions.requires_grad:
+        return q, k
     q, k = _WithPositions.apply(_grouped(rotation.positions), rotation.frequencies, q, k)
+    return q, k
+
+
+def with_positions_twice(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Returns what `with_positions` does, by a rotation by angles of 0, which has derivatives of any order."""
+    positions = _grouped(rotation.positions)
+    q, k = _rotated(positions - positions.detach(), rotation.frequencies, (q, k))
     return q, k
 
 
@@ -286,7 +295,7 @@ class _WithPositions(torch.autograd.Function):
         return q.view_as(q), k.view_as(k)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_attention with a rotation")
     def backward(ctx, *grads):
         positions, frequencies, *turned = ctx.saved_tensors
         return _position_gradient(turned, grads, frequencies, positions.shape), None, *grads

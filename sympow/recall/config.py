@@ -21,7 +21,7 @@ from sympow.layers import make_mixer
 from sympow.layers.registry import mixer_class
 from sympow.models import MixerConfig, ModelConfig
 from sympow.recall.own_task import OwnTask, check_integer
-from sympow.training.config import PRECISIONS
+from sympow.training.config import PRECISIONS, check_optimizer
 from sympow.training.overrides import override
 
 AnyTask = RecallTask | OwnTask
@@ -87,7 +87,8 @@ class RecallConfig:
         epochs: the largest number of epochs.
         batch_size: the number of rows in a step; None: 8 if the longest row or the width is 512 or more, 16 if one of
             them is 256 or more, otherwise 64.
-        weight_decay: the weight decay of AdamW, which applies to matrices.
+        optimizer, muon_rate: as in `sympow.training.TrainingConfig`.
+        weight_decay: the weight decay, which applies to matrices.
         warmup: the share of all steps in which the learning rate rises.
         stop_at: the validation accuracy at which training stops; None: never.
         validations: the number of validations in an epoch, for tasks that are solved within one epoch.
@@ -109,6 +110,8 @@ class RecallConfig:
     data_seed: int = 0
     epochs: int = 64
     batch_size: int | None = None
+    optimizer: str = "adamw"
+    muon_rate: float = 1.0
     weight_decay: float = 0.1
     warmup: float = 0.1
     stop_at: float | None = 0.99
@@ -125,6 +128,7 @@ class RecallConfig:
             check_integer("batch_size", self.batch_size, 1)
         if not (isinstance(self.learning_rate, int | float) and 0 < self.learning_rate < math.inf):
             raise ValueError(f"learning_rate must be above 0; got {self.learning_rate!r}")
+        check_optimizer(self.optimizer, self.muon_rate)
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must be at least 0; got {self.weight_decay!r}")
         if not 0 <= self.warmup <= 1:
@@ -171,7 +175,14 @@ class RecallConfig:
     @property
     def id(self) -> str:
         """Returns a file name of this run: readable, of at most 200 bytes, and different for every config."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        # Runs without these fields keep the names that they had before, so that a sweep of that time can continue.
+        values = asdict(self)
+        for task in (*values["train"], *values["test"]):
+            if not task.get("min_distance"):
+                task.pop("min_distance", None)
+        if self.optimizer == "adamw":
+            del values["optimizer"], values["muon_rate"]
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
         label = label.encode()[:_LABEL].decode(errors="ignore")
         task = self.train[-1]

@@ -40,36 +40,49 @@ class Passages(NamedTuple):
     filler: np.ndarray
 
 
-def passages(pairs: int, vocab_size: int, rows: int, seed: int = 0) -> Passages:
+def passages(
+    pairs: int, vocab_size: int, rows: int, seed: int = 0, *, length: int | None = None, filler: str = "random"
+) -> Passages:
     """Draws passages of key-value pairs: random tokens of a vocabulary, which no model can have learned.
 
     A passage starts with its pairs, in which a value follows each key. After the pairs, every key occurs once more,
     followed by its value, at distances from the power law of `RecallTask`. The tokens between them are filler: random
     tokens that are neither keys nor values of the passage. The model has to predict the second occurrences of values.
+    Zoology's appendix G has `length` 1024 and `filler` "zero".
 
     Args:
-        pairs: the number of pairs of a passage. All keys are different, and so are all values. A passage has LENGTH
-            tokens for each pair.
+        pairs: the number of pairs of a passage. All keys are different, and so are all values.
         vocab_size: the size of the vocabulary from which tokens are drawn.
         rows: the number of passages.
         seed: the seed of the draw.
+        length: the number of tokens of a passage; None: LENGTH for each pair.
+        filler: "random", or "zero" for one token, which is the same in all passages.
 
-    Raises ValueError if the vocabulary is too small for so many pairs.
+    Raises ValueError if the vocabulary or the passage is too small for so many pairs.
     """
-    task = RecallTask(length=LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler="random")
+    task = RecallTask(length=length or LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler=filler)
     drawn = generate(task, rows, seed)
     places, values = drawn.queries()
     tokens = drawn.tokens.copy()
     np.put_along_axis(tokens, places + 1, values, axis=1)
-    asked, filler = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+    asked, fill = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     np.put_along_axis(asked, places, True, axis=1)
-    filler[:, task.context :] = True
-    np.put_along_axis(filler, np.concatenate([places, places + 1], axis=1), False, axis=1)
+    fill[:, task.context :] = True
+    np.put_along_axis(fill, np.concatenate([places, places + 1], axis=1), False, axis=1)
     own = np.random.default_rng([seed, vocab_size]).permutation(vocab_size)  # no token is always a key
-    return Passages(own[tokens], asked[:, :-1], filler[:, 1:])
+    return Passages(own[tokens], asked[:, :-1], fill[:, 1:])
 
 
-def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed: int = 0) -> Probed:
+def probe(
+    model: Any,
+    vocab_size: int,
+    pairs: int,
+    *,
+    queries: int = 2048,
+    seed: int = 0,
+    length: int | None = None,
+    filler: str = "random",
+) -> Probed:
     """Asks a language model for values in passages of key-value pairs.
 
     Args:
@@ -79,8 +92,10 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
         pairs: as for `passages`.
         seed: as for `passages`.
         queries: the number of values to ask for; at least one whole passage is used.
+        length: as for `passages`.
+        filler: as for `passages`.
     """
-    tokens, asked, filler = passages(pairs, vocab_size, max(1, queries // pairs), seed)
+    tokens, asked, fill = passages(pairs, vocab_size, max(1, queries // pairs), seed, length=length, filler=filler)
     device = next(model.parameters()).device
     size = max(1, LOGIT_ELEMENTS // (tokens.shape[1] * vocab_size))
     found = []
@@ -97,15 +112,15 @@ def probe(model: Any, vocab_size: int, pairs: int, *, queries: int = 2048, seed:
         model.train(training)
     loss, right = np.concatenate(found, axis=1)
     asked_score, filler_score = (
-        Score(float(loss[where].mean()), float(right[where].mean()), int(where.sum())) for where in (asked, filler)
+        Score(float(loss[where].mean()), float(right[where].mean()), int(where.sum())) for where in (asked, fill)
     )
     return Probed(pairs, tokens.shape[1], asked_score, filler_score)
 
 
-def fitting(pairs: int, vocab_size: int) -> bool:
+def fitting(pairs: int, vocab_size: int, *, length: int | None = None, filler: str = "random") -> bool:
     """Tells whether a vocabulary holds the keys, the values and some filler of passages of so many pairs."""
     try:
-        RecallTask(length=LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler="random")
+        RecallTask(length=length or LENGTH * pairs, pairs=pairs, vocab_size=vocab_size, filler=filler)
     except ValueError:
         return False
     return True

@@ -17,6 +17,8 @@ Row = Mapping[str, Any]
 SETTING = ("label", "mixers", "width", "heads", "layers", "mlp_ratio", "positions", "train", "test", "vocab_size",
            "data_seed", "examples", "epochs", "batch_size", "weight_decay", "warmup",
            "stop_at", "validations", "precision")  # fmt: skip
+# More such columns, and their values in files of versions that had no others and do not name them.
+_LATER: Row = {"optimizer": "adamw", "muon_rate": 1.0}
 
 
 def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
@@ -32,11 +34,16 @@ def write_results(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the rows of a file of `write_results`; ValueError where it is none."""
     rows = read_rows(path)
-    missing = [name for name in (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
-               if rows and name not in rows[0]]  # fmt: skip
+    check_rows(rows, path)
+    return rows
+
+
+def check_rows(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `rows`, of the file `path`, have the columns of runs of recall."""
+    needed = (*SETTING, "learning_rate", "seed", "validation_accuracy", "test_accuracy")
+    missing = [name for row in rows for name in needed if name not in row]
     if not rows or missing:
         raise ValueError(f"{path} holds no results of recall: " + (f"no column {missing[0]!r}" if rows else "no rows"))
-    return rows
 
 
 def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -61,7 +68,7 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     Of equal learning rates, the one with the lower mean validation loss is chosen. The choice does not use the test.
     """
     best: list[Row] = []
-    for setting in group(rows, *SETTING).values():
+    for setting in group(rows, *SETTING, *_LATER).values():
         best += max(group(setting, "learning_rate").values(), key=_validation)
     return best
 
@@ -70,7 +77,8 @@ def group(rows: Sequence[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
     """Returns rows by their values of these columns, in the order in which they come."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+        key = tuple(_LATER[name] if name in _LATER and name not in row else row[name] for name in names)
+        groups.setdefault(key, []).append(row)
     return groups
 
 
@@ -78,12 +86,13 @@ def summary(rows: Sequence[Row]) -> str:
     """Returns a table in Markdown: every setting's chosen learning rate and median test accuracy over its seeds."""
     lines = ["| model | heads | d | task | state, bytes | learning rate | seeds | validation | test | lowest test |"]
     lines.append("|---|" + "---:|" * 2 + "---|" + "---:|" * 6)
-    for same in group(chosen(rows), *SETTING).values():
+    for same in group(chosen(rows), *SETTING, *_LATER).values():
         row = same[0]
+        label = f"{row['label']}, Muon" if row.get("optimizer") == "muon" else row["label"]
         task = row["test"] if row["test"] == row["train"] else f"{row['test']}, trained on {row['train']}"
         state = "" if row["state_bytes"] is None else f"{row['state_bytes']:,}"
         tests = [r["test_accuracy"] for r in same]
-        cells = [row["label"], row["heads"], row["width"], task, state, f"{row['learning_rate']:.2g}", len(same)]
+        cells = [label, row["heads"], row["width"], task, state, f"{row['learning_rate']:.2g}", len(same)]
         cells += [f"{median(r['validation_accuracy'] for r in same):.4f}", f"{median(tests):.4f}", f"{min(tests):.4f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

@@ -127,6 +127,8 @@ def _described(config: RecallConfig, task: AnyTask, model: RecallModel) -> dict[
         "examples": config.examples,
         "epochs": config.epochs,
         "batch_size": config.batch,
+        "optimizer": config.optimizer,
+        "muon_rate": config.muon_rate,
         "weight_decay": config.weight_decay,
         "warmup": config.warmup,
         "stop_at": config.stop_at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,7 @@ from sympow.recall.config import RecallConfig
 from sympow.recall.rows import TRAIN, VALIDATION, Measured, load, measure
 from sympow.training.config import TrainingConfig
 from sympow.training.divergence import shows_divergence
-from sympow.training.optimizer import learning_rate, parameter_groups
+from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.step import autocast, backward, move
 
 _Loss = Callable[[RecallModel, Tensor, Tensor, Tensor, str], Tensor]
@@ -76,15 +77,21 @@ class RecallTraining:
         self.borders = list(accumulate(batches_of_pieces * config.epochs))
         self.steps = steps = self.borders[-1]
         settings = TrainingConfig(
-            steps=steps, warmup_steps=round(config.warmup * steps), learning_rate=config.learning_rate, min_lr_ratio=0.0
+            steps=steps,
+            optimizer=config.optimizer,
+            muon_rate=config.muon_rate,
+            learning_rate=config.learning_rate,
+            warmup_steps=round(config.warmup * steps),
+            min_lr_ratio=0.0,
+            betas=(0.9, 0.999),
+            weight_decay=config.weight_decay,
         )
         self.rates = torch.tensor([learning_rate(step, settings) for step in range(steps)], device=device)
         self.rate = torch.zeros((), device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.loss_sum = torch.zeros((), device=device)
         self.steps_summed = 0
-        groups = parameter_groups(model, config.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, fused=True, capturable=graphs)
+        self.optimizer = make_optimizer(model, settings, lr=self.rate, fused=True, capturable=graphs)
 
         self.validation = load(config.train, config.validation_examples, (config.data_seed, VALIDATION), str(device))
         self.diverged = False  # a component has refused numbers out of range
@@ -114,7 +121,8 @@ class RecallTraining:
             self.train_loss = self.loss_sum.item() / max(1, self.steps_summed)
             self.loss_sum.zero_()
             self.steps_summed = 0
-            self.validated = measure(self.model, self.validation, self.config)
+            with self._phase("validating"):
+                self.validated = measure(self.model, self.validation, self.config)
             self.history.append(round(self.validated.accuracy, 6))
             self._tell(done)
             if not math.isfinite(self.train_loss):
@@ -122,6 +130,9 @@ class RecallTraining:
             if self.config.stop_at is not None and self.validated.accuracy >= self.config.stop_at:
                 return "solved"
         return None
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.progress is None else self.progress.phase(name)
 
     def _tell(self, step: int) -> None:
         loss, accuracy = self.train_loss, self.validated.accuracy

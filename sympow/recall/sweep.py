@@ -18,6 +18,7 @@ from sympow.recall.results import group, write_results
 from sympow.recall.run import run
 from sympow.recall.steps import shape_key
 from sympow.sweeps import EXECUTORS, Records, run_jobs
+from sympow.sweeps.records import REMEDY
 
 RESULTS = "results.csv"
 
@@ -94,10 +95,18 @@ def run_sweep(
 
 
 def collect(sweep: Sweep, folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Collects the rows of the runs that have finished, in the order of the sweep."""
+    """Collects the rows of the runs that have finished, in the order of the sweep.
+
+    Raises ValueError, which names the file, for a record that holds no rows of a run.
+    """
     records = Records(Path(folder))
-    done = (config.id for config in sweep.runs if records.is_done(config.id))
-    return [row for name in done for row in records.read(name).result]
+    rows: list[dict[str, Any]] = []
+    for name in (config.id for config in sweep.runs if records.is_done(config.id)):
+        result = records.read(name).result
+        if not isinstance(result, list) or not all(isinstance(row, dict) for row in result):
+            raise ValueError(f"{records.row_file(name)} holds no rows of a run: its result is {result!r:.40}{REMEDY}")
+        rows += result
+    return rows
 
 
 def keep(rows: Iterable[Mapping[str, Any]], folder: str | os.PathLike[str]) -> None:

@@ -3,9 +3,12 @@
 The recipes need the paths of the documents: data.path=FOLDER/train.zarr data.held_out_path=FOLDER/heldout.zarr, two
 arrays in the layout of LongCrawl64 with 16,384 different tokens. All models have the body llama and the same shape, and
 train on the same tokens. `sympow ar-hits` measures them. The hybrids are those of Zoology (Arora et al., 2023, Table
-2): BaseConv with attention in two of six layers, for all tokens or for selected tokens only.
+2): BaseConv with attention in two of six layers, for all tokens or for selected tokens only. In `control_` recipes all
+attention layers have the same short convolution and rotation, and runs are longer. Other recipes are models of the
+source's Tables 1, 3, 4 and 5, with the body and shape of all others.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from sympow.data import DataConfig
@@ -16,6 +19,9 @@ from sympow.training import RunConfig, TrainingConfig
 CONTEXT = 1024
 STEPS = 720  # of 16 rows: 11.8 million tokens
 SELECTED = 64  # top_k; of 1,024 tokens about 64 (1 + ln(1 + 1024 / 64)) = 245 ask
+PROBABILITY = 0.24  # of random selection: 245 of 1,024 tokens ask
+CONTROL_STEPS = 6100  # 100 million tokens
+CONTROL: dict[str, Any] = {"short_convolution": 4, "rotary_fraction": 0.25}  # what selection can have of `BLOCK`
 
 
 def attention() -> RunConfig:
@@ -23,9 +29,19 @@ def attention() -> RunConfig:
     return _config("attention", MixerConfig("softmax", BLOCK))
 
 
+def softmax_gate() -> RunConfig:
+    """Softmax attention with the gate of power attention, in its block."""
+    return _config("softmax_gate", MixerConfig("softmax", BLOCK | {"gate": True}))
+
+
 def power() -> RunConfig:
     """Power attention, p = 2, gated, in its block."""
     return _config("power", MixerConfig("power"))
+
+
+def power_delta() -> RunConfig:
+    """The delta rule on the state of power attention, p = 2, gated, in its block."""
+    return _config("power_delta", MixerConfig("power_delta"))
 
 
 def hyena() -> RunConfig:
@@ -45,7 +61,7 @@ def base_conv_full() -> RunConfig:
 
 def base_conv_random() -> RunConfig:
     """BaseConv with attention for tokens drawn at random in two layers."""
-    return _selection("base_conv_random", selection="random", top_k=SELECTED)
+    return _selection("base_conv_random", selection="random", probability=PROBABILITY)
 
 
 def base_conv_programmatic() -> RunConfig:
@@ -58,10 +74,118 @@ def base_conv_learned() -> RunConfig:
     return _selection("base_conv_learned", selection="learned", top_k=SELECTED)
 
 
+def control_attention() -> RunConfig:
+    """Control of Table 2: softmax attention in the block of the controls."""
+    return _control("attention", MixerConfig("softmax", CONTROL))
+
+
+def control_base_conv() -> RunConfig:
+    """Control of Table 2: BaseConv, which has short convolutions of its own."""
+    return _control("base_conv", *_LONG_AND_SHORT)
+
+
+def control_full() -> RunConfig:
+    """Control of Table 2: BaseConv with softmax attention in two layers, in the block of the controls."""
+    return _control("full", *_LONG_AND_SHORT, MixerConfig("softmax", CONTROL))
+
+
+def control_random() -> RunConfig:
+    """Control of Table 2: the same with attention for tokens drawn at random."""
+    return _controlled_selection("random", selection="random", probability=PROBABILITY)
+
+
+def control_programmatic() -> RunConfig:
+    """Control of Table 2: the same with attention for tokens that occurred before."""
+    return _controlled_selection("programmatic", selection="programmatic")
+
+
+def control_learned() -> RunConfig:
+    """Control of Table 2: the same with attention for tokens of the largest learned scores so far."""
+    return _controlled_selection("learned", selection="learned", top_k=SELECTED)
+
+
+def control_learned_row() -> RunConfig:
+    """Control of Table 2: the same with the 245 largest scores of the row; looks ahead, as in the source."""
+    return _controlled_selection("learned_row", selection="learned", top_k=245, whole_row=True)
+
+
+def base_conv_published() -> RunConfig:
+    """BaseConv with the frequency and the decays of Zoology's Table 9."""
+    long = {"max_length": CONTEXT, "frequency": 14.0, "decays": (0.3, 1.2)}
+    return _config("base_conv_published", MixerConfig("base_conv", long), _LONG_AND_SHORT[1])
+
+
+def long_convolution() -> RunConfig:
+    """A long convolution without a gate (Tables 1 and 4)."""
+    return _config("long_convolution", MixerConfig("long_convolution", {"max_length": CONTEXT}))
+
+
+def h3() -> RunConfig:
+    """H3 with a state of 64 (Tables 1 and 4)."""
+    return _config("h3", MixerConfig("h3", {"state_dim": 64}))
+
+
+def rwkv4() -> RunConfig:
+    """The time mixing of RWKV-4 (Tables 1 and 4). The MLP is that of the body, not RWKV's channel mixing."""
+    return _config("rwkv4", *(MixerConfig("rwkv4", {"depth": i / 5, "shift_depth": i / 6}) for i in range(6)))
+
+
+def retnet() -> RunConfig:
+    """RetNet in chunks of 128 tokens (Table 4)."""
+    return _config("retnet", MixerConfig("retnet", {"chunk_size": 128}))
+
+
+def liquid_s4() -> RunConfig:
+    """Liquid S4 with a state of 64 (Table 3)."""
+    return _config("liquid_s4", MixerConfig("liquid_s4", {"state_dim": 64}))
+
+
+def hyena_window64() -> RunConfig:
+    """Hyena with windows of 64 tokens in two layers (Table 4)."""
+    return _hyena_window(64)
+
+
+def hyena_window256() -> RunConfig:
+    """Hyena with windows of 256 tokens in two layers (Table 4)."""
+    return _hyena_window(256)
+
+
+def hyena_w2() -> RunConfig:
+    """Hyena with sines of the initial frequency 2 (Table 5)."""
+    return _config("hyena_w2", MixerConfig("hyena", _HYENA | {"frequency": 2.0}))
+
+
+def hyena_w14() -> RunConfig:
+    """Hyena with sines of the initial frequency 14 (Table 5)."""
+    return _config("hyena_w14", MixerConfig("hyena", _HYENA))
+
+
+def hyena_heads() -> RunConfig:
+    """Hyena with the frequency 2 in six heads of 64 channels (Table 5, where there are four heads)."""
+    return _config("hyena_heads", MixerConfig("hyena", _HYENA | {"frequency": 2.0, "multi_head": True}))
+
+
+_HYENA: dict[str, Any] = {"max_length": CONTEXT, "frequency": 14.0, "decays": (0.3, 1.2)}
 _LONG_AND_SHORT = (
     MixerConfig("base_conv", {"max_length": CONTEXT}),
     MixerConfig("base_conv", {"max_length": 3, "filter": "explicit"}),
 )
+
+
+def _hyena_window(tokens: int) -> RunConfig:
+    hyena = MixerConfig("hyena", _HYENA)
+    return _config(f"hyena_window{tokens}", hyena, hyena, MixerConfig("window", {"window": tokens}))
+
+
+def _controlled_selection(name: str, **options: Any) -> RunConfig:
+    return _control(name, *_LONG_AND_SHORT, MixerConfig("selection", CONTROL | options))
+
+
+def _control(name: str, *mixers: MixerConfig) -> RunConfig:
+    config = _config(f"control_{name}", *mixers)
+    longer = replace(config.training, steps=CONTROL_STEPS, warmup_steps=CONTROL_STEPS // 10,
+                     evaluate_every=CONTROL_STEPS, checkpoint_every=CONTROL_STEPS)  # fmt: skip
+    return replace(config, training=longer)
 
 
 def _selection(name: str, **options: Any) -> RunConfig:

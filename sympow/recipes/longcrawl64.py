@@ -8,7 +8,7 @@ use here.
 
 from sympow.data import DataConfig
 from sympow.models import MixerConfig, preset
-from sympow.recipes.scaling import BLOCK, PLAIN
+from sympow.recipes.scaling import BLOCK, CONFORMAL, PUBLISHED, UNGATED
 from sympow.training import RunConfig, TrainingConfig
 
 
@@ -18,8 +18,16 @@ def power() -> RunConfig:
 
 
 def power_ungated() -> RunConfig:
-    """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT]."""
-    return _config("longcrawl64-power-ungated", MixerConfig("power", PLAIN | {"gate": False}))
+    """Power attention, p = 2, without a gate and with fixed rotation: sympow as it was first published [SPT].
+
+    eps is 1e-6, scores start at 0 and there is no block, as in the source.
+    """
+    return _config("longcrawl64-power-ungated", MixerConfig("power", PUBLISHED | UNGATED))
+
+
+def conformal() -> RunConfig:
+    """Power attention, p = 2, with gate, rotation, eps and initial scores as in [CST]: conformal sympow."""
+    return _config("longcrawl64-conformal", MixerConfig("power", PUBLISHED | CONFORMAL))
 
 
 def softmax() -> RunConfig:

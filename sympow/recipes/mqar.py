@@ -13,6 +13,7 @@ from sympow.ops.feature_map import spow_dim
 from sympow.recall import Architecture, RecallConfig, Sweep, grid
 
 PUBLISHED_RATES = tuple(10 ** (-4 + 2 * i / 3) for i in range(4))  # logspace(-4, -2, 4)
+_SHORT_CONVOLUTION: tuple[str, dict[str, Any]] = ("base_conv", {"filter": "explicit", "max_length": 3})
 PUBLISHED_TASKS = tuple(RecallTask(length=n, pairs=d) for n, d in ((64, 4), (128, 8), (256, 16), (512, 64)))
 
 
@@ -55,6 +56,37 @@ def published() -> Sweep:
     plain = Architecture("attention", (MixerConfig("softmax", {"rotation": "none"}),), positions=True)
     runs = grid(RecallConfig(plain), tasks=PUBLISHED_TASKS, widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
     return Sweep("mqar-published", runs)
+
+
+def published_convolutions() -> Sweep:
+    """The published protocol and shapes (Zoology, Figure 2) with convolutions, H3 and RWKV-4; days of a GPU."""
+    runs = _deep_grid(RecallConfig(_deep(2, 64)[0]), widths=(64, 128, 256, 512), learning_rates=PUBLISHED_RATES)
+    return Sweep("mqar-published-convolutions", runs)
+
+
+def deep() -> Sweep:
+    """Convolutions, H3 and RWKV-4 beside attention in 2 and 4 layers with MLP, N = 64 to 512; hours of an H200.
+
+    The depths and shapes of Figure 2 in larger batches and fewer epochs, two widths, two rates, three seeds.
+    """
+    base = RecallConfig(_deep(2, 64)[0], batch_size=256, epochs=16, precision="bf16")
+    return Sweep("mqar-deep", _deep_grid(base, widths=(64, 128), learning_rates=PUBLISHED_RATES[1:3], seeds=(0, 1, 2)))
+
+
+def single_filters() -> Sweep:
+    """Filters that depend on the input, with one filter for all tokens of a row, as in the source; three seeds.
+
+    Zoology, Figure 2, bottom. `hybrids` has them with a lag applied only where tokens match.
+    """
+    runs: list[RecallConfig] = []
+    for length in (64, 128, 256):
+        filters: dict[str, tuple[str, dict[str, Any]]] = {
+            "programmatic filter, one for all": ("programmatic_conv", {"filler": 0}),
+            "autocorrelation filter, one for all": ("autocorrelation_conv", {"top_k": length // 8}),
+        }
+        for label, mixer in filters.items():
+            runs += grid(_hybrid_run(_alone(label, _SHORT_CONVOLUTION, mixer), length), seeds=(0, 1, 2))
+    return Sweep("mqar-single-filters", tuple(runs))
 
 
 def widths() -> Sweep:
@@ -141,6 +173,26 @@ def lengths() -> Sweep:
     return Sweep("mqar-lengths", runs)
 
 
+def far() -> Sweep:
+    """64 pairs, queried beyond the reach of a window with as many bytes of state: half an hour of four GPUs.
+
+    The test has rows of 1,024, 4,096 and 8,192 tokens. In the two longer ones a query is at least 2,304 tokens behind
+    its key. Two layers with the window and a convolution of 4 taps reach 2,116 tokens back, so a window can only guess.
+    Rows of 1,024 tokens show that the window has learned the task.
+
+    All models train on a mixture of row lengths from 256 to 8,192 in equal parts, because long rows alone are learned
+    late. All have the block of power attention and no rotation. Four learning rates, three seeds.
+    """
+    short = RecallTask(length=256, pairs=16), RecallTask(length=256, pairs=64)
+    distances = {512: 256, 1024: 512, 2048: 1024, 4096: 2304, 8192: 2304}
+    long = tuple(RecallTask(length=n, pairs=64, min_distance=least) for n, least in distances.items())
+    models = _far_models(head_dim=64)
+    base = RecallConfig(models[0], width=128, train=(*short, *long), test=(long[1], *long[3:]), examples=7 * 9600,
+                        validation_examples=7 * 64, test_examples=512, batch_size=16, epochs=1, validations=12,
+                        stop_at=0.998, precision="bf16")  # fmt: skip
+    return Sweep("mqar-far", grid(base, architectures=models, learning_rates=(5e-4, 1e-3, 2e-3, 4e-3), seeds=(0, 1, 2)))
+
+
 def relatives() -> Sweep:
     """Keys given another value, and keys of two tokens."""
     tasks = [RecallTask("forgetting", length=128, pairs=8, updates=4), RecallTask("compositional", length=128, pairs=9)]
@@ -155,7 +207,7 @@ def _mixers() -> list[Architecture]:
         _alone("power p=2, no gate", ("power", {"gate": False}), head_dim=32),
         _behind("window 32", "window", window=32, rotation="none"),
         _behind("RetNet", "retnet", head_dim=32),
-        _alone("BaseConv", ("base_conv", {"filter": "explicit", "max_length": 3}), ("base_conv", {})),
+        _alone("BaseConv", _SHORT_CONVOLUTION, ("base_conv", {})),
         _alone("Hyena", ("hyena", {})),
         _alone("H3", ("h3", {"head_dim": 2})),
         _alone("RWKV-4", ("rwkv4", {"depth": 0.0}), ("rwkv4", {"depth": 1.0, "shift_depth": 0.5})),
@@ -166,6 +218,45 @@ def _with_convolutions() -> list[Architecture]:
     """Returns the two kinds of attention and four mixers that use convolutions or a token shift."""
     named = {model.label: model for model in _mixers()}
     return [named[label] for label in ("attention", "power p=2", "BaseConv", "Hyena", "H3", "RWKV-4")]
+
+
+def _deep(layers: int, length: int) -> list[Architecture]:
+    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row."""
+    rwkv: list[tuple[str, dict[str, Any]]] = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers})
+                                              for i in range(layers)]  # fmt: skip
+    models: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "attention": [("softmax", {"rotation": "none"})],
+        "BaseConv": [_SHORT_CONVOLUTION, ("base_conv", {})],
+        "Hyena": [("hyena", {})],
+        "H3": [("h3", {"head_dim": 2, "state_dim": length})],
+        "RWKV-4": rwkv,
+    }
+    return [Architecture(f"{label}, {layers} layers", tuple(MixerConfig(*mixer) for mixer in mixers), layers=layers,
+                         positions=label == "attention") for label, mixers in models.items()]  # fmt: skip
+
+
+def _deep_grid(base: RecallConfig, **axes: Any) -> tuple[RecallConfig, ...]:
+    """Returns the runs of all models of `_deep`, in 2 and 4 layers, on all published tasks."""
+    return tuple(run for task in PUBLISHED_TASKS for layers in (2, 4)
+                 for run in grid(base, tasks=[task], architectures=_deep(layers, task.length), **axes))  # fmt: skip
+
+
+def _far_models(head_dim: int) -> list[Architecture]:
+    """Returns power attention, the delta rule on its state and on that of p = 1, softmax attention and a window.
+
+    All have the block of power attention and no rotation. The window has as many elements of state as power attention
+    with p = 2, rounded down: D (V + 1) elements a head are D (V + 1) / (K + V) tokens, 1,056 tokens for heads of 64.
+    """
+    block = {"short_convolution": 4, "head_norm": True, "output_gate": True, "rotation": "none"}
+    window = spow_dim(head_dim, 2) * (head_dim + 1) // (2 * head_dim)
+    named: dict[str, tuple[str, dict[str, Any]]] = {
+        "power p=2": ("power", {"p": 2}),
+        "delta rule p=2": ("power_delta", {"p": 2}),
+        "delta rule p=1": ("power_delta", {"p": 1}),
+        "softmax, gate": ("softmax", {"gate": True}),
+        f"window of {window}": ("window", {"window": window}),
+    }
+    return [_alone(label, (mixer, block | options), head_dim=head_dim) for label, (mixer, options) in named.items()]
 
 
 def _equal_state_runs(models: list[Architecture]) -> tuple[RecallConfig, ...]:
@@ -213,7 +304,8 @@ def _behind(
 def _hybrids(length: int) -> dict[str, Architecture]:
     """Returns hybrids of BaseConv with 3 taps and another mixer, for rows of `length` tokens, without MLP.
 
-    Selection by scores takes k = N / 16 and so about a quarter of the tokens; filters keep N / 8 lags.
+    Random selection takes a quarter of the tokens. Learned selection takes about as many, by k = N / 16. Filters keep
+    N / 8 lags.
     """
     behind: dict[str, tuple[str, dict[str, Any]]] = {
         "full attention": ("softmax", {"rotation": "none"}),
@@ -221,11 +313,10 @@ def _hybrids(length: int) -> dict[str, Architecture]:
         "programmatic filter": ("programmatic_conv", {"matching": True, "filler": 0}),
         "autocorrelation filter": ("autocorrelation_conv", {"matching": True, "filler": 0, "top_k": length // 8}),
     }
-    for choice in ("random", "learned"):
-        options = {"selection": choice, "top_k": length // 16, "rotation": "none"}
-        behind[f"{choice} selection"] = ("selection", options)
-    convolution = ("base_conv", {"filter": "explicit", "max_length": 3})
-    return {label: _alone(label, convolution, mixer) for label, mixer in behind.items()}
+    scores: dict[str, dict[str, Any]] = {"random": {"probability": 0.25}, "learned": {"top_k": length // 16}}
+    for choice, options in scores.items():
+        behind[f"{choice} selection"] = ("selection", {"selection": choice, "rotation": "none"} | options)
+    return {label: _alone(label, _SHORT_CONVOLUTION, mixer) for label, mixer in behind.items()}
 
 
 def _hybrid_run(architecture: Architecture, length: int) -> RecallConfig:

@@ -41,6 +41,11 @@ def power() -> RunConfig:
     return _power("power")
 
 
+def power_delta() -> RunConfig:
+    """The delta rule on the state of power attention, p = 2, gated, in the block."""
+    return _config("power_delta", MixerConfig("power_delta"))
+
+
 def power_data() -> RunConfig:
     """Power attention, p = 2 rotated by data-dependent positions (conformal)."""
     return _power("power_data", rotation="data")
@@ -270,9 +275,39 @@ def body_linear() -> RunConfig:
     return _in_rwkv7_body("body_linear", MixerConfig("power", PLAIN | {"p": 1, "head_norm": True}))
 
 
+def body_window() -> RunConfig:
+    """A window of 1,024 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window", MixerConfig("window", {"window": 1024}))
+
+
+def body_window32() -> RunConfig:
+    """A window of 32 tokens in the body of RWKV-7."""
+    return _in_rwkv7_body("body_window32", MixerConfig("window", {"window": 32}))
+
+
 def body_rwkv7() -> RunConfig:
     """The time mixing of RWKV-7 in its own body."""
     return _in_rwkv7_body("body_rwkv7", *_rwkv7())
+
+
+def hybrid_power_gate() -> RunConfig:
+    """Five layers of power attention, and softmax attention with a gate and without a rotation in the fourth."""
+    return _hybrid("hybrid_power_gate", MixerConfig("power"))
+
+
+def hybrid_delta_gate() -> RunConfig:
+    """Five layers of the delta rule, and softmax attention with a gate and without a rotation in the fourth."""
+    return _hybrid("hybrid_delta_gate", MixerConfig("power_delta"))
+
+
+def hybrid_window_gate() -> RunConfig:
+    """Five layers of windows of 1,024 tokens, and gated softmax attention without a rotation in the fourth."""
+    return _hybrid("hybrid_window_gate", MixerConfig("window", BLOCK | {"window": 1024}))
+
+
+def window_delta() -> RunConfig:
+    """Windows of 128 tokens and the delta rule in turn."""
+    return _config("window_delta", MixerConfig("window", BLOCK | {"window": 128}), MixerConfig("power_delta"))
 
 
 # Models of about 550 million FLOPs a token at 65,536 tokens, with different shares for weights and for the state
@@ -305,6 +340,11 @@ def _power(name: str, **options: Any) -> RunConfig:
 
 def _window(name: str, width: int) -> RunConfig:
     return _config(name, MixerConfig("window", BLOCK | {"window": width}))
+
+
+def _hybrid(name: str, mixer: MixerConfig) -> RunConfig:
+    softmax = MixerConfig("softmax", BLOCK | {"gate": True, "rotation": "none"})
+    return _config(name, mixer, mixer, mixer, softmax, mixer, mixer)
 
 
 def _rwkv7() -> list[MixerConfig]:

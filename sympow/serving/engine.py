@@ -125,8 +125,11 @@ class Engine:
         with self._changed:
             if self._closing_at is not None:
                 raise EngineClosedError("the server is shutting down")
-            if len(self._waiting) + len(made) > self._queue + self._free():
-                raise QueueFullError(f"{len(self._waiting)} requests wait already, of {self._queue} that may")
+            slots = self._decoder.slots.capacity
+            taken, places = slots - self._free() + len(self._waiting), slots + self._queue
+            if taken + len(made) > places:
+                free = f"{places - taken} of {places} places are free ({slots} in slots, {self._queue} in the queue)"
+                raise QueueFullError(f"no room for {len(made)} more: {free}")
             self._waiting.extend(made)
             self._changed.notify()
 

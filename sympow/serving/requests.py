@@ -36,7 +36,8 @@ class Output:
     Attributes:
         text: the characters that can no longer change.
         tokens: the number of tokens drawn for this piece, without an end token.
-        logprobs: the log probabilities of the tokens, if the request asked for them.
+        logprobs: the log probabilities of the tokens whose text begins in this piece or before it, if the request asked
+            for them. Tokens of a stop sequence are not among them.
         finish: None before the last piece; then "stop" (a stop sequence or an end token), "length", "cancelled",
             "timeout" or "error".
         usage: the tokens and seconds of the request, with the last piece only.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sympow.models.generation import probabilities
+from sympow.models.generation import is_greedy, probabilities
 from sympow.serving.requests import Sampling, TokenLogprob
 
 
@@ -74,7 +74,8 @@ def draw(logits: Tensor, draws: Sequence[Draws | None], shown: Sequence[int | No
         shown: how many of the likeliest tokens are asked for, by row; None for no log probabilities.
     """
     tokens = logits.argmax(-1)
-    random = {row: each for row, each in enumerate(draws) if each is not None and each.options.temperature > 0}
+    used = ((row, each) for row, each in enumerate(draws) if each is not None)
+    random = {row: each for row, each in used if not is_greedy(each.options.temperature)}
     if random:
         places = to_device(torch.tensor(list(random)), logits.device)
         tokens[places] = _random(logits[places], list(random.values()))

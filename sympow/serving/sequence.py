@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
 
@@ -59,6 +60,7 @@ class Sequence:
         self.draws = Draws(request.sampling, device)
         self._answer = AnswerText(tokenizer, request.stop)
         self._text, self._count, self._logprobs = "", 0, list[TokenLogprob]()
+        self._held = deque[tuple[int, TokenLogprob]]()  # of tokens whose text is not yet decided, with its place
         self._admitted: float | None = None
         self._first: float | None = None
         self._next_piece = 0.0  # when the next one may be delivered
@@ -92,10 +94,11 @@ class Sequence:
         if token in ends:
             self.finish = "stop"
         else:
+            if shown is not None:
+                self._held.append((self._answer.decoded, shown))
             self._text += self._answer.push(token)
             self._count += 1
-            if shown is not None:
-                self._logprobs.append(shown)
+            self._show(self._answer.given)
             if self._answer.stopped:
                 self.finish = "stop"
             elif len(self.drawn) >= self.request.max_new_tokens:
@@ -108,7 +111,14 @@ class Sequence:
         """Delivers the last piece. `finish` is the reason, if the tokens give none."""
         self.finish = self.finish or finish
         self._text += self._answer.finish()
+        if not self._answer.stopped:
+            self._show(self._answer.given + 1)  # the last tokens may have no text
         self._deliver(self._usage())
+
+    def _show(self, end: int) -> None:
+        """Adds the log probabilities of the tokens whose text begins before this place to the next piece."""
+        while self._held and self._held[0][0] < end:
+            self._logprobs.append(self._held.popleft()[1])
 
     def _deliver(self, usage: Usage | None = None) -> None:
         output = Output(self._text, self._count, tuple(self._logprobs), self.finish, usage)

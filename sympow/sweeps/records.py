@@ -12,6 +12,7 @@ from sympow.data.claim import claim
 from sympow.data.files import write_text
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
+REMEDY = "; remove the file to run the job again"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")  # the line of a traceback that names the exception
 
 
@@ -45,7 +46,7 @@ class Records:
 
     def save(self, name: str, result: Any, seconds: float) -> None:
         """Writes the result of a job atomically."""
-        write_text(self._row(name), json.dumps({"seconds": round(seconds, 6), "result": result}, indent=1) + "\n")
+        write_text(self.row_file(name), json.dumps({"seconds": round(seconds, 6), "result": result}, indent=1) + "\n")
 
     def fail(self, name: str, error: str) -> None:
         """Writes the error of a job that failed."""
@@ -53,14 +54,26 @@ class Records:
 
     def is_done(self, name: str) -> bool:
         """Tells whether a job has a result."""
-        return self._row(name).exists()
+        return self.row_file(name).exists()
 
     def read(self, name: str) -> Record:
-        """Returns the record of a finished job."""
-        content = json.loads(self._row(name).read_text(encoding="utf-8"))
+        """Returns the record of a finished job. Raises ValueError, which names the file, if it holds no record."""
+        file = self.row_file(name)
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # also of text that is not UTF-8
+            raise ValueError(f"{file} is no record of a sweep: {error}{REMEDY}") from error
         if isinstance(content, list):  # of version 0.1: the rows of a run of recall
             return Record(content, None)
-        return Record(content["result"], content["seconds"])
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is no record of a sweep: expected an object, got {content!r:.40}{REMEDY}")
+        missing = [field for field in Record._fields if field not in content]
+        if missing:
+            raise ValueError(f"{file} is no record of a sweep: it has no {missing[0]!r}{REMEDY}")
+        seconds = content["seconds"]
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise ValueError(f"{file} is no record of a sweep: its seconds are {seconds!r:.40}{REMEDY}")
+        return Record(content["result"], float(seconds))
 
     def error(self, name: str) -> str | None:
         """Returns one line of a failed job's error, or None if the job did not fail.
@@ -71,7 +84,7 @@ class Records:
         file = self.error_file(name)
         if not file.exists():
             return None
-        lines = file.read_text(encoding="utf-8").rstrip().splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() or ["an unknown error"]
         return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 
     def error_file(self, name: str) -> Path:
@@ -96,7 +109,8 @@ class Records:
         """Tells whether a job has a result or an error."""
         return self.is_done(name) or self.error(name) is not None
 
-    def _row(self, name: str) -> Path:
+    def row_file(self, name: str) -> Path:
+        """Returns the path of the file that contains the record of a job if it finished."""
         return self.folder / "rows" / f"{name}.json"
 
     def _worker(self, worker: str) -> Path:

@@ -102,7 +102,7 @@ def run_jobs(
         return
     team = start(executor, worker, workers, slurm or {})
     try:
-        with StopRequest() as stop:
+        with StopRequest(doing="stopping the workers") as stop:
             while True:
                 working = team.works()  # before looking, so that the last results are seen
                 yield from ended()

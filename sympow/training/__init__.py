@@ -11,6 +11,7 @@ from sympow.training.config import DistillationConfig, ExecutionConfig, RunConfi
 from sympow.training.language import NonFiniteError, TrainingResult, train
 from sympow.training.metrics import read_metrics
 from sympow.training.objective import Objective
+from sympow.training.optimizer import make_optimizer
 from sympow.training.overrides import override
 from sympow.training.run_folder import load_model
 from sympow.training.runs import Run, fine_tuning_run, load, run
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_model",
+    "make_optimizer",
     "override",
     "read_metrics",
     "run",

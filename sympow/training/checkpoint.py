@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sympow.data.files import atomic_write, sync
 from sympow.training.ranks import ALONE, Ranks
-from sympow.training.shards import ShardError, read_shards, write_shards
+from sympow.training.shards import ShardError, check_shards, read_shards, write_shards
 
 FORMAT = "sympow-checkpoint"
 VERSION = 1
@@ -203,6 +203,17 @@ def load_header(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(**{name: content[name] for name in names})
 
 
+def check_whole(path: str | os.PathLike[str]) -> None:
+    """Raises the errors of `load_checkpoint` for a checkpoint that is cut or damaged. Shards are not read completely.
+    """
+    load_header(path)
+    if Path(path).is_dir():
+        try:
+            check_shards(Path(path))
+        except ShardError as error:
+            raise CheckpointError(f"{path} {error}{_instead(Path(path))}") from error
+
+
 def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
     """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`."""
     own = model.state_dict()
@@ -217,8 +228,17 @@ def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str
                 f"{path} does not fit the model: {name!r} has shape {list(tensor.shape)}, "
                 f"the model needs {list(own[name].shape)}"
             )
+        if tensor.is_complex() and not own[name].is_complex():
+            raise CheckpointError(f"{path} does not fit the model: {name!r} is {tensor.dtype}, weights are real")
+        if tensor.is_floating_point() and not _local(tensor).isfinite().all():
+            raise CheckpointError(f"{path} cannot be used: its weight {name!r} holds values that are not finite")
     for name in model.load_state_dict(state, strict=False).missing_keys:
         raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _with_names_of_today(state: Mapping[str, torch.Tensor], own: Iterable[str]) -> dict[str, torch.Tensor]:

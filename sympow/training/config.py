@@ -10,6 +10,7 @@ from sympow.models.config import ModelConfig
 
 PRECISIONS = ("float32", "bf16")
 TRACKERS = ("wandb",)
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -22,13 +23,17 @@ class TrainingConfig:
         batch_size: rows in one optimizer step.
         micro_batch_size: rows in one forward and backward pass; None: all of `batch_size`.
         steps: optimizer steps of the whole run.
+        optimizer: "adamw", or "muon": Muon for the matrices of the blocks and AdamW for all other weights, see
+            `sympow.training.optimizer.muon_weights`.
+        muon_rate: the factor of the learning rate, and so of the decay, for the matrices that Muon moves; for "muon"
+            only.
         learning_rate: the highest one, reached after `warmup_steps`.
         min_lr_ratio: the last learning rate over the highest one. "constant" does not use it.
         schedule: how the learning rate goes on after `warmup_steps`: "cosine" (half a cosine), "linear", "constant", or
             "wsd" (warm-up, stable, decay), which is constant up to the last `decay_steps` and linear in them.
         decay_steps: for "wsd" only, the steps in which the rate falls; None: a tenth of `steps`.
         betas: the two decay rates of AdamW's averages.
-        weight_decay: the weight decay of AdamW. Only matrices decay.
+        weight_decay: the weight decay, which is decoupled from the gradient. Only matrices decay.
         clip: largest norm of the gradient.
         precision: "float32", or "bf16": autocast, with weights, state and optimizer in float32.
         seed: of the initial weights, the order of the data and the generators of torch.
@@ -47,6 +52,8 @@ class TrainingConfig:
     batch_size: int = 8
     micro_batch_size: int | None = None
     steps: int = 1000
+    optimizer: str = "adamw"
+    muon_rate: float = 1.0
     learning_rate: float = 6e-4
     warmup_steps: int = 100
     min_lr_ratio: float = 0.1
@@ -93,6 +100,7 @@ class TrainingConfig:
             )
         if self.learning_rate <= 0:
             raise ValueError(f"training.learning_rate must be above 0, got {self.learning_rate}")
+        check_optimizer(self.optimizer, self.muon_rate, "training.")
         if self.clip <= 0:
             raise ValueError(f"training.clip must be above 0, got {self.clip}")
         if self.weight_decay < 0:
@@ -139,7 +147,8 @@ class TrainingConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingConfig":
         """Returns the config of `to_dict`'s values; an unknown field raises ValueError."""
-        values = read_fields(cls, values, "training")
+        earlier: dict[str, Any] = {"optimizer": "adamw", "muon_rate": 1.0}  # of runs that do not name them
+        values = earlier | read_fields(cls, values, "training")
         if isinstance(values.get("betas"), list):
             values["betas"] = tuple(values["betas"])
         return cls(**values)
@@ -339,6 +348,22 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
     return None
 
 
+def check_optimizer(optimizer: Any, muon_rate: Any, group: str = "") -> None:
+    """Raises TypeError or ValueError unless the fields `optimizer` and `muon_rate` of a config fit each other.
+
+    `group` is written before the names of the fields.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(unknown(f"{group}optimizer", str(optimizer), OPTIMIZERS))
+    _check_number("muon_rate", muon_rate, group)
+    if muon_rate <= 0:
+        raise ValueError(f"{group}muon_rate must be above 0, got {muon_rate}")
+    if optimizer != "muon" and muon_rate != 1:
+        raise ValueError(
+            f"{group}muon_rate is for {group}optimizer = 'muon' only, got {muon_rate} and {optimizer!r}: set both"
+        )
+
+
 def _check_integer(name: str, value: Any, least: int, group: str = "training") -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{group}.{name} must be an integer, got {value!r}")
@@ -346,8 +371,8 @@ def _check_integer(name: str, value: Any, least: int, group: str = "training") -
         raise ValueError(f"{group}.{name} must be at least {least}, got {value}")
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any, group: str = "training.") -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"training.{name} must be a number, got {value!r}")
+        raise TypeError(f"{group}{name} must be a number, got {value!r}")
     if not math.isfinite(value):
-        raise ValueError(f"training.{name} must be finite, got {value}")
+        raise ValueError(f"{group}{name} must be finite, got {value}")

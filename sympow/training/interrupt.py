@@ -1,9 +1,19 @@
 """Turns Ctrl-C and SIGTERM into a request that the training loop reads between steps."""
 
+import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
+
+
+def _say(text: str) -> None:
+    """Writes to stderr past its buffer, which the signal may have interrupted in the middle of a write."""
+    try:
+        os.write(sys.stderr.fileno(), text.encode())
+    except (AttributeError, OSError, ValueError):  # no stderr, or one without a file
+        return
 
 
 class StopRequest:
@@ -14,10 +24,11 @@ class StopRequest:
 
     Args:
         patient: whether further signals in the block have no effect either.
+        doing: what the first signal prints, such as "stopping after this step"; None: nothing.
     """
 
-    def __init__(self, patient: bool = False) -> None:
-        self._patient = patient
+    def __init__(self, patient: bool = False, doing: str | None = None) -> None:
+        self._patient, self._doing = patient, doing
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -34,6 +45,8 @@ class StopRequest:
         self.signal = signal.Signals(number)
         if not self._patient:
             self._restore()
+        if self._doing is not None:
+            _say(f"\n{self._doing}{'' if self._patient else '; again to stop now'}\n")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

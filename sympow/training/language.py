@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from sympow.models import LanguageModel
-from sympow.progress import Progress
+from sympow.progress import Forecast, Progress
 from sympow.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -185,9 +185,11 @@ class _Training:
         self.progress = stack.enter_context(Progress("training", "step", total=settings.steps, done=step, quiet=silent))
         if self.continues:
             self.progress.say(f"continuing from step {step} of {settings.steps}")
-        self.stop = stack.enter_context(StopRequest(patient=ranks.size > 1))
+        doing = "stopping after this step" if ranks.main else None
+        self.stop = stack.enter_context(StopRequest(patient=ranks.size > 1, doing=doing))
         profiled = self.config.execution.profile_steps if ranks.main else 0
         self.tracing = stack.enter_context(trace(self.run_dir, profiled))
+        self.forecast = Forecast(step, settings.steps)
         self.passes = _ahead(self._load, range(step, settings.steps))
 
     def take(self, step: int) -> None:
@@ -223,7 +225,7 @@ class _Training:
         if evaluates:
             self._settle()
             if self.observe:
-                with self._divergence(done, self.rate):
+                with self._divergence(done, self.rate), self.progress.phase("evaluating"):
                     self.observe(self.model, done)
         evaluates = evaluates and self.held_out is not None
         number = int(self.ranks.max(self.stop.signal or 0))
@@ -242,7 +244,8 @@ class _Training:
         if saves:
             if self.metrics:
                 self.metrics.sync()  # no checkpoint without the metrics that led to it
-            self._save(done, tested)
+            with self.progress.phase("saving a checkpoint"):
+                self._save(done, tested)
         return stopped_by
 
     def _settle(self) -> None:
@@ -265,6 +268,9 @@ class _Training:
                 keep_newest(self.run_dir, self.settings.keep_checkpoints)
         self.tokens += targets
         self.progress.advance(note=f"loss {self.loss:.4f}")
+        left = self.forecast.after(launched.step + 1, self.stage)
+        if left is not None:
+            self.progress.say(left)
 
     @contextmanager
     def _divergence(self, step: int, rate: float) -> Iterator[None]:
@@ -309,12 +315,14 @@ class _Training:
         if objective is not None:
             row["stage"] = self.stage
         if self.held_out is not None and evaluates:
-            row["held_out_loss"] = held_out_loss(self.model, self.held_out, settings, self.device, self.ranks)
+            with self.progress.phase("computing the held-out loss"):
+                row["held_out_loss"] = held_out_loss(self.model, self.held_out, settings, self.device, self.ranks)
             if objective is not None:
                 if self.reference_loss is None:
-                    self.reference_loss = held_out_loss(
-                        objective.reference, self.held_out, settings, self.device, self.ranks
-                    )
+                    with self.progress.phase("computing the held-out loss of the teacher"):
+                        self.reference_loss = held_out_loss(
+                            objective.reference, self.held_out, settings, self.device, self.ranks
+                        )
                 row |= {"teacher_loss": self.reference_loss, "gap": row["held_out_loss"] - self.reference_loss}
             self.progress.say(_summary(row, settings.steps))
         return row

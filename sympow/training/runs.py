@@ -15,8 +15,9 @@ from torch import Tensor
 from sympow.data import Batches, ByteTokenizer, DataConfig, Splits, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
+from sympow.ops.memory import check_memory
 from sympow.progress import Progress
-from sympow.training.checkpoint import latest_step
+from sympow.training.checkpoint import check_whole, latest, latest_step
 from sympow.training.config import RunConfig
 from sympow.training.language import TrainingResult, train
 from sympow.training.objective import Objective
@@ -68,17 +69,23 @@ def run(
 
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
-    Raises RuntimeError where another process trains in the folder, ValueError where the folder holds another run, where
+    Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
+    damaged, also of a finished run, ValueError where the folder holds another run, where
     the vocabulary of the corpus is larger than that of the model, and where only one of `lesson` and
     `config.distillation` is given; FileNotFoundError where the data are missing; and as `train` does.
     """
     if (config.distillation is None) != (lesson is None):
         raise ValueError("a config with `distillation`, and no other, is for sympow.conversion.distill")
     device, settings = resolve_device(config.training.device), config.training
+    _check_pass(config, device)
     with launched(device):
         ranks = join(config, device)
         with open_run_folder(out, config, ranks, restart) as folder:
             if latest_step(folder) >= settings.steps:
+                with ranks.together():
+                    last = latest(folder) if ranks.main else None
+                    if last is not None:
+                        check_whole(last)
                 return TrainingResult(settings.steps, settings.steps, None, None)
             with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
                 batches, held_out = _open_batches(config, folder, save=ranks.main)
@@ -137,6 +144,17 @@ def tell_remarks(splits: Splits) -> None:
     """Prints on stderr what was left out of the data. A run with `quiet` shows it too, as it changes the result."""
     for line in splits.remarks:
         print(line, file=sys.stderr)
+
+
+def _check_pass(config: RunConfig, device: torch.device) -> None:
+    """Raises ValueError if the tokens of a pass, or their embeddings, are larger than the memory."""
+    settings = config.training
+    tokens = settings.rows_per_pass * settings.context
+    what = f"training.context = {settings.context:,} with {settings.rows_per_pass:,} rows in a pass"
+    check_memory(what, 16 * tokens)  # int64, with their targets
+    width, element = config.model.d_model, 4 if settings.precision == "float32" else 2
+    embeddings = tokens * width * element // config.execution.context_parallel
+    check_memory(f"{what} and model.d_model = {width:,}", embeddings, device)
 
 
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:

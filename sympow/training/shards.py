@@ -87,6 +87,14 @@ def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str,
     return tensors
 
 
+def check_shards(folder: Path) -> None:
+    """Raises ShardError for a folder whose table of contents or whose files are missing or cut."""
+    try:
+        _check_sizes(folder, _contents(folder))
+    except (pickle.UnpicklingError, EOFError, OSError, AttributeError, KeyError, ValueError, TypeError) as error:
+        raise ShardError(f"is damaged ({_line(error)})") from error
+
+
 class _Contents(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

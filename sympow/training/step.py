@@ -182,6 +182,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def usual_precision(device: torch.device) -> str:
+    """Returns the faster precision of training on a device: "float32" on a CPU without instructions for bfloat16.
+
+    Such a CPU computes in bfloat16 several times as slowly as in float32.
+    """
+    if device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+        return "bf16"
+    return "float32"
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Gives the context in which a model of `TrainingConfig.precision` runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

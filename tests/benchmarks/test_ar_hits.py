@@ -75,11 +75,49 @@ def test_runs_are_measured_once_and_told_on_a_page(monkeypatch, corpus, small, t
         assert (tmp_path / "page" / f"kernel-{name}.png").stat().st_size > 10_000
 
 
+def test_runs_with_changes_and_several_learning_rates(monkeypatch, corpus, small, tmp_path, capsys):
+    out = tmp_path / "results" / "kernel_muon"
+    words = ("--recipes", "softmax_gate,power_delta", "--seeds", "1", "--rates", "1e-4,1e-2")
+    assert run(monkeypatch, corpus, out, *words, "training.optimizer=muon") == 0
+    rows = read_rows(out / "run.csv")
+    assert [(row["recipe"], row["learning_rate"]) for row in rows] == [
+        (recipe, rate) for rate in (1e-4, 1e-2) for recipe in ("softmax_gate", "power_delta")
+    ]
+    assert {(row["optimizer"], row["changes"]) for row in rows} == {("muon", "training.optimizer=muon")}
+    corpora, _ = program.read_results(out.parent)
+    for name in program.TABLES:  # the better rate of each recipe, in all tables
+        assert {(row["recipe"], row["learning_rate"]) for row in corpora["kernel_muon"][name]} == {
+            min((row["held_out_loss"], recipe, row["learning_rate"]) for row in rows if row["recipe"] == recipe)[1:]
+            for recipe in ("softmax_gate", "power_delta")
+        }
+    capsys.readouterr()
+    assert run(monkeypatch, corpus, out, *words) == 2
+    assert "have the changes training.optimizer=muon; got none: choose another --out" in capsys.readouterr().err
+    assert run(monkeypatch, corpus, out, *words, "training.optimiser=muon") == 2
+    assert capsys.readouterr().err.startswith("error: unknown field 'training.optimiser'")
+
+
+def test_the_share_of_the_gap_by_distance():
+    losses = {"base_conv": (5.0, 5.2), "attention": (2.0, 2.0), "softmax_gate": (3.0, 3.2), "power_delta": (3.8, 3.92)}
+    key = {"part": "distance", "start": 512, "end": 1024, "tokens": 100}
+    curves = [{"recipe": recipe, "seed": seed, "loss": loss, **key}
+              for recipe, both in losses.items() for seed, loss in enumerate(both)]  # fmt: skip
+    runs = [{"recipe": row["recipe"], "seed": row["seed"], "learning_rate": 2e-3} for row in curves]
+    lines = report.distances_table({"run": runs, "slices": [], "curves": curves}).splitlines()
+    assert lines[0] == "| model | learning rate | 512 to 1,023 |"
+    assert "| delta rule, p = 2 | 0.002 | 3.860 (62% [60%, 64%]) |" in lines
+    assert "| softmax attention | 0.002 | 2.000 (155% [150%, 160%]) |" in lines
+    without = [row for row in curves if row["recipe"] != "softmax_gate"]
+    lines = report.distances_table({"run": runs[:4] + runs[6:], "slices": [], "curves": without}).splitlines()
+    assert "| delta rule, p = 2 | 0.002 | 3.860 (40% [40%, 40%]) |" in lines
+    assert report.distances_table({"run": runs, "slices": [], "curves": curves[2:]}) == report.MISSING
+
+
 def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 9
+    assert page.read_text().count(report.MISSING) == 17
 
 
 def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
@@ -92,7 +130,7 @@ def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
 
 def test_unknown_recipes_are_refused(monkeypatch, corpus, tmp_path, capsys):
     assert run(monkeypatch, corpus, tmp_path, "--recipes", "attention,hyaena") == 2
-    assert capsys.readouterr().err.startswith("error: a recipe is one of attention, power")
+    assert capsys.readouterr().err.startswith("error: a recipe is one of attention, softmax_gate, power, power_delta, ")
 
 
 def test_the_committed_comparison_is_exact():
@@ -108,3 +146,11 @@ def test_the_page_follows_from_the_committed_tables(tmp_path):
     shutil.copy(program.PAGE, page)
     report.write(*program.read_results(program.COMMITTED), page)
     assert page.read_text() == program.PAGE.read_text()
+
+
+def test_controls_are_compared_with_the_attention_of_the_control(monkeypatch, corpus, small, tmp_path):
+    assert run(monkeypatch, corpus, tmp_path, "--recipes", "controls", "--seeds", "1") == 0
+    tables = {name: read_rows(tmp_path / f"{name}.csv") for name in program.TABLES}
+    assert [row["recipe"] for row in tables["run"]] == list(work.CONTROLS)
+    lines = report.gaps_table(tables).splitlines()[2:]
+    assert len(lines) == 6 and all(", control | " in line and re.search(r" [+-]\d\.\d+ \[", line) for line in lines)

@@ -44,6 +44,19 @@ def test_rows(tmp_path, monkeypatch, capsys):
     assert "checkpoint" in capsys.readouterr().out
 
 
+def test_optimizers_are_compared_with_adamw(tmp_path, monkeypatch, capsys):
+    """In a file whose earlier rows do not name their optimizer."""
+    file = tmp_path / "rows.json"
+    words = ["--contexts", "16", "--mixers", "power", "--modes", "eager"]
+    (known,) = command(monkeypatch, file, *words)
+    del known["optimizer"]
+    file.write_text(json.dumps([known]))
+    adamw, muon = command(monkeypatch, file, *words, "--optimizers", "adamw", "muon")
+    assert adamw["ms"] == known["ms"] and (adamw["optimizer"], muon["optimizer"]) == ("adamw", "muon")
+    assert muon["over_adamw"] == pytest.approx(adamw["ms"] / muon["ms"], rel=0.01) and muon["loss"] == adamw["loss"]
+    assert f"{muon['over_adamw']:.2f}x AdamW" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_the_step_is_that_of_training_and_its_passes_add_up():
     whole = dataclasses.replace(SHAPE, micro_batch=4)
     one, two = (training.take_steps(shape, "power", "eager", CPU, 1) for shape in (whole, SHAPE))

@@ -2,15 +2,25 @@
 
 import dataclasses
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from sympow.cli import main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
-from sympow.training import DistillationConfig, RunConfig, TrainingConfig, load_model, read_metrics, train
+from sympow.training import (
+    DistillationConfig,
+    RunConfig,
+    TrainingConfig,
+    load_checkpoint,
+    load_model,
+    read_metrics,
+    train,
+)
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.run_folder import read_config, write_run_folder
 from tests.ranks import run_ranks
@@ -64,15 +74,20 @@ def test_stages_follow_each_other_and_end_with_a_gap(tmp_path):
     assert rates[3] < rates[4] and rates[6] < rates[5]  # it rises anew where a stage begins
 
 
-def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path):
-    whole = distilled(tmp_path / "whole", keep_checkpoints=9)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_is_killed_in_any_stage_ends_in_the_same_numbers(tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr("sympow.training.optimizer.LEAST_SIDE", 8)  # the model is small
+    distilled_so = partial(distilled, keep_checkpoints=9, optimizer=optimizer)
+    whole = distilled_so(tmp_path / "whole")
+    states = load_checkpoint(list_checkpoints(tmp_path / "whole")[0]).optimizer["state"].values()
+    assert any("momentum_buffer" in state for state in states) == (optimizer == "muon")
     for stop in (2, 4, 8):
         folder = tmp_path / f"killed-{stop}"
         shutil.copytree(tmp_path / "whole", folder)
         for file in list_checkpoints(folder):
             if int(file.stem.split("-")[1]) > stop:
                 file.unlink()
-        assert timeless(distilled(folder, keep_checkpoints=9)) == timeless(whole)
+        assert timeless(distilled_so(folder)) == timeless(whole)
 
 
 def test_layers_and_predictions_approach_the_teacher(tmp_path):
@@ -187,3 +202,22 @@ def test_data_in_other_tokens_are_refused(folders, tmp_path, data, error, messag
 def test_options_that_say_what_holds_are_taken(folders, tmp_path):
     config = to_distill(folders, tokenizer=f"{folders}/own.json", vocab_size=264)
     assert distill(config, tmp_path, quiet=True).step == 2
+
+
+@pytest.mark.parametrize(("instructions", "precision"), [(False, "float32"), (True, "bf16")])
+def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch, instructions, precision):
+    """And kept where the run continues on another one, or where the command names it."""
+    fields = "data.kind=text data.pack=true data.held_out=0.5 training.context=16 training.batch_size=2 " \
+        "training.steps=2 training.warmup_steps=0 training.evaluation_batches=1 distillation.layer_steps=1 " \
+        "distillation.text_steps=0 training.device=cpu"  # fmt: skip
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+    def command(out: str, *more: str) -> str:
+        words = ["distill", f"{folders}/student", "--teacher", f"{folders}/teacher", "--out", f"{tmp_path}/{out}"]
+        assert main([*words, f"data.path={folders}/text", *fields.split(), *more, "--quiet"]) == 0
+        return read_config(tmp_path / out).training.precision
+
+    for has in (instructions, not instructions):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        assert command("out") == precision
+        assert command("named", "training.precision=float32") == "float32"

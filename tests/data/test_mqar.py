@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,6 +20,9 @@ TASKS = [
     RecallTask("forgetting", length=12, pairs=2, vocab_size=10, updates=2),
     RecallTask("compositional", length=60, pairs=9, vocab_size=90, filler="random"),
     RecallTask("compositional", length=24, pairs=4, vocab_size=12, alpha=0.01),
+    RecallTask(length=70, pairs=4, vocab_size=100, min_distance=55, filler="random"),
+    RecallTask("forgetting", length=60, pairs=5, vocab_size=60, updates=3, min_distance=30),
+    RecallTask("compositional", length=90, pairs=9, vocab_size=90, min_distance=37, deal="drawn"),
 ]
 
 
@@ -28,15 +32,17 @@ def random_task(rng):
     pairs = int(rng.integers(1, 9)) if kind != "compositional" else int(rng.integers(1, 4)) ** 2
     updates = int(rng.integers(1, pairs + 1)) if kind == "forgetting" else 0
     needed = 6 * pairs if kind == "compositional" else 4 * pairs + 2 * updates
+    far = int(rng.choice([0, 3, 20]))
     used = (3 if kind == "compositional" else 2) * (pairs + updates + 1)
     return RecallTask(
         kind,
-        length=needed + 2 * int(rng.integers(0, 12)),
+        length=needed + far + far % 2 + 2 * int(rng.integers(0, 12)),
         pairs=pairs,
         vocab_size=used + int(rng.integers(2, 60)),
         alpha=float(rng.choice([0.01, 0.1, 1.0, 2.0])),
         filler=str(rng.choice(mqar.FILLERS)),
         updates=updates,
+        min_distance=far,
     )
 
 
@@ -72,13 +78,17 @@ def test_rows_are_made_as_promised(task):
     assert places.shape == labels.shape == (n, task.pairs)
     assert (np.take_along_axis(drawn.targets, places, 1) == labels).all()
     keys = task.width - 1
-    assert ((places - task.context - (keys - 1)) % task.width == 0).all()  # in slots behind the context
+    assert ((places - task.first_slot - (keys - 1)) % task.width == 0).all()  # in slots behind the context
+    assert (places >= task.first_slot).all()
     context = drawn.tokens[:, : task.context].reshape(n, -1, task.width)
     assert (context > 0).all() and (drawn.tokens < task.vocab_size).all()
     for row, row_places in zip(drawn.tokens.tolist(), places.tolist(), strict=True):
         given = [tuple(row[i : i + keys]) for i in range(0, task.context, task.width)]
         asked = [tuple(row[i - keys + 1 : i + 1]) for i in row_places]
         assert sorted(asked) == sorted(set(given)) and len(asked) == task.pairs
+        written = {key: task.width * i for i, key in enumerate(given)}  # an update comes after the pair
+        distances = [at - (keys - 1) - written[key] for at, key in zip(row_places, asked, strict=True)]
+        assert min(distances) >= max(task.min_distance, task.width)
         values = row[keys : task.context : task.width]
         assert len(set(values)) == len(values)
     for i, (low, high) in enumerate(zip(task.bounds, task.bounds[1:], strict=False)):
@@ -110,6 +120,33 @@ def test_distances_follow_the_power_law(alpha):
     counts = np.bincount((places[:, 0] - task.context) // 2, minlength=task.slots)
     found, bound = chi_square(counts, power_law(task.slots, alpha))
     assert found < bound
+
+
+def test_distances_begin_at_the_least_one_and_follow_the_power_law_from_there():
+    task = RecallTask(length=90, pairs=1, vocab_size=100, min_distance=41)
+    places, _ = generate(task, 40_000, 11).queries()
+    counts = np.bincount((places[:, 0] - 41) // 2, minlength=task.slots)  # the key is token 0
+    assert len(counts) == task.slots == (90 - 41) // 2
+    found, bound = chi_square(counts, power_law(task.slots, task.alpha))
+    assert found < bound
+
+
+def test_every_query_may_be_thousands_of_tokens_behind_its_key():
+    task = RecallTask(length=4096, pairs=64, min_distance=2048)
+    rows = generate(task, 20, 0)
+    keys, places = rows.tokens[:, 0 : task.context : 2], rows.queries()[0]
+    queries = np.take_along_axis(rows.tokens, places, 1)
+    distances = places[:, None] - 2 * np.arange(64)[:, None]
+    found = distances[queries[:, None] == keys[..., None]]
+    assert len(found) == 20 * 64 and 2048 <= found.min() < 2148 and found.max() > 3000
+
+
+def test_a_least_distance_that_every_row_has_anyway_changes_nothing():
+    for task in TASKS[:7]:
+        near, plain = replace(task, min_distance=task.width), generate(task, 50, 7)
+        assert (generate(near, 50, 7).tokens == plain.tokens).all()
+    assert str(RecallTask(length=512, min_distance=99)) == "mqar 512:4 min_distance 99"
+    assert "min_distance" not in str(RecallTask())
 
 
 def test_slots_are_drawn_one_after_another_without_replacement():
@@ -261,6 +298,15 @@ REFUSED = [
     ({"alpha": math.nan}, "alpha must be a finite number; got nan"),
     ({"pairs": 0}, "pairs must be at least 1; got 0"),
     ({"length": 64.0}, "length must be an integer; got 64.0"),
+    ({"min_distance": -1}, "min_distance must be at least 0; got -1"),
+    ({"min_distance": 20.0}, "min_distance must be an integer; got 20.0"),
+    ({"min_distance": 51}, "4 pairs with a min_distance of 51 need a length of at least 66; got 64"),
+    ({"min_distance": 50}, None),
+    ({"length": 66, "min_distance": 51}, None),
+    (
+        {"kind": "forgetting", "updates": 2, "length": 72, "min_distance": 55},
+        "4 pairs and 2 updates with a min_distance of 55 need a length of at least 74; got 72",
+    ),
 ]
 
 

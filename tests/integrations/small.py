@@ -21,7 +21,7 @@ MIXERS = {
     "rwkv7": {},
     "retnet": {},
     "blocked_window": {"window": 5},
-    "selection": {"selection": "random", "top_k": 3},
+    "selection": {"selection": "random", "probability": 0.5},
 }
 POWER = MixerConfig("power")
 CASES = {

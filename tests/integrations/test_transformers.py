@@ -19,6 +19,8 @@ from sympow.integrations.transformers import (
 )
 from sympow.integrations.transformers.folders import from_native
 from sympow.models import LanguageModel, MixerConfig
+from sympow.training import TrainingConfig, make_optimizer
+from sympow.training.optimizer import muon_weights
 from tests.integrations.small import VOCAB, small_config, small_model
 
 # What is promised of logits in float32; those of these models are of order 1.
@@ -416,6 +418,41 @@ def test_label_smoothing_of_the_trainer_is_on_the_next_token(tmp_path, tokens, a
         for each in (model, llama)
     ]
     assert_close(losses[0], losses[1], **CLOSE)
+
+
+def test_trainer_with_muon(tmp_path):
+    """The matrices are found within the model of transformers; a resumed run equals a whole one bit for bit."""
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in (torch.arange(16) + torch.arange(24)[:, None]) % 7]
+
+    def trained(folder: str, resumed: str | None = None) -> tuple[SympowForCausalLM, list[float]]:
+        model = SympowForCausalLM(SympowConfig(model=replace(small_config("llama"), d_model=64)))
+        model.load_state_dict(start)
+        optimizer = make_optimizer(model, TrainingConfig(optimizer="muon", learning_rate=1e-2))
+        assert len(optimizer.param_groups[0]["params"]) == 5 * model.config.model_config.n_layers
+        arguments = TrainingArguments(
+            str(tmp_path / folder), max_steps=8, per_device_train_batch_size=4, logging_steps=1, report_to=[],
+            use_cpu=True, save_steps=4, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+        trainer.train(resume_from_checkpoint=resumed)
+        return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    start = SympowForCausalLM(SympowConfig(model=replace(small_config("llama"), d_model=64))).state_dict()
+    whole, losses = trained("whole")
+    resumed, _ = trained("resumed", str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_the_matrices_of_adapters_are_not_those_of_muon():
+    peft = pytest.importorskip("peft")
+    model = SympowForCausalLM(SympowConfig(model=replace(small_config("llama"), d_model=64)))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], r=64, task_type="CAUSAL_LM"))
+    assert muon_weights(adapted) == []
+    adapted.requires_grad_(True)
+    names = {parameter: name for name, parameter in adapted.named_parameters()}
+    assert not any("lora" in names[weight] or "qkv" in names[weight] for weight, _ in muon_weights(adapted))
 
 
 def test_lora(tokens):

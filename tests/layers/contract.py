@@ -23,6 +23,14 @@ OPTIONS: dict[str, list[dict]] = {
         {"short_convolution": 1, "output_gate": False, "rotary_fraction": 0.5, "rotation": "data"},
         {"output_gate_bias": True, "head_norm": False, "rotary_fraction": 1.0},
     ],
+    "power_delta": [
+        {},
+        {"gate": False, "rotation": "none", "beta": 1.0},
+        {"n_kv_heads": 2, "beta_max": 1.9, "beta_bias": 1.0, "chunk_size": 5},
+        {"p": 1, "qk_norm": True, "bias": False, "value_dim": 10},
+        {"p": 3, "head_dim": 4, "impl": "reference"},
+        {"p": 4, "head_dim": 4, "short_convolution": 0, "head_norm": False, "output_gate": False},
+    ],
     "softmax": [
         {},
         {"n_kv_heads": 2, "value_dim": 10},
@@ -62,6 +70,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"max_length": 9},
         {"max_length": 3, "filter": "explicit"},
         {"max_length": 9, "filter": "relu", "bands": 1, "residual": True},
+        {"max_length": 9, "frequency": 14.0, "decays": (0.3, 1.2)},
     ],
     "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
     "liquid_s4": [{"state_dim": 8}],
@@ -75,7 +84,7 @@ OPTIONS: dict[str, list[dict]] = {
     "programmatic_conv": [{}, {"filler": 0}, {"matching": True}],
     "autocorrelation_conv": [{}, {"top_k": 2}, {"matching": True}, {"matching": True, "filler": 0}],
     "selection": [
-        {"selection": "random", "top_k": 4},
+        {"selection": "random", "probability": 0.5},
         {"selection": "programmatic", "short_convolution": 2},
         {"selection": "learned", "top_k": 3, "n_kv_heads": 2, "value_dim": 10, "noise": 1.0},
         {"selection": "learned", "top_k": 300, "rotation": "none"},

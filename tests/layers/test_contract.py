@@ -81,6 +81,55 @@ def test_gradient_reaches_input_and_every_parameter(case):
         assert gradient.abs().sum() > 1e-6, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_and_weights_of_the_half_precision_that_is_not_autocasts(case, dtype):
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    for weights in (dtype, torch.float32):
+        mixer, x = make(case).to(weights), sequence(1, 12).to(dtype)
+        with torch.autocast("cpu", dtype=other):
+            for packed in ({}, {"cu_seqlens": torch.tensor([0, 5, 12])}):
+                y = run(mixer, x, **packed)
+                assert y.shape == x.shape and y.isfinite().all()
+            if mixer.causal:
+                with torch.no_grad():
+                    assert in_steps(mixer, x, [5, 1, 6]).isfinite().all()
+                    state = mixer.init_state(1)
+                    for piece in x.split([5, 1, 6], dim=1):
+                        y, after = mixer.try_step(piece, state, **mixer.extras(tokens_of(piece)))
+                        state = after(piece.shape[1])
+                        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_second_derivatives_are_right_or_refused(case):
+    """Against differences of gradients, of float64: a step of 1e-6 leaves an error of about 1e-9 of their norm."""
+    mixer, x = make(case), sequence(1, 9).requires_grad_()
+    leaves = [x, *mixer.parameters()]
+    gen = torch.Generator().manual_seed(3)
+    weight, *moves = (torch.randn(each.shape, generator=gen, dtype=torch.float64) for each in (x, *leaves))
+
+    def gradients(**options):
+        loss = (run(mixer, x) * weight).sum()  # a linear loss: the incoming gradient has no graph
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, **options)
+
+    try:
+        along = sum((grad * move).sum() for grad, move in zip(gradients(create_graph=True), moves, strict=True))
+        found = torch.autograd.grad(along, leaves, allow_unused=True, materialize_grads=True)
+    except RuntimeError as refusal:
+        assert any(words in str(refusal) for words in ("cannot be differentiated again", "is not implemented"))
+        return
+    near = []
+    for step in (1e-6, -2e-6):
+        with torch.no_grad():
+            for leaf, move in zip(leaves, moves, strict=True):
+                leaf += step * move
+        near.append(gradients())
+    expected = [(after - before) / 2e-6 for after, before in zip(*near, strict=True)]
+    error = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True))
+    assert error**0.5 <= 1e-6 * sum(b.square().sum() for b in expected) ** 0.5
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_causal(case):
     mixer = make(case)
@@ -318,6 +367,10 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
         ("selection", {"selection": "best"}, "selection is one of random, programmatic, learned; got 'best'"),
         ("selection", {"selection": "random", "top_k": 0}, "top_k must be an integer of at least 1; got 0"),
+        ("selection", {"selection": "random", "probability": 0}, "probability must be above 0 and at most 1; got 0"),
+        ("selection", {"selection": "random", "probability": 2}, "probability must be above 0 and at most 1; got 2"),
+        ("selection", {"selection": "random", "whole_row": True},
+         "whole_row is an option of learned selection; got selection 'random'"),
         ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
         ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("autocorrelation_conv", {"filler": 0}, "filler needs matching: without it inputs are correlated as they are"),

@@ -92,7 +92,9 @@ def test_arguments(fla):
     assert chosen.layer.arguments == plain | {"head_dim": 6, "expand_v": 1}
     assert chosen.state_size(1) == 2 * 6 * 6 + 4 * 3 * 12
     assert made["mamba2"] == plain | {"head_dim": 8, "expand": 2, "state_size": 128}
-    assert make_mixer("mamba2", 8, 2, {"state_dim": 16}).layer.arguments["state_size"] == 16
+    small = make_mixer("mamba2", 8, 2, {"state_dim": 16})
+    assert small.layer.arguments["state_size"] == 16
+    assert small.fused() == {"layer.in_proj": [16, 16, 16, 16, 2]}  # z, x, B, C, dt
 
 
 def test_the_seed_decides_weights_and_nothing_else_is_touched(fla):

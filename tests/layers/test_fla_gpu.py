@@ -69,6 +69,13 @@ def test_trains(name, options):
     assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_fused_layers_have_the_rows_they_say(name, options):
+    mixer = make_mixer(name, D_MODEL, HEADS, options)
+    for layer, rows in mixer.fused().items():
+        assert sum(rows) == len(mixer.get_submodule(layer).weight)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_steps_are_the_sequence_in_a_state_of_the_size_it_says(name, options):

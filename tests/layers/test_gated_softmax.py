@@ -70,6 +70,23 @@ def test_compiled_is_eager():
         assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reset", [-300.0, -1e6, -1e9, -3e38])
+def test_a_reset_takes_little_from_what_follows(reset, dtype):
+    """Scores err by 2**-16 for each of the four resets in float32, and so do the weights and their sum."""
+    q, k, v, log_g = inputs(64, 2, 1, 6, 5, bias=1.0)
+    log_g[:, ::16] = reset
+    given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    gates = log_g.to(dtype if dtype == torch.float64 else torch.float32).requires_grad_()
+    got = gated_attention(*given, gates)
+    rounded = [*(x.detach().double() for x in given), log_g.clamp(min=-300.0)]
+    wanted = torch.cat([dense(*(x[:, t : t + 16] for x in rounded)) for t in range(0, 64, 16)], 1)
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error <= {torch.float64: 1e-12, torch.float32: 2 * 4 * 2**-16, torch.bfloat16: 2**-7}[dtype]
+    grads = torch.autograd.grad(got.sum(), [*given, gates])
+    assert all(x.isfinite().all() for x in grads) and not grads[3][:, ::16].any()
+
+
 @pytest.mark.parametrize("time", [5, 30])
 def test_gradients_are_those_of_differences(time):
     given = [x.requires_grad_() for x in inputs(time, 2, 1, 2, 2, bias=0.0)]

@@ -66,7 +66,7 @@ def pair(module: nn.Module, kind: str):
     return dense, packed if kind == "packed" else replace_linears(packed, Renamed)
 
 
-ATTENTION = [(name, options) for name in ("power", "softmax", "linear", "window", "retnet", "selection")
+ATTENTION = [(name, options) for name in ("power", "softmax", "linear", "window", "retnet", "selection", "power_delta")
              for options in OPTIONS[name] if options.get("selection") != "learned"]  # fmt: skip
 
 

@@ -82,6 +82,31 @@ def test_random_scores_are_without_order_and_of_the_position():
     assert len(score.unique()) == 4000
 
 
+def drawn(rows: int, time: int, probability: float, training: bool) -> torch.Tensor:
+    """Returns which tokens random selection takes, bool [rows, time]: those whose output is not 0."""
+    mixer = MIXERS["selection"](2, 1, selection="random", probability=probability, rotation="none").train(training)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        return selected_rows(mixer, mixer(torch.ones(rows, time, 2)))
+
+
+@pytest.mark.parametrize(("rows", "time", "training"), [(64, 1024, True), (1, 8192, False)])
+@pytest.mark.parametrize("probability", [0.05, 0.25])
+def test_random_selection_is_bernoulli_at_every_place(rows, time, training, probability):
+    """Five standard deviations of the share of an eighth of all rows are allowed."""
+    density = drawn(rows, time, probability, training).double().reshape(rows, 8, -1).mean((0, 2))
+    deviation = math.sqrt(probability * (1 - probability) / (rows * time / 8))
+    assert (density - probability).abs().max() < 5 * deviation, density
+
+
+def test_random_selection_takes_each_token_alone():
+    """Rows and neighbours are drawn independently: taken with the probability, whatever was taken before."""
+    selected = drawn(64, 1024, 0.5, training=True)
+    for first, second in ((selected[:, 1:], selected[:, :-1]), (selected[1:], selected[:-1])):
+        both = (first & second).double().mean()
+        assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / first.numel())
+
+
 @pytest.mark.parametrize("selection", ["random", "learned"])
 def test_training_draws_and_stays_causal(selection):
     mixer, x = selective(selection, top_k=3, noise=2.0).train(), normal(2, 40, 16)
@@ -99,6 +124,17 @@ def test_training_draws_and_stays_causal(selection):
         torch.testing.assert_close(mixer(changed)[:, :20], outs[0][:, :20])
 
 
+def test_the_largest_scores_of_a_whole_row_are_selected_as_in_the_source():
+    mixer, x = selective("learned", top_k=5, whole_row=True).eval(), normal(3, 40, 16)
+    score = torch.sigmoid(mixer.score(x))[..., 0]
+    assert torch.equal(selected_rows(mixer, mixer(x)), score >= score.topk(5, dim=1).values[:, -1:])
+    assert torch.equal(selected_rows(mixer, mixer(x[:, :3])), torch.ones(3, 3).bool())  # all of a shorter row
+    assert not mixer.causal
+    for call in (lambda: mixer.init_state(1), lambda: mixer.state_size(9)):
+        with pytest.raises(NotImplementedError, match="selection with whole_row has no step form"):
+            call()
+
+
 def test_selected_rows_are_softmax_attention_and_others_zero():
     mixer, x = selective("programmatic"), normal(2, 12, 16)
     tokens = torch.tensor([[1, 2, 1, 3, 2, 4, 4, 5, 6, 7, 8, 1], list(range(12))])
@@ -110,7 +146,7 @@ def test_selected_rows_are_softmax_attention_and_others_zero():
 
 
 def test_blocks_of_selected_rows_are_the_whole(monkeypatch):
-    mixer, x = selective("random", top_k=9).eval(), normal(2, 40, 16)
+    mixer, x = selective("random", probability=0.5).eval(), normal(2, 40, 16)
     y = mixer(x)
     monkeypatch.setattr("sympow.layers.selection.MASK_ELEMENTS", 3 * 2 * 40)
     torch.testing.assert_close(mixer(x), y)

@@ -22,7 +22,7 @@ from sympow.models.context_file import NO_TOKENS, extended_digest, read_header
 from sympow.ops import DecodingState, PowerState
 
 VOCAB = 61
-RANDOM = MixerConfig("selection", {"selection": "random", "top_k": 4})
+RANDOM = MixerConfig("selection", {"selection": "random", "probability": 0.5})
 REPEATS = MixerConfig("selection", {"selection": "programmatic"})
 CASES = {
     "power": ("gpt2", [MixerConfig("power")]),

@@ -333,3 +333,11 @@ def test_tokens_are_checked_while_something_is_compiled():
 
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
     assert len(refused) == 1
+
+
+def test_complex_weights_are_refused():
+    model = LanguageModel(preset("mini", vocab_size=9))
+    weights = model.state_dict()
+    weights["embedding.weight"] = weights["embedding.weight"] + 1j
+    with pytest.raises(TypeError, match=r"^weights must be real; got embedding.weight of torch.complex64$"):
+        model.load_state_dict(weights)

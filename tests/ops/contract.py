@@ -6,10 +6,11 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   reciprocal amplifies it by the condition of the division; the drawn shapes stay 1e4 below this.
 - lower precision, by comparison: an implementation may err by at most twice what the same mathematics errs in plain
   torch at that precision (matrix products of inputs rounded to it, the rest in float32), plus what any implementation
-  rounds: one rounding of what is stored; the rounding of float32 log decays, as a decay between tokens is exp of a
-  difference of two of size |L|; of a float32 sum over up to T tokens, growing as the square root of T; for states and
-  their gradients, whose terms are products of p entries and a decay, each of which a kernel may round where the peer
-  rounds the whole, p roundings to nearest; for other results, if p > 2, the p - 2 such roundings that phi(q) and phi(k)
+  rounds: one rounding of what is stored; the rounding of a float32 log decay between two tokens, of a size at which the
+  decay still counts, whatever the gates before both are; of a float32 sum over up to T tokens, growing as the square
+  root of T; for states and their gradients, whose terms are products of p entries and a decay, each of which a kernel
+  may round where the peer rounds the whole, p roundings to nearest; for other results, if p > 2, the p - 2 such
+  roundings that phi(q) and phi(k)
   have more than for p = 2; for the gate's gradient, a sum over up to T tokens of q.dq - k.dk, the rounding of those dot
   products, |q||dq| and |k||dk|, each gradient a float32 sum over up to T, growing as the square root of their number,
   and what dq and dk may err by, which at one token is all there is.
@@ -18,8 +19,9 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   Its output and the gradient that goes into it are taken smaller by the square of the condition, so that it does not
   drown the others; what is left are p roundings. With p = 2 the same is done where one such row may be most of a
   gradient, its error here and in the peer two draws of which either may be the smaller by far: with a state from
-  before, which both read at the lower precision, and at one token, where the gradients of q and k are what is left of
-  terms that cancel.
+  before, which both read at the lower precision, and at one token, or behind a reset, where the gradients of q and k
+  are what is left of the parts through the numerator and the normalizer, which cancel: two roundings of these parts,
+  and of the part of dz, in which products of y and dy cancel.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
   Errors are norms of differences from float64.
@@ -42,6 +44,8 @@ from sympow.ops.feature_map import spow
 FLOAT64_TOLERANCE = 1e-10
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS32 = torch.finfo(torch.float32).eps
+_RESET = -5.0  # a log gate behind which a row has few terms
+_LOG_DECAY = 16.0  # the size of a log decay, beyond which the decay is below 1.2e-7
 
 
 @dataclass(frozen=True)
@@ -169,10 +173,7 @@ def with_gradients(
 ) -> dict[str, Tensor]:
     """Adds the gradient of every input for fixed random gradients of the results, small enough for float16's range;
     those of out are multiplied by `row_weights`."""
-    gen = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(x.shape, generator=gen, dtype=torch.float64) / 16 for name, x in results.items()}
-    if row_weights is not None:
-        weights["out"] = weights["out"].to(row_weights) * row_weights
+    weights = gradients_of(results, row_weights)
     loss = sum((x * weights[name].to(x)).sum() for name, x in results.items())
     leaves = {name: x for name, x in inputs.items() if x is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -180,6 +181,16 @@ def with_gradients(
     for (name, x), grad in zip(leaves.items(), grads, strict=True):
         results["d" + name] = torch.zeros_like(x) if grad is None else grad
     return results
+
+
+def gradients_of(results: dict[str, Tensor], row_weights: Tensor | None) -> dict[str, Tensor]:
+    """The gradients of outputs and states that `with_gradients` takes, float64."""
+    gen = torch.Generator().manual_seed(1)
+    names = [name for name in ("out", "s", "z") if name in results]
+    weights = {name: torch.randn(results[name].shape, generator=gen, dtype=torch.float64) / 16 for name in names}
+    if row_weights is not None:
+        weights["out"] = weights["out"].to(row_weights) * row_weights
+    return weights
 
 
 def assert_equal_float64(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -193,12 +204,17 @@ def assert_equal_float64(actual: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def assert_within_budget(
-    actual: dict[str, Tensor], case: Case, inputs: dict[str, Tensor | None], chunk_size: int | None = None
+    actual: dict[str, Tensor],
+    case: Case,
+    inputs: dict[str, Tensor | None],
+    chunk_size: int | None = None,
+    oracle: dict[str, Tensor] | None = None,
 ) -> None:
-    """`chunk_size`: the peer is the chunked form, as the implementation was; else the quadratic one."""
+    """`chunk_size`: the peer is the chunked form, as the implementation was; else the quadratic one. `oracle`: results
+    in float64, those of the reference if None."""
     dtype = inputs["q"].dtype
     high = {name: None if x is None else x.detach().double().requires_grad_() for name, x in inputs.items()}
-    oracle = run(case, high, "reference")
+    oracle = run(case, high, "reference") if oracle is None else oracle
     low = {name: None if x is None else x.detach().float().requires_grad_() for name, x in inputs.items()}
     options = {"p": case.p, "scale": case.K**-0.5, "normalize": case.divides, "eps": case.eps}
     row_weights = row_weights_of(case, high)
@@ -216,12 +232,13 @@ def assert_within_budget(
         coarser = torch.finfo(torch.bfloat16).eps / torch.finfo(dtype).eps
         peer = {n: oracle[n] + (x.double() - oracle[n]) / coarser for n, x in results_in(torch.bfloat16).items()}
     floor = max((x.norm().item() for x in oracle.values()), default=0.0) * 1e-6
+    cancelled = {} if row_weights is None else _cancelled(case, high, oracle, row_weights)
     wrong = []  # all of them, as which are wrong tells what is
     for name, got in actual.items():
         want = oracle[name]
         norm = max(want.norm().item(), floor)
         assert got.shape == want.shape, name
-        rounding = (torch.finfo(got.dtype).eps + (_log_decay(case, inputs) + case.T**0.5) * EPS32) * norm
+        rounding = (torch.finfo(got.dtype).eps + (_LOG_DECAY + case.T**0.5) * EPS32) * norm
         eps = torch.finfo(dtype).eps
         rounding += (case.p / 2 if name in ("s", "z", "ds", "dz") else max(0, case.p - 2)) * eps * norm
         if name == "dlog_g":
@@ -233,6 +250,7 @@ def assert_within_budget(
         rows = 1.0
         if row_weights is not None:
             rows = row_weights if name == "out" else 1.0
+            rounding += 2 * eps * cancelled.get(name, 0.0)
             if case.p > 2:
                 rounding += case.p / 2 * eps * norm
         budget = 2 * ((peer[name].double() - want) * rows).norm().item() + rounding
@@ -254,19 +272,39 @@ def _with_two_tokens(
     return out[:, :1], state
 
 
+def _cancelled(
+    case: Case, high: dict[str, Tensor | None], oracle: dict[str, Tensor], row_weights: Tensor
+) -> dict[str, float]:
+    """The norms of the parts of dq, dk and dz that come through the normalizer, as large as if y and dy were parallel.
+    In dz nothing cancels but the products of y and dy."""
+    leaves = {name: None if x is None else x.detach().requires_grad_(name in "qkz") for name, x in high.items()}
+    ones = leaves | {"v": torch.ones_like(leaves["v"][..., :1])}
+    if case.state:
+        ones["s"] = leaves["z"][..., None]
+    form = partial(reference.quadratic, p=case.p, scale=case.K**-0.5, normalize=False, eps=case.eps)
+    z = by_document(replace(case, return_state=False), ones, form)["out"]
+    dout = gradients_of(oracle, row_weights)["out"]
+    size = dout.norm(dim=-1, keepdim=True) * oracle["out"].norm(dim=-1, keepdim=True)
+    wanted = {name: leaves[name] for name in "qkz" if leaves[name] is not None}
+    grads = torch.autograd.grad((size * (z + case.eps).log()).sum(), list(wanted.values()))
+    return {"d" + name: x.norm().item() for name, x in zip(wanted, grads, strict=True)}
+
+
 @torch.no_grad()
 def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | None:
     """[B, T, H, 1], at most 1: one over the square of the condition of each row's normalizer, the norm of its terms
     phi(q)_d z_d over their sum. None without tokens or a normalizer, or where the condition matters little: p <= 2, no
-    state, and documents long enough that their first rows, which have few terms, count little."""
+    state, and documents and what follows a reset long enough that first rows, which have few terms, count little."""
     documents = len(case.ends) if case.ends else 1
+    if inputs["log_g"] is not None and case.T:
+        documents += int((inputs["log_g"] < _RESET).sum(1).max())
     if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and 32 * documents < case.T):
         return None
 
     def form(q: Tensor, k: Tensor, _: Tensor, log_g: Tensor | None, state: PowerState | None) -> tuple:
         state = state or PowerState.zeros(k.shape[0], case.G, case.K, case.V, case.p, dtype=k.dtype, device=DEVICE)
         z, outs = state.z, []
-        log_g = k.new_zeros(k.shape[:3]) if log_g is None else log_g
+        log_g = k.new_zeros(k.shape[:3]) if log_g is None else log_g.clamp(min=-800)
         for queries, keys, gates in zip(*(x.split(32, 1) for x in (q, k, log_g)), strict=True):
             sums = gates.cumsum(1)
             past = sums.new_ones(sums.shape[1], sums.shape[1]).tril().log()
@@ -279,12 +317,3 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
 
     high = {name: None if x is None else x.double() for name, x in inputs.items()}
     return by_document(replace(case, return_state=False), high, form)["out"]
-
-
-def _log_decay(case: Case, inputs: dict[str, Tensor | None]) -> float:
-    """The largest |L| of a document; 16 where there is no gate, for a kernel's own arithmetic."""
-    if inputs["log_g"] is None:
-        return 16.0
-    ends = (0, *(case.ends or (case.T,)))
-    documents = [inputs["log_g"].detach()[:, a:b].double().sum(1).abs() for a, b in pairwise(ends)]
-    return max([16.0, *torch.cat(documents).flatten().tolist()])

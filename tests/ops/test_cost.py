@@ -98,6 +98,17 @@ def test_weight_state_flop_ratio_before_rounding():
     assert cost.weight_state_flop_ratio(SMALL, 1024, p=1) == pytest.approx(30.857, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "context", "ratio"),
+    [((512, 8, 6), 65_536, 1 / 10.18), ((1024, 24, 16), 4096, 2.571), ((1280, 26, 20), 64, 205.7)],
+)
+def test_the_shapes_of_figure_2_do_not_have_the_ratios_that_are_printed(shape, context, ratio):
+    """[SCRA] Appendix D lists these shapes as 1:12, 4:1 and 99:1. The first has 6 heads of 64 in a width of 512."""
+    d_model, layers, heads = shape
+    made = cost.ModelShape(d_model, layers, heads, 64, 64, heads)
+    assert cost.weight_state_flop_ratio(made, context) == pytest.approx(ratio, rel=1e-3)
+
+
 @pytest.mark.parametrize(("p", "context"), [(None, 65_536), (1, 65_536), (2, 131_072)])
 def test_weight_state_flop_ratio_is_that_of_the_flop_counts(p, context):
     """Over a long sequence the closed form and the counts of whole sequences agree, but for the normalizer."""

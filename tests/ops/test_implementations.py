@@ -106,6 +106,29 @@ def test_autocast_does_not_lower_the_precision(impl):
         )
 
 
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("impl", ["eager", "reference", "auto"])
+def test_packed_documents_under_autocast_of_any_dtype(impl, dtype, precision):
+    """Autocast changes no number, with a state and without, whichever half precision it and the inputs have."""
+    case = Case(T=12, H=2, G=2, K=4, V=3, ends=(5, 5, 12), state=True)
+    for state in (True, False):
+        results = []
+        for enabled in (False, True):
+            inputs = make_inputs(case, dtype=dtype)
+            before = PowerState(inputs["s"], inputs["z"], 2, 4) if state else None
+            tokens = [inputs[n] for n in ("q", "k", "v", "log_g")]
+            with torch.autocast(DEVICE, dtype=precision, enabled=enabled):
+                out, after = power_attention(
+                    *tokens, cu_seqlens=torch.tensor([0, 5, 5, 12], device=DEVICE), initial_state=before,
+                    return_state=True, impl=impl,
+                )  # fmt: skip
+                (out.double().sum() + after.s.double().sum() + after.z.double().sum()).backward()
+            assert out.dtype == dtype
+            results.append([out, after.s, after.z, *(x.grad for x in tokens)])
+        assert all(torch.equal(plain, cast) for plain, cast in zip(*results, strict=True))
+
+
 def test_the_quadratic_form_has_no_state_however_large_p_is(monkeypatch):
     """A state of p = 40 and K = 64 would have 4e28 rows."""
     monkeypatch.setattr(eager_chunks, "basis", None)

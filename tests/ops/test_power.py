@@ -59,7 +59,11 @@ BAD = {
         "log_g must be float32 .* got torch.bfloat16",
     ),
     "device": (lambda: call(k=ones(2, 3, 2, 4).to("meta")), ValueError, "one device; got q on cpu, k on meta"),
-    "NaN gate": (lambda: call(log_g=gates(float("nan"))), OutOfRangeError, "finite and <= 0 .* got values from nan"),
+    "NaN gate": (
+        lambda: call(log_g=gates(float("nan"))),
+        OutOfRangeError,
+        "finite and <= 0 .* got values from nan to nan: the weights or the input",
+    ),
     "infinite gate": (lambda: call(log_g=gates(-float("inf"))), ValueError, "got values from -inf to -1.0"),
     "growing gate": (lambda: call(log_g=gates(0.5)), ValueError, "got values from -1.0 to 0.5"),
     "odd p": (lambda: call(p=3), ValueError, "normalize=True needs an even p: with p = 3 .* normalize=False"),

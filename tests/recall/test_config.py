@@ -37,6 +37,9 @@ def refusal(build) -> str:
         ({"examples": "63"}, "every task needs a batch of 64 rows to train on; got 63"),
         ({"batch_size": "0"}, "batch_size must be at least 1"),
         ({"learning_rate": "0"}, "learning_rate must be above 0"),
+        ({"optimizer": "sgd"}, "unknown optimizer 'sgd'; known: adamw, muon"),
+        ({"muon_rate": "2"}, "muon_rate is for optimizer = 'muon' only, got 2.0 and 'adamw': set both"),
+        ({"optimizer": "muon", "muon_rate": "-1"}, "muon_rate must be above 0, got -1"),
         ({"weight_decay": "-1"}, "weight_decay must be at least 0"),
         ({"warmup": "1.5"}, "warmup is a share of the steps, 0 to 1; got 1.5"),
         ({"stop_at": "2"}, "stop_at is an accuracy above 0 and at most 1, or none; got 2"),
@@ -76,12 +79,15 @@ def test_published_batch_sizes(length, batch):
 
 def test_names_differ_with_every_field_and_are_stable():
     base = RecallConfig(SOFTMAX)
-    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "architecture.layers=3", "epochs=2",
-               "architecture.mixers.0.options.qk_norm=true", "stop_at=none", "precision=bf16"]  # fmt: skip
+    changes = ["width=128", "seed=1", "learning_rate=2e-3", "train.0.alpha=0.2", "train.0.min_distance=9", "epochs=2",
+               "architecture.layers=3", "architecture.mixers.0.options.qk_norm=true", "stop_at=none",
+               "precision=bf16", "optimizer=muon"]  # fmt: skip
     names = [base.id, *(override(base, [change]).id for change in changes)]
+    names.append(override(base, ["optimizer=muon", "muon_rate=2"]).id)
     assert len(set(names)) == len(names)
     assert RecallConfig(replace(SOFTMAX)).id == base.id
-    assert base.id.startswith("attention-n64-d4-w64-lr0.001-s0-") and "/" not in base.id
+    assert base.id == "attention-n64-d4-w64-lr0.001-s0-3543b6317b"  # so that finished sweeps go on
+    assert replace(base, test=base.train).id != replace(base, test=(RecallTask(min_distance=9),)).id
 
 
 def test_a_grid_is_every_combination_and_a_sweep_holds_a_run_once():

@@ -42,6 +42,19 @@ def test_passages(pairs):
         assert not used & {int(text[i + 1]) for i in np.flatnonzero(fill)}
 
 
+def test_passages_of_a_given_length_with_one_filler_token():
+    """Zoology's appendix G: all passages have one length, and one token fills what neither keys nor values take."""
+    tokens, asked, filler = passages(16, VOCAB, 9, length=160, filler="zero")
+    assert tokens.shape == (9, 160) and (asked.sum(1) == 16).all() and (filler.sum(1) == 160 - 4 * 16).all()
+    (token,) = np.unique(tokens[:, 1:][filler])
+    assert (tokens == token).sum() == filler.sum()
+    found = probe(Recalls(), VOCAB, 8, queries=64, length=160, filler="zero")
+    assert found.length == 160 and found.asked.accuracy == 1
+    assert fitting(16, VOCAB, length=64) and not fitting(16, VOCAB, length=60)
+    with pytest.raises(ValueError, match="length"):
+        passages(16, VOCAB, 1, length=60)
+
+
 def test_passages_depend_on_the_seed_alone():
     assert (passages(4, VOCAB, 3, seed=1).tokens == passages(4, VOCAB, 3, seed=1).tokens).all()
     assert (passages(4, VOCAB, 3, seed=1).tokens != passages(4, VOCAB, 3, seed=2).tokens).any()

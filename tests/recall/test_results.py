@@ -49,6 +49,10 @@ def test_settings_are_chosen_for_apart(made_up):
     best = chosen(made_up)
     assert len(best) == 3 * 3 * 4 * 2 * 3  # models, widths, pairs, heads, seeds
     assert {row["learning_rate"] for row in best} == {1e-3}
+    muon = [row | {"optimizer": "muon", "muon_rate": rate} for row in made_up for rate in (1.0, 2.0)]
+    assert len(chosen(made_up + muon)) == 3 * len(best)  # rows of earlier versions do not name the optimizer
+    assert len(chosen([row | {"optimizer": "adamw", "muon_rate": 1.0} for row in made_up] + made_up)) == 2 * len(best)
+    assert summary(muon).splitlines()[2].startswith("| attention, Muon | 1 | 64 | mqar 64:4 |")
 
 
 def test_the_summary_has_a_line_a_setting(made_up):

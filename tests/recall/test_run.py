@@ -155,6 +155,26 @@ def test_the_learning_rate_rises_and_falls_to_zero(small):
     assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.0]
 
 
+@pytest.mark.parametrize(("device", "graphs"), PLACES)
+def test_muon_moves_the_matrices(small, device, graphs):
+    """By the same rates as the other weights, which are on the device."""
+    config = replace(small, width=64, optimizer="muon", muon_rate=2.0, epochs=1)
+    model = RecallModel(config.model, seed=0).to(device)
+    made = RecallTraining(config, model, torch.device(device), compiled=False, graphs=graphs)
+    assert [group["weight_decay"] for group in made.optimizer.param_groups] == [0.1, 0.1, 0.0]
+    matrices = made.optimizer.param_groups[0]
+    assert len(matrices["params"]) == 4 and matrices["rows"] == [[64, 64, 64], [64]] * 2
+    for step in range(6):
+        before = [p.detach().clone() for p in matrices["params"]]
+        made.take(step)
+        rate = 2 * float(made.rate)
+        for weight, start in zip(matrices["params"], before, strict=True):
+            change = (weight.detach() - start * (1 - 0.1 * rate)).square().mean().sqrt() / rate
+            assert 0.05 < change < 0.25  # 0.2 if all singular values of the average have become 1
+    (row,) = run(config, device=device, cuda_graphs=graphs)
+    assert (row["optimizer"], row["muon_rate"]) == ("muon", 2.0) and row["validation_accuracy"] > 0.5
+
+
 def test_accuracy_counts_queries(small):
     """A model that answers one token always."""
     config = replace(small, train=(RecallTask(length=8, pairs=2, vocab_size=12),))

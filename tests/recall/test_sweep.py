@@ -76,6 +76,16 @@ def test_a_finished_run_is_not_repeated_and_a_larger_sweep_goes_on(tiny, tmp_pat
     assert seen[4:] == [tiny.runs[1].id]
 
 
+@pytest.mark.parametrize("result", ["null", "3", "[1]", '{"run": "x"}'])
+def test_a_record_without_rows_is_named(tiny, tmp_path, counted, result):
+    here(tiny, tmp_path)
+    file = tmp_path / "rows" / f"{tiny.runs[1].id}.json"
+    file.write_text(f'{{"seconds": 1.0, "result": {result}}}')
+    with pytest.raises(ValueError, match=r"holds no rows of a run: its result is .*; remove the file") as caught:
+        here(tiny, tmp_path)
+    assert str(caught.value).startswith(str(file))
+
+
 def test_a_failed_run_is_told_after_the_others_and_tried_again(tiny, tmp_path, counted):
     seen, fails = counted
     fails.add(tiny.runs[0].id)

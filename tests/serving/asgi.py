@@ -23,9 +23,17 @@ class Answer(NamedTuple):
 
 
 async def call(
-    app, method: str, path: str, body: bytes = b"", key: str | None = None, gone: asyncio.Event | None = None
+    app,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    key: str | None = None,
+    gone: asyncio.Event | None = None,
+    content_type: str | None = "application/json",
+    host: str | None = "test",
 ) -> Answer:
     """Sends a request and returns the answer. Once `gone` is set, the client has left."""
+    headers = {"host": host, "content-type": content_type, "authorization": key and f"Bearer {key}"}
     gone, parts, started = gone or asyncio.Event(), [], {"status": 0, "headers": []}
     sent = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -51,12 +59,12 @@ async def call(
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"host", b"test")] + ([(b"authorization", f"Bearer {key}".encode())] if key else []),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items() if value is not None],
         "server": ("test", 80),
     }
     await app(scope, receive, send)
-    headers = {name.decode(): value.decode() for name, value in started["headers"]}
-    return Answer(started["status"], headers, b"".join(parts))
+    answered = {name.decode(): value.decode() for name, value in started["headers"]}
+    return Answer(started["status"], answered, b"".join(parts))
 
 
 def post(app, path: str, fields: dict, **options) -> Answer:

@@ -120,6 +120,25 @@ def test_a_stop_sequence_ends_the_answer_and_is_not_part_of_it(engine, model):
     assert text == whole[: whole.index(stop)] and last.finish == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_of_the_tokens_of_the_text(engine, model, stream):
+    """Also in every piece of a stream, which cannot take back what it has sent."""
+    tokens_alone = alone(model, tokens(11), 30)
+    whole = TOKENIZER.decode(tokens_alone)
+    for stop in ((whole[20:23],), (whole[20:23], "\x00never"), (whole[0],), ("never",)):
+        client = Client(tokens(11), 30, stop=stop, stream=stream, logprobs=1)
+        engine.submit([client.request])
+        text, drawn, finish = "", [], None
+        while finish is None:
+            piece = client.pieces.get(timeout=60)
+            text, drawn, finish = text + piece.text, drawn + [each.token for each in piece.logprobs], piece.finish
+            assert len(TOKENIZER.decode(drawn)) >= len(text)
+            if drawn:
+                assert len(TOKENIZER.decode(drawn[:-1])) <= len(text)
+        assert TOKENIZER.decode(drawn) == text and drawn == tokens_alone[: len(drawn)]
+        assert finish == ("length" if stop == ("never",) else "stop")
+
+
 def test_an_end_token_ends_the_answer(model):
     expected = alone(model, tokens(11), 30)
     end = next(token for i, token in enumerate(expected) if i > 3 and token not in expected[:i])
@@ -189,11 +208,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(engine):
 
 def test_too_many_requests_are_refused_all_or_none(model):
     engine = Engine(model, TOKENIZER, slots=1, queue=2)
-    with pytest.raises(QueueFullError, match="0 requests wait already, of 2 that may"):
+    with pytest.raises(QueueFullError, match=r"3 of 3 places are free \(1 in slots, 2 in the queue\)"):
         engine.submit([Client(tokens(3)).request for _ in range(4)])
     assert engine.load.waiting == 0
     engine.submit([Client(tokens(3)).request for _ in range(3)])
-    with pytest.raises(QueueFullError, match="3 requests wait already"):
+    with pytest.raises(QueueFullError, match="no room for 1 more: 0 of 3 places are free"):
         engine.submit([Client(tokens(3)).request])
 
 

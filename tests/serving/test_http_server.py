@@ -1,8 +1,10 @@
 """`sympow serve` as a process: its folder, its keys, its end."""
 
+import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 
-from benchmarks.hostile_requests import CHAT, COMPLETIONS, valid
+from benchmarks.hostile_requests import CHAT, COMPLETIONS, NO_HTTP, valid
 from benchmarks.serving import untrained_run
 from sympow import serving
 from sympow.cli import main
@@ -20,6 +23,8 @@ from sympow.cli.serving import api_keys, engine_threads, load_served
 from sympow.data import ByteTokenizer
 from sympow.data.tokenizer_files import end_tokens
 from sympow.models import generate, preset
+from sympow.ops import memory
+from tests.serving.asgi import call
 from tests.shell_blocks import commands_of
 
 KEY = "a-key"
@@ -62,9 +67,13 @@ def test_requests_have_a_core_of_a_cpu_unless_the_user_chose_threads(device, cho
     assert engine_threads(torch.device(device)) == expected
 
 
-def send(port: int, method: str, path: str, fields=None, key=KEY) -> tuple[int, dict]:
+def headers_with(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
+def send(port: int, method: str, path: str, fields=None, key=KEY, **headers) -> tuple[int, dict]:
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request(method, path, json.dumps(fields or {}), {"Authorization": f"Bearer {key}"})
+    connection.request(method, path, json.dumps(fields or {}), headers_with(key) | headers)
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -97,6 +106,15 @@ def test_the_client_of_openai(server):
     *pieces, last = client.chat.completions.create(messages=messages, **asked, **options)
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     assert text == chat.choices[0].message.content and last.usage.completion_tokens == 8
+    ends = asked | {"stop": text[-1]}  # the helpers below raise an error for an answer that is cut at its limit
+    with client.chat.completions.stream(messages=messages, **ends) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    parsed = client.chat.completions.parse(messages=messages, **ends).choices[0].message
+    assert streamed.content == parsed.content == text[: text.index(text[-1])]
+    whole = chat.choices[0].message
+    for message in (whole, whole.model_dump(), whole.to_dict(), streamed, parsed, parsed.model_dump()):
+        turn = client.chat.completions.create(messages=[*messages, message, *messages], **asked)
+        assert turn.usage.prompt_tokens > 2 * chat.usage.prompt_tokens
     with client.chat.completions.create(messages=messages, model="tiny", stream=True) as stream:
         next(iter(stream))  # and leave: a stream of 4,096 tokens is cancelled
     with pytest.raises(openai.NotFoundError, match="this server has the model 'tiny'"):
@@ -127,12 +145,57 @@ def test_curl_of_the_page(server):
     assert status == 200 and answer["usage"]["completion_tokens"] == asked["max_tokens"]
 
 
+def test_other_hosts_and_types_are_refused_on_the_loopback_device(server):
+    _, port = server
+    for host, status in (("localhost", 200), (f"127.0.0.1:{port}", 200), ("[::1]", 200), ("evil.example", 403)):
+        assert send(port, "GET", "/v1/models", Host=host)[0] == status
+    for kind, status in (("application/json", 200), ("text/plain", 415)):
+        headers = {"Content-Type": kind}
+        assert send(port, "POST", COMPLETIONS, valid(COMPLETIONS, "tiny"), **headers)[0] == status
+
+
+def test_bytes_that_are_no_http(server):
+    """They are answered, and leave no traceback: `test_it_ends_in_order` reads what the server has printed."""
+    _, port = server
+    for content in NO_HTTP:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(content)
+            assert connection.recv(100).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 403 "))
+    assert send(port, "GET", "/v1/models")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "status"),
+    [
+        ("evil.example", ["--allowed-host", "a.example"], 403),
+        ("a.example:80", ["--allowed-host", "a.example", "--allowed-host", "b"], 200),
+        ("evil.example", ["--allowed-host", "*"], 200),
+        ("evil.example", ["--host", "0.0.0.0"], 200),
+        ("evil.example", ["--host", "0.0.0.0", "--allowed-host", "a.example"], 403),
+        ("evil.example", ["--host", "localhost"], 403),
+    ],
+)
+def test_options_of_hosts(folder, monkeypatch, host, options, status):
+    answered = []
+
+    class Served:
+        def __init__(self, config):
+            self.config = config
+
+        def run(self, sockets):
+            answered.append(asyncio.run(call(self.config.app, "GET", "/health", host=host)).status)
+
+    monkeypatch.setattr(uvicorn, "Server", Served)
+    assert main(["serve", str(folder), *options, "--port", "0", "--device", "cpu"]) == 0
+    assert answered == [status]
+
+
 def test_it_ends_in_order(server):
     """A stream that has begun is answered whole after SIGTERM, and the exit code is 0."""
     process, port = server
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     fields = valid(COMPLETIONS, "tiny") | {"max_tokens": 200, "stream": True}
-    connection.request("POST", COMPLETIONS, json.dumps(fields), {"Authorization": f"Bearer {KEY}"})
+    connection.request("POST", COMPLETIONS, json.dumps(fields), headers_with(KEY))
     answer = connection.getresponse()
     begun = answer.readline()
     process.send_signal(signal.SIGTERM)
@@ -156,6 +219,13 @@ def test_end_tokens(tmp_path):
     for named, ends in (("7", {7}), ("[7, 9]", {7, 9})):
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {named}}}')
         assert end_tokens(tmp_path, tokenizer) == ends
+
+
+@pytest.mark.parametrize("named", ['"x"', "[3, null]", "[[3]]", "{}", "true", "1.5", "-1", "256"])
+def test_end_tokens_that_are_no_tokens(tmp_path, named):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {named}}}')
+    with pytest.raises(ValueError, match=r"generation_config.json: expected tokens from 0 to 255 as eos_token_id, got"):
+        end_tokens(tmp_path, ByteTokenizer())
 
 
 def test_keys(tmp_path, monkeypatch):
@@ -194,6 +264,25 @@ def test_sizes_of_the_prefix_cache(folder, tmp_path, capsys, monkeypatch):
                               (["--cache-dir", str(tmp_path), "--cache-disk", "0"], tmp_path, 0)):  # fmt: skip
         assert main([*words, *more]) == 2
         assert capsys.readouterr().err == f"sympow: error: {1 << 29} {cache} {disk << 30}\n"
+
+
+def test_sizes_that_no_memory_holds(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "memory_of", lambda device: memory.Memory(2 * 10**9, 4 * 10**9))
+    for words, message in (
+        (["--slots", "1000000000"],
+         "a state for 1,000,000,000 slots needs 280 TB of memory; this machine has 2.0 GB free"),
+        (["--cache-memory", "4"], "--cache-memory 4 needs 4.3 GB of memory; this machine has 4.0 GB"),
+        (["--cache-memory", "1e308"], "--cache-memory 1e+308 needs inf bytes of memory; this machine has 4.0 GB"),
+        (["--max-prompt-tokens", "10" + "0" * 9],
+         "--max-prompt-tokens 10,000,000,000 needs 160 GB of memory; this machine has 4.0 GB"),
+        (["--cache-dir", str(tmp_path / "a/b"), "--cache-disk", "1e9"], "--cache-disk 1e+09 asks for that many GiB; "),
+    ):  # fmt: skip
+        assert main(["serve", str(folder), *words, "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"sympow: error: {message}") and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["serve", str(folder), "--slots", "1" + "0" * 30])
+    assert "argument --slots: must be below 2**63, got 1000" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_served_with_the_tokenizer_of_its_run(folder):

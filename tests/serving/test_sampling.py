@@ -7,12 +7,17 @@ from sympow.serving import Sampling
 from sympow.serving.sampling import Draws, draw
 
 CPU = torch.device("cpu")
+DIGITS = torch.finfo(torch.float32)
 OPTIONS = (
     Sampling(1.0, seed=1),
     Sampling(0.0),
     Sampling(0.7, top_k=3, seed=2),
     Sampling(1.3, top_p=0.5, seed=3),
     Sampling(0.9, top_k=20, top_p=0.9, seed=2**62),
+    Sampling(1e-46, seed=4),  # 0 in float32
+    Sampling(5e-324, seed=5),
+    Sampling(DIGITS.tiny / 4, seed=6),  # float32 cannot divide by it
+    Sampling(DIGITS.tiny, seed=7),
 )
 
 

@@ -150,6 +150,40 @@ def test_rows_of_version_0_1_are_read(tmp_path):
     assert records.is_done("one") and records.read("one") == ([{"run": "one"}], None)
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('{"seconds": 1.0}', "it has no 'result'"),
+        ('{"result": []}', "it has no 'seconds'"),
+        ('{"result": [], "seconds": "1"}', "its seconds are '1'"),
+        ('{"result": [], "seconds": null}', "its seconds are None"),
+        ("3", "expected an object, got 3"),
+        ('{"result": [', "Expecting value"),
+        ("", "Expecting value"),
+        (b"\xff", "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_record_is_named(tmp_path, content, found):
+    records = Records(tmp_path)
+    records.open()
+    file = records.row_file("job-a")
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for call in (lambda: records.read("job-a"), lambda: list(run_jobs(named("a"), Chores(), tmp_path, executor=None))):
+        with pytest.raises(ValueError, match=found) as caught:
+            call()
+        message = str(caught.value)
+        assert message.startswith(f"{file} is no record of a sweep: ") and "\n" not in message
+        assert message.endswith("; remove the file to run the job again")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
+def test_an_error_without_text_is_an_error(tmp_path, content):
+    records = Records(tmp_path)
+    records.open()
+    records.error_file("job-a").write_bytes(content)
+    assert records.error("job-a") and records.has_ended("job-a")
+
+
 def test_estimates_learn_from_what_jobs_took():
     estimates = Estimates(lambda job: 10.0 * job, lambda job: job % 2, company=3.0)
     assert estimates.seconds(2) == 60

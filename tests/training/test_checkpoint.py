@@ -2,6 +2,7 @@
 
 import errno
 import io
+import math
 import os
 import pickle
 import zipfile
@@ -198,4 +199,9 @@ def test_weights_must_fit_the_model():
         restore_model(model, {**state, "weight": 3}, "x.pt")
     with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: the model has no weight 'extra'"):
         restore_model(model, {**state, "extra": torch.ones(1)}, "x.pt")
+    with pytest.raises(CheckpointError, match=r"x.pt does not fit the model: 'weight' is torch.complex64, weights are"):
+        restore_model(model, {**state, "weight": state["weight"] + 1j}, "x.pt")
+    for value in (math.nan, math.inf):
+        with pytest.raises(CheckpointError, match=r"x.pt cannot be used: its weight 'bias' holds values .* not finite"):
+            restore_model(model, {**state, "bias": torch.tensor([0, value])}, "x.pt")
     assert torch.equal(model.weight, before)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -17,6 +18,19 @@ def test_first_signal_asks_to_stop(number):
         os.kill(os.getpid(), number)
         assert stop.signal == number
     assert {each: signal.getsignal(each) for each in before} == before
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_the_first_signal_is_answered_at_once(capfd, monkeypatch, patient):
+    """In the middle of the step, on stderr itself, as the signal may have interrupted a write to its buffer."""
+    with StopRequest(patient=patient, doing="stopping after this step"):
+        os.kill(os.getpid(), signal.SIGINT)
+        again = "" if patient else "; again to stop now"
+        assert capfd.readouterr().err == f"\nstopping after this step{again}\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    with StopRequest(doing="stopping after this step") as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
 
 
 def test_second_ctrl_c_stops_at_once():

@@ -86,6 +86,13 @@ class Block(nn.Module, ABC):
         """Makes `forward` take this rank's part of every row from now on, see `Mixer.split_context`."""
         self.mixer.split_context(group)
 
+    def fused(self) -> dict[str, list[int]]:
+        """Names the linear layers whose weight holds several matrices, those of the mixer left out.
+
+        See `Mixer.fused`.
+        """
+        return {}
+
     @abstractmethod
     def _whole(self, x: Tensor, cu_seqlens: Tensor | None, tokens: Tensor | None) -> Tensor:
         """Computes what `forward` returns."""

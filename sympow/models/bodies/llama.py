@@ -28,6 +28,7 @@ class LlamaBlock(PreNormBlock):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer, hidden=2 * config.mlp_width, bias=False)
+        self._fused = {"mlp_in": [config.mlp_width] * 2} if self.has_mlp else {}
 
     @staticmethod
     def norm(config: ModelConfig) -> nn.Module:
@@ -38,6 +39,10 @@ class LlamaBlock(PreNormBlock):
     def other_weights(config: ModelConfig) -> int:
         """Counts the elements of the three matrices of the MLP."""
         return 3 * config.d_model * config.mlp_width
+
+    def fused(self) -> dict[str, list[int]]:
+        """Names `mlp_in`, which holds W_gate and W_up; see `Block.fused`."""
+        return self._fused
 
     def _narrowed(self, hidden: Tensor) -> Tensor:
         gate, up = hidden.chunk(2, dim=-1)

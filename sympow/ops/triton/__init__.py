@@ -61,7 +61,7 @@ def attention(
     if dtype == torch.float16:  # tf32 has the mantissa of float16, and a range that powers do not exceed
         q, k, v = q.float(), k.float(), v.float()
     level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
-    q, k = _pad(q, level_dim), _pad(k, level_dim)
+    q, k = padded(q, level_dim), padded(k, level_dim)
     if chunk_size is None:
         learned = rotation is not None and rotation.positions.requires_grad
         chunk_size = automatic_chunk_size(q, k, v, log_g, cu_seqlens, p, gradient, has_state, learned)
@@ -71,13 +71,13 @@ def attention(
         if refusal:
             raise ValueError(f"impl='triton' {refusal}; chunk_size >= T is the quadratic form")
     if not chunk and level_dim is not None:  # the quadratic form has no levels
-        q, k = _pad(q), _pad(k)
+        q, k = padded(q), padded(k)
     if rotation is not None:
-        rotation = rotation._replace(frequencies=_pad(rotation.frequencies, q.shape[3] // 2))
-    width, widest = q.shape[3], _MAX_VALUE_DIM if level_dim is None or not chunk else _MAX_LEVEL_VALUE_DIM
+        rotation = rotation._replace(frequencies=padded(rotation.frequencies, q.shape[3] // 2))
+    width, widest = q.shape[3], widest_values(level_dim is not None and chunk > 0)
     s = z = None
     if state is not None:
-        s, z = (_widen(x, key_dim, width, p) for x in (state.s, state.z))
+        s, z = (widened(x, key_dim, width, p) for x in (state.s, state.z))
     ones = p != 2 and (normalize or has_state)
     if ones:
         v = torch.cat([v, torch.ones_like(v[..., :1]).expand(*v.shape[:3], 2)], -1)
@@ -88,12 +88,12 @@ def attention(
     columns = v.shape[3]
     for first in range(0, columns, widest):
         last = min(first + widest, columns)
-        v_part = _pad(_channels(v, first, last))
+        v_part = padded(_channels(v, first, last))
         if context_group is not None:
             out = PowerInContext.apply(q, k, v_part, log_g, options, context_group)
             outs.append(_channels(out, 0, last - first))
             continue
-        s_part = None if s is None else _pad(_channels(s, first, last)).contiguous()
+        s_part = None if s is None else padded(_channels(s, first, last)).contiguous()
         out, s_end, z_end = attend(q, k, v_part, log_g, s_part, z if p == 2 else None, cu_seqlens, rotation, options)
         outs.append(_channels(out, 0, last - first))
         ends.append((s_end, z_end))
@@ -108,7 +108,7 @@ def attention(
     s = _channels(torch.cat([s, *(x for x, _ in more)], -1) if more else s, 0, columns)
     if ones:
         s, z = s[..., :value_dim], s[..., value_dim]
-    s, z = (_narrow(x, key_dim, width, p) for x in (s, z))
+    s, z = (narrowed(x, key_dim, width, p) for x in (s, z))
     return out, PowerState(s.contiguous(), z.contiguous(), p, key_dim)
 
 
@@ -196,11 +196,21 @@ def _without_states(p: int, key_dim: int) -> str | None:
     return f"has a chunked form, and with it states, for {limits}; got p = {p}, K = {key_dim}"
 
 
-def _pad(x: Tensor, width: int | None = None) -> Tensor:
+def padded(x: Tensor, width: int | None = None) -> Tensor:
     """Pads x with zero channels up to `width`. None: up to a power of two, at least 16, as tiles and aligned copies
     need."""
     missing = (padded_key_dim(x.shape[-1]) if width is None else width) - x.shape[-1]
     return pad(x, (0, missing)) if missing else x
+
+
+def widest_values(leveled: bool) -> int:
+    """Returns the most value channels of a call of the kernels; `leveled`: of the chunked form by levels."""
+    return _MAX_LEVEL_VALUE_DIM if leveled else _MAX_VALUE_DIM
+
+
+def has_states(p: int, key_dim: int) -> bool:
+    """Returns whether there is a chunked form for this power and key dim."""
+    return _without_states(p, key_dim) is None
 
 
 def _channels(x: Tensor, first: int, last: int) -> Tensor:
@@ -214,12 +224,14 @@ def _inner(key_dim: int, width: int, p: int) -> Tensor:
     return (spow_indices(width, p)[:, -1] < key_dim).nonzero()[:, 0]
 
 
-def _widen(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+def widened(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+    """Returns a state of key dim `key_dim` in the basis (M7) of the key dim `width`, with zeros in the new rows."""
     if width == key_dim:
         return x
     rows = _inner(key_dim, width, p).to(x.device)
     return x.new_zeros(*x.shape[:2], spow_dim(width, p), *x.shape[3:]).index_copy(2, rows, x)
 
 
-def _narrow(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+def narrowed(x: Tensor, key_dim: int, width: int, p: int) -> Tensor:
+    """Returns the rows of a state of key dim `width` that a state of `key_dim` has."""
     return x if width == key_dim else x.index_select(2, _inner(key_dim, width, p).to(x.device))

@@ -20,7 +20,7 @@ class Gate(NamedTuple):
     """Holds sums of the gate's logarithms, and the range of keys and queries that the gate leaves (`gate.gate_sums`).
     """
 
-    sums: Tensor  # float32 [G, tokens]: log2 of the decay within the chunk; empty without a gate
+    sums: Tensor  # float32 [2 or 3, G, tokens]: log2 of the decay within the chunk; empty without a gate
     begins: Tensor | None  # int32 [G, tiles], like `ends`; for the quadratic form of long rows
     ends: Tensor | None
 
@@ -64,7 +64,7 @@ class Call:
         plan = self.plan
         if log_g is None:
             return Gate(plan.new(0, dtype=torch.float32), None, None)
-        sums = plan.new_rows(plan.G)
+        sums = plan.new(plan.sums, plan.G, plan.layout.tokens, dtype=torch.float32)
         begins = ends = None
         if plan.reaches:
             tiles = plan.layout.blocks(gate_kernels.REACH_TILE.value)
@@ -139,5 +139,6 @@ def _gate_sums(plan: Plan) -> Launcher:
     size = plan.chunk or plan.layout.length
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
     constants = {"BLOCK": SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, "PACKED": plan.layout.packed}
+    constants["TILED"] = plan.tiled
     grid = (plan.layout.blocks(size), plan.G)
     return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})

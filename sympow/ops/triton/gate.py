@@ -1,5 +1,11 @@
 """The gate: sums of its logarithms, the range of keys that they leave, and the gradient of the gate.
 
+A decay is 2**(L_i - L_j), and the sums L may be as large as HARDEST times the tokens of a chunk. So a sum is two
+float32 numbers, and (high_i - high_j) + (low_i - low_j) has the precision of float32 for the difference itself,
+whatever the gates before both are. The passes for Hopper read one number of each key in their loops. So for them the
+high part is the same for all tokens of a tile, a multiple of TILE_GRID, and the low part may be as large as HARDEST *
+REACH_TILE. The relative error of a decay is then up to 2**-10, a quarter of that of bfloat16, behind as many resets.
+
 The gradient of L_i is (q_i . dq_i - k_i . dk_i) / p, because q_i . dq_i = p sum_j a_ij da_ij. A gate changes every L at
 or after its token, so its gradient is the sum of these terms from its token on. The terms between two later tokens
 cancel in this sum up to rounding, and over a long row the rounding errors exceed the gradient. At the end of a chunk
@@ -12,16 +18,20 @@ import triton.language as tl
 from sympow.ops.triton.primitives import await_last, locate, reach_tile, start_next
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+HARDEST = tl.constexpr(-160.0)  # log2 of a gate below which it counts as this: float32 has no such decay but 0
+TILE_GRID = tl.constexpr(16.0)
 REACH_TILE = tl.constexpr(64)  # tokens; blocks and iterations of the quadratic form divide it or are multiples of it
 
 
 @triton.jit
 def gate_sums(
     log_g, sums, begins, ends, starts, chunks, T, tokens, G, CHUNK, most,
-    BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Computes sums [G, tokens], float32: log2 of the decay from before the first token of the chunk to after each
-    token. `begins` and `ends` are written by `_find_reach` for rows of one chunk; otherwise they are None."""
+    """Computes sums [2 or 3, G, tokens], float32: log2 of the decay from before the first token of the chunk to after
+    each token. The first is rounded to the nearest, and is also the high part; then comes the low part. If TILED, the
+    parts of the passes for Hopper come after the rounded sum. `begins` and `ends` are written by `_find_reach` for rows
+    of one chunk; otherwise they are None."""
     start_next(OVERLAP)
     g = tl.program_id(1)
     if PACKED:
@@ -35,21 +45,46 @@ def gate_sums(
         first = (tl.program_id(0) % count) * CHUNK
         start = tl.cast(n, tl.int64) * T
         length = T
-    t = tl.arange(0, BLOCK)
-    carry = tl.zeros([1], tl.float32)
-    for s in range(first, tl.minimum(first + CHUNK, length), BLOCK):
-        valid = s + t < tl.minimum(first + CHUNK, length)
-        x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float32)
-        tl.store(sums + tl.cast(g, tl.int64) * tokens + start + s + t, (tl.cumsum(x, 0) + carry) * LOG2_E, mask=valid)
-        carry += tl.sum(x, 0)
+    plane = tl.cast(G, tl.int64) * tokens
+    here = sums + tl.cast(g, tl.int64) * tokens + start
+    t = tl.arange(0, BLOCK // REACH_TILE)[:, None] * REACH_TILE + tl.arange(0, REACH_TILE)[None, :]
+    end = tl.minimum(first + CHUNK, length)
+    carry = tl.zeros([1], tl.float64)
+    for s in range(first, end, BLOCK):
+        valid = s + t < end
+        x = tl.load(log_g + (start + s + t) * G + g, mask=valid, other=0.0).to(tl.float64) * LOG2_E
+        x = tl.where(x < HARDEST, HARDEST, x)  # not `maximum`, which may replace NaN
+        local = tl.cumsum(x, 1)
+        of_tiles = tl.sum(x, 1)
+        before = (tl.cumsum(of_tiles, 0) - of_tiles + carry)[:, None]
+        total = local + before
+        high = total.to(tl.float32)
+        tl.store(here + s + t, high, mask=valid)
+        parts = here + plane
+        if TILED:
+            of_tile = (tl.floor(before / TILE_GRID) * TILE_GRID).to(tl.float32)
+            high = tl.broadcast_to(of_tile, [BLOCK // REACH_TILE, REACH_TILE])
+            tl.store(parts + s + t, high, mask=valid)
+            parts += plane
+        tl.store(parts + s + t, (total - high.to(tl.float64)).to(tl.float32), mask=valid)
+        carry += tl.sum(of_tiles, 0)
     if begins is not None:
         tl.debug_barrier()  # the sums of other threads are read next
         at = reach_tile(n, g, 0, T, tokens, REACH_TILE)
-        _find_reach(sums + tl.cast(g, tl.int64) * tokens + start, begins + at, ends + at, T, most)
+        if TILED:
+            here += plane
+        _find_reach(here, here + plane, begins + at, ends + at, T, most)
 
 
 @triton.jit
-def _find_reach(sums, begins, ends, T, most):
+def _passed(sums, low, start, end, mask):
+    """Returns -log2 of the decay from after the token before `start` to after the token before `end`, where `mask`."""
+    high = tl.load(sums + start - 1, mask=mask, other=0.0) - tl.load(sums + end - 1, mask=mask, other=0.0)
+    return high + (tl.load(low + start - 1, mask=mask, other=0.0) - tl.load(low + end - 1, mask=mask, other=0.0))
+
+
+@triton.jit
+def _find_reach(sums, low, begins, ends, T, most):
     """Writes for each tile of REACH_TILE tokens the first token whose key one of its queries uses, and the end of the
     queries that use one of its keys, both at borders of tiles. The passes compute 0 for decays below 2**-most, so they
     can skip whole tiles of such pairs without changing a result."""
@@ -57,8 +92,7 @@ def _find_reach(sums, begins, ends, T, most):
     for s in range(0, tiles, REACH_TILE):
         tile = s + tl.arange(0, REACH_TILE)
         here = tile < tiles
-        before = tl.load(sums + tile * REACH_TILE - 1, mask=here & (tile > 0), other=0.0)
-        after = tl.load(sums + tl.minimum((tile + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
+        own_end = tl.minimum((tile + 1) * REACH_TILE, T)
         # The sums never increase, so a binary search finds the first tile of keys that is used, and the first of
         # queries that is not.
         begin, begin_most = tile * 0, tile
@@ -67,13 +101,13 @@ def _find_reach(sums, begins, ends, T, most):
         while span > 0:
             span //= 2
             middle = (begin + begin_most) // 2
-            x = tl.load(sums + tl.minimum((middle + 1) * REACH_TILE, T) - 1, mask=here, other=0.0)
-            later = (begin < begin_most) & (x - before > most)
+            passed = _passed(sums, low, tl.minimum((middle + 1) * REACH_TILE, T), tile * REACH_TILE, here & (tile > 0))
+            later = (begin < begin_most) & (passed > most)
             begin_most = tl.where(later, begin_most, tl.maximum(middle, begin))
             begin = tl.where(later, middle + 1, begin)
             middle = (end + end_most) // 2
-            x = tl.load(sums + tl.minimum(middle * REACH_TILE, T - 1), mask=here, other=0.0)
-            later = (end < end_most) & (after - x <= most)
+            passed = _passed(sums, low, own_end, tl.minimum(middle * REACH_TILE, T - 1) + 1, here)
+            later = (end < end_most) & (passed <= most)
             end_most = tl.where(later, end_most, tl.maximum(middle, end))
             end = tl.where(later, middle + 1, end)
         tl.store(begins + tile, begin * REACH_TILE, mask=here)
@@ -88,6 +122,13 @@ def _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R: tl.constexpr, P: t
     for r in range(R):
         x += tl.load(dq_sums + (g * R + r) * tokens + token, mask=valid, other=0.0)
     return x.to(tl.float64) / P
+
+
+@triton.jit
+def _store_gradient(dlog_g, log_g, at, later, valid):
+    """Writes the gradients of gates; 0 for those that count as HARDEST."""
+    gone = tl.load(log_g + at, mask=valid, other=0.0) * LOG2_E < HARDEST
+    tl.store(dlog_g + at, tl.where(gone, 0.0, later.to(tl.float32)), mask=valid)
 
 
 @triton.jit
@@ -107,7 +148,7 @@ def gate_totals(
 
 @triton.jit
 def gate_gradient(
-    dq_sums, dk_sums, totals, last, dlog_g, starts, blocks, T, tokens, G,
+    dq_sums, dk_sums, totals, last, log_g, dlog_g, starts, blocks, T, tokens, G,
     R: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
     FINAL: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +169,7 @@ def gate_gradient(
         carry += tl.sum(tl.load(following + i + t, mask=i + t < count, other=0.0), 0)
     x = _gate_terms(dq_sums, dk_sums, tokens, g, token, valid, R, P)
     later = tl.cumsum(x, 0, reverse=True) + carry
-    tl.store(dlog_g + token * G + g, later.to(tl.float32), mask=valid)
+    _store_gradient(dlog_g, log_g, token * G + g, later, valid)
 
 
 @triton.jit
@@ -166,7 +207,7 @@ def through_states(
 
 @triton.jit
 def gate_gradient_by_chunk(
-    dq_sums, dk_sums, through, last, dlog_g, starts, chunks, T, tokens, G,
+    dq_sums, dk_sums, through, last, log_g, dlog_g, starts, chunks, T, tokens, G,
     R: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -190,5 +231,5 @@ def gate_gradient_by_chunk(
         valid = token < end
         x = _gate_terms(dq_sums, dk_sums, tokens, g, start + token, valid, R, P)
         later = tl.cumsum(x, 0, reverse=True) + carry
-        tl.store(dlog_g + (start + token) * G + g, later.to(tl.float32), mask=valid)
+        _store_gradient(dlog_g, log_g, (start + token) * G + g, later, valid)
         carry += tl.sum(x, 0)

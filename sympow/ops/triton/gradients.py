@@ -27,11 +27,11 @@ from sympow.ops.triton.primitives import (
 def row_factors(
     out, dout, norm, sums, factor, scales, near, delta, starts, blocks, T, tokens, H, out_scale,
     V: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    NORMALIZE: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALIZE: tl.constexpr, TILED: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Computes factor [H, tokens], which is n, 1 / the normalizer, and delta [H, tokens]. If STEP > 0, two more [H,
-    tokens]: scales, log2 of n times the scale of the output and the decay since the start of the sequence; and near, n
-    times that scale and the decay since the first of STEP tokens. Grid: blocks, heads."""
+    """Computes factor [H, tokens], which is n, 1 / the normalizer, and delta [H, tokens]. If TILED, two more [H,
+    tokens]: near, n times the scale of the output and 2**(the low part of the gate's sum); and scales, log2 of near.
+    Grid: blocks, heads."""
     start_next(OVERLAP)
     _, start, length, first = locate(tl.program_id(0), starts, blocks, T, BLOCK, PACKED)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -51,14 +51,14 @@ def row_factors(
     tl.store(factor + row, n, mask=valid)
     tl.store(delta + row, d, mask=valid)
     await_last(OVERLAP)  # for `sums`, and for the next kernel, which reads what both kernels have written
-    if STEP > 0:
+    if TILED:
         n *= out_scale
         log = tl.log2(n)
         if GATED:
-            here = sums + (h // R) * tokens + start
-            decay = tl.load(here + t, mask=valid, other=0.0)
+            low = sums + (h // R + 2 * (H // R)) * tokens + start
+            decay = tl.load(low + t, mask=valid, other=0.0)
             log += decay
-            n *= tl.exp2(decay - tl.load(here + t // STEP * STEP, mask=valid, other=0.0))
+            n *= tl.exp2(decay)
         tl.store(scales + row, log, mask=valid)
         tl.store(near + row, n, mask=valid)
 
@@ -139,9 +139,12 @@ def query_pass(
                 acc -= tl.dot(queries, matrix, input_precision=PRECISION) * d[:, None]
 
     here = sums + g * tokens + start
+    low = here + tl.cast(G, tl.int64) * tokens
     if GATED:
         own = tl.load(here + first + t, mask=valid, other=0.0)
-        ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
+        own_low = tl.load(low + first + t, mask=valid, other=0.0)
+        ref = tl.load(here + first - 1, mask=first > begin, other=0.0)
+        ref_low = tl.load(low + first - 1, mask=first > begin, other=0.0)
         if STATES:
             acc *= kept
     j = tl.arange(0, KEYS)
@@ -156,12 +159,12 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            grad *= tl.exp2(ref - tl.load(here + s0 + j))[None, :]
+            grad *= tl.exp2((ref - tl.load(here + s0 + j)) + (ref_low - tl.load(low + s0 + j)))[None, :]
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
-        acc *= tl.exp2(own - ref)[:, None]
+        acc *= tl.exp2((own - ref) + (own_low - ref_low))[:, None]
     for s0 in range(first, tl.minimum(first + BLOCK, length), KEYS):
         past = s0 + j < length
         keys = tl.load(k_tile, mask=past[:, None], other=0.0)
@@ -172,7 +175,8 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            grad *= tl.exp2(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
+            rest = own_low[:, None] - tl.load(low + s0 + j, mask=past, other=0.0)[None, :]
+            grad *= tl.exp2((own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :]) + rest)
         grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
@@ -225,8 +229,11 @@ def key_pass(
     if STATES:
         leaving = FINAL or end < length
         if GATED:  # the decay from this block to the end of the chunk
-            block_end = sums + g * tokens + start + tl.minimum(first + BLOCK, length) - 1
-            kept = tl.exp2(tl.load(sums + g * tokens + start + end - 1) - tl.load(block_end))
+            own_end = sums + g * tokens + start + tl.minimum(first + BLOCK, length) - 1
+            chunk_end = sums + g * tokens + start + end - 1
+            plane = tl.cast(G, tl.int64) * tokens
+            kept = tl.load(chunk_end) - tl.load(own_end)
+            kept = tl.exp2(kept + (tl.load(chunk_end + plane) - tl.load(own_end + plane)))
             leaving &= kept > 0.0
         if leaving:
             chunk = first_chunk(n, chunk_starts, T, CHUNK, PACKED) + chunk_index
@@ -261,10 +268,13 @@ def key_pass(
 
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
+    low = here + tl.cast(G, tl.int64) * tokens
     last = tl.minimum(first + BLOCK, length) - 1
     if GATED:
         own = tl.load(here + first + j, mask=valid, other=0.0)
+        own_low = tl.load(low + first + j, mask=valid, other=0.0)
         ref = tl.load(here + last)
+        ref_low = tl.load(low + last)
         if STATES:
             dkeys *= kept
             dvalues *= kept
@@ -281,7 +291,8 @@ def key_pass(
             f = tl.load(factor + column + s0 + i, mask=there, other=0.0) * out_scale
             d = tl.load(delta + column + s0 + i, mask=there, other=0.0)
             if GATED:
-                f *= tl.exp2(tl.load(here + s0 + i, mask=there, other=float("-inf")) - ref)
+                rest = tl.load(low + s0 + i, mask=there, other=0.0) - ref_low
+                f *= tl.exp2((tl.load(here + s0 + i, mask=there, other=float("-inf")) - ref) + rest)
             scores = tl.dot(keys, queries, input_precision=PRECISION)
             if P > 4:
                 scores *= score_scale
@@ -290,7 +301,7 @@ def key_pass(
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope
             dkeys = tl.dot(grad.to(queries.dtype), tl.trans(queries), dkeys, input_precision=PRECISION)
     if GATED:
-        decay = tl.exp2(ref - own)[:, None]
+        decay = tl.exp2((ref - own) + (ref_low - own_low))[:, None]
         dkeys *= decay
         dvalues *= decay
     for head in range(R):
@@ -309,7 +320,9 @@ def key_pass(
                 scores *= score_scale
             slope = power(scores, P - 1) * f[None, :]
             if GATED:
-                slope *= tl.exp2(tl.load(here + s0 + i, mask=there, other=float("-inf"))[None, :] - own[:, None])
+                rest = tl.load(low + s0 + i, mask=there, other=0.0)[None, :] - own_low[:, None]
+                later = tl.load(here + s0 + i, mask=there, other=float("-inf"))
+                slope *= tl.exp2((later[None, :] - own[:, None]) + rest)
             slope = tl.where(((first + j)[:, None] <= (s0 + i)[None, :]) & valid[:, None], slope, 0.0)
             dvalues = tl.dot((slope * scores).to(dy.dtype), dy, dvalues, input_precision=PRECISION)
             grad = (tl.dot(values, tl.trans(dy), input_precision=PRECISION) - d[None, :]) * slope

@@ -60,6 +60,8 @@ def _output_on_hopper(plan: Plan, init: bool, normalize: bool, eps: float, wide:
     constants = plan.hopper_dims(size) | {"P": plan.p, "LEVELS": levels}
     constants |= {"SKIP": plan.skip, "KEYS": size.step, "NORMALIZE": normalize}
     constants |= {"STATES": plan.chunk > 0, "INIT": init} | plan.early(after=plan.gated)
+    if plan.hopper and plan.chunk and plan.K == 32:  # needs two registers more with a gate
+        constants["maxnreg"] = config.THREE_PROGRAMS
     tables = {"prefixes": prefixes, "weights": weights}
     grid = (plan.layout.blocks(size.block), plan.H)
     return Launcher(hopper_output.output_pass, grid, numbers | constants | tables)
@@ -202,7 +204,7 @@ def _weigh(plan: Plan, reverse: bool, z: bool) -> Launcher:
     numbers = plan.sequences() | {"x_st": sources["x_st"], "x_sh": sources["x_sh"], "R": heads // plan.G}
     numbers |= {"stride": weighed_shape(plan, reverse, z)[1], "weight": plan.out_scale}
     constants = {"K": plan.K, "P": plan.p, "BLOCK": block, "CHUNK": plan.chunk, "GATED": plan.gated}
-    constants |= {"REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
+    constants |= {"TILED": plan.tiled, "REVERSE": reverse, "PACKED": plan.layout.packed or segments.count > 1}
     count = plan.layout.blocks(block) if segments.blocks is None else len(segments.blocks)
     return Launcher(plain_states.weigh, (count, heads), numbers | constants)
 

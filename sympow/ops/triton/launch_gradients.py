@@ -24,8 +24,8 @@ class RowFactors(NamedTuple):
     """Holds the factors of every query, float32 [H, B T]; see `row_factors` in `gradients.py`."""
 
     factor: Tensor  # the factor of the output's gradient
-    scales: Tensor  # log2 of the factor with scale and decay; only for passes that read it
-    near: Tensor  # the factor with scale and the decay within an iteration of the key pass; likewise
+    scales: Tensor  # log2 of `near`; only for passes that read it
+    near: Tensor  # the factor with scale and the decay within a tile of the gate's sums; likewise
     delta: Tensor  # the part of the query in the gradient of the normalizer
 
 
@@ -48,7 +48,7 @@ def row_factors(
 def _row_factors(plan: Plan, normalize: bool, early: bool) -> Launcher:
     numbers = plan.sequences() | {"H": plan.H, "out_scale": plan.out_scale}
     constants = {"V": plan.V, "COLUMNS": plan.columns, "R": plan.R, "BLOCK": config.WEIGH_BLOCK, "GATED": plan.gated}
-    constants |= {"NORMALIZE": normalize, "STEP": plan.hopper_launches.key.step if plan.quadratic else 0}
+    constants |= {"NORMALIZE": normalize, "TILED": plan.quadratic}
     constants |= {"PACKED": plan.layout.packed} | plan.early(plan.gated)
     if not early:  # the same code, launched without overlap
         constants.pop("launch_pdl", None)
@@ -219,10 +219,10 @@ def _through_states(plan: Plan, reads_z: bool) -> Launcher:
 
 
 def gate_gradient(
-    call: Call, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
+    call: Call, log_g: Tensor, dsums_q: Tensor, dsums_k: Tensor, last: Tensor | None, through: Tensor | None = None
 ) -> Tensor:
-    """Returns the gradient [B, T, G] of log_g from the gradients of its sums by queries [H, B T], by keys [G, B T], by
-    the last state [N, G], and from `through_states`.
+    """Returns the gradient [B, T, G] of log_g, float32, from the gradients of its sums by queries [H, B T], by keys
+    [G, B T], by the last state [N, G], and from `through_states`.
 
     Without the last, there are two passes, because a row of many tokens has few heads. The first sums blocks, and the
     second sums the tokens after each token within a block. A row of one block needs only the second pass.
@@ -230,10 +230,11 @@ def gate_gradient(
     plan = call.plan
     dlog_g = plan.new(*call.k.shape[:3], dtype=torch.float32)
     terms = {"dq_sums": dsums_q, "dk_sums": dsums_k}
+    log_g = log_g.float().contiguous()
     if through is not None:
         launch = plan.once(_gate_gradient_by_chunk, last is not None, through.shape[2], SHORT_GATE_BLOCK)
         tables = {"starts": call.cu_seqlens, "chunks": call.table(plan.chunk)}
-        launch(**terms, through=through, last=last, dlog_g=dlog_g, **tables)
+        launch(**terms, through=through, last=last, log_g=log_g, dlog_g=dlog_g, **tables)
         return dlog_g
     many = plan.layout.length > GATE_BLOCK
     blocks = plan.layout.blocks(GATE_BLOCK) if many else 0
@@ -242,7 +243,7 @@ def gate_gradient(
     if many:
         plan.once(_gate_totals, GATE_BLOCK)(**terms, totals=totals, **tables)
     launch = plan.once(_gate_gradient, last is not None, GATE_BLOCK)
-    launch(**terms, totals=totals, last=last, dlog_g=dlog_g, **tables)
+    launch(**terms, totals=totals, last=last, log_g=log_g, dlog_g=dlog_g, **tables)
     return dlog_g
 
 

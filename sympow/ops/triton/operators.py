@@ -117,7 +117,7 @@ def backward(
     del s, z, room, after, ds, dz  # states are large
     if log_g is not None:
         last = _final_gate_gradient(result.s, result.z, ds_final, dz_final)
-        dlog_g = cast(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last, through), log_g.dtype)
+        dlog_g = cast(launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last, through), log_g.dtype)
     initial = (None, None) if starts is None else _to_public(plan.rows, *starts)
     return dq, dk, dv, dlog_g, *initial, dpositions
 

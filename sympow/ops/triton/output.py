@@ -69,9 +69,13 @@ def output_pass(
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
+    low = here + tl.cast(G, tl.int64) * tokens
     if GATED:
         own = tl.load(here + first + t, mask=valid, other=0.0)
-        ref = tl.where(first > begin, tl.load(here + first - 1, mask=first > begin, other=0.0), 0.0)
+        own_low = tl.load(low + first + t, mask=valid, other=0.0)
+        ref = tl.load(here + first - 1, mask=first > begin, other=0.0)
+        ref_low = tl.load(low + first - 1, mask=first > begin, other=0.0)
+        since = tl.exp2((own - ref) + (own_low - ref_low))
         if STATES:
             acc *= kept
             total *= kept
@@ -84,7 +88,7 @@ def output_pass(
             scores *= score_scale
         weight = power(scores, P)
         if GATED:
-            weight *= tl.exp2(ref - tl.load(here + s0 + j))[None, :]
+            weight *= tl.exp2((ref - tl.load(here + s0 + j)) + (ref_low - tl.load(low + s0 + j)))[None, :]
         if NORMALIZE:
             total += tl.sum(weight, 1)
         values = tl.load(v_tile, mask=(col < V)[None, :], other=0.0)
@@ -92,8 +96,8 @@ def output_pass(
         k_tile += KEYS * k_st
         v_tile += KEYS * v_st
     if GATED:
-        acc *= tl.exp2(own - ref)[:, None]
-        total *= tl.exp2(own - ref)
+        acc *= since[:, None]
+        total *= since
     for s0 in range(first, tl.minimum(first + BLOCK, length), KEYS):
         past = s0 + j < length
         scores = tl.dot(queries, tl.load(k_tile, mask=past[None, :], other=0.0), input_precision=PRECISION)
@@ -101,7 +105,8 @@ def output_pass(
             scores *= score_scale
         weight = power(scores, P)
         if GATED:
-            weight *= tl.exp2(own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :])
+            rest = own_low[:, None] - tl.load(low + s0 + j, mask=past, other=0.0)[None, :]
+            weight *= tl.exp2((own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :]) + rest)
         weight = tl.where((first + t)[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
             total += tl.sum(weight, 1)

@@ -69,6 +69,9 @@ class Shapes:
             own = config.HOPPER[self.K]
             self.parts = own.gradient_parts if gradient_rows or not chunk else own.parts
         self.leveled = hopper and (p, self.key_dim) in config.HOPPER_POWERS and self.V in (16, 32, 64)
+        # Whether the parts of the gate's sums are those for Hopper (`gate.gate_sums`), and the numbers of a token.
+        self.tiled = self.hopper or self.leveled
+        self.sums = 3 if self.tiled else 2
         if type(chunk) is int and chunk >= t:  # torch.compile would compile for every size
             chunk = config.one_chunk(chunk)
         self.chunk = chunk

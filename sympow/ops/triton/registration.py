@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.ops.first_order import first_order
+
 _LIBRARY = torch.library.Library("sympow", "FRAGMENT")
 _DEVICES = ("CUDA", "CPU")  # on the CPU kernels run in Triton's interpreter
 
@@ -132,11 +134,5 @@ def _register_gradient(name: str, kernel: Callable, registered: Any, setup: Setu
 
 def _function(name: str, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
     """Returns a function of autograd whose gradient cannot be differentiated."""
-    once = torch.autograd.function.once_differentiable(backward)
-
-    def gradient(ctx: Any, *grads: Any) -> Any:
-        # If the gradient is not differentiated, gradients are off, so nothing has to be switched or marked.
-        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
-
-    methods = {"forward": forward, "backward": gradient}
+    methods = {"forward": forward, "backward": first_order(f"sympow's {name}")(backward)}
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})

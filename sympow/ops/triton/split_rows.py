@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops.context import exclusive_scan_of_message
+from sympow.ops.first_order import first_order
 from sympow.ops.triton import config, launch, launch_gradients
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.carry import carried, chunk_decays
@@ -43,7 +44,7 @@ class PowerInContext(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("power_attention")
     def backward(ctx, dout):
         q, k, v, log_g, out, norm, s, z, incoming, last = ctx.saved_tensors
         p, scale, normalize, _, chunk, _, tf32, *_ = ctx.options
@@ -119,7 +120,7 @@ def _fakes_of_own_states(k: Tensor, shapes: Shapes, gated: bool) -> tuple[Tensor
     s, z = (k.new_empty(shape) for shape in shapes.state_shapes(shapes.p == 2))
     b, heads = shapes.layout.sequences, shapes.G
     chunks = config.ceil_div(shapes.layout.length, shapes.chunk)
-    sums = k.new_empty((heads, shapes.layout.tokens) if gated else (0,), dtype=torch.float32)
+    sums = k.new_empty((shapes.sums, heads, shapes.layout.tokens) if gated else (0,), dtype=torch.float32)
     decays = k.new_empty((b, heads, chunks) if gated else (0,), dtype=torch.float32)
     return s, z, sums, decays, k.new_empty(_message_length(shapes, gated), dtype=torch.float32)
 
@@ -267,7 +268,8 @@ def context_key_gradient(
     if z_end.numel():
         end = end + (z_end * dz_end).sum((2, 3))
     through = launch_gradients.through_states(call, s, z, ds, dz, p == 2) if call.plan.restarts else None
-    return dk, dv, launch_gradients.gate_gradient(call, dsums, dsums_k, end, through).to(log_g.dtype)
+    dlog_g = launch_gradients.gate_gradient(call, log_g, dsums, dsums_k, end, through)
+    return dk, dv, dlog_g.to(log_g.dtype)
 
 
 @context_key_gradient.register_fake

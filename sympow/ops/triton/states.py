@@ -17,7 +17,7 @@ from sympow.ops.triton.primitives import aligned, first_chunk, locate
 def weigh(
     x, x_st, x_sh, sums, norm, delta, out, starts, blocks, T, tokens, stride, R, weight,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, TILED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Computes out [heads, K + 1 (2K + 1 if P > 2), stride]: x transposed, with tokens last. Sequences are padded with
     zeros.
@@ -30,6 +30,7 @@ def weigh(
         if first >= length:
             return
     h = tl.cast(tl.program_id(1), tl.int64)
+    heads = tl.cast(tl.num_programs(1) // R, tl.int64)  # key/value heads
     t = first + tl.arange(0, BLOCK)
     valid = t < length
     k = tl.arange(0, K)
@@ -38,12 +39,15 @@ def weigh(
     w = tl.where(valid, 1.0, 0.0)
     if GATED:
         here = sums + (h // R) * tokens + start
-        decay = tl.load(here + t, mask=valid, other=0.0)
         if REVERSE:
-            w *= tl.exp2(decay)
+            w *= tl.exp2(tl.load(here + t, mask=valid, other=0.0))
         else:
             last = tl.minimum((first // CHUNK) * CHUNK + CHUNK, length) - 1
-            w *= tl.exp2(tl.load(here + last) - decay)
+            if TILED:
+                here += heads * tokens
+            low = here + heads * tokens
+            rest = tl.load(low + last) - tl.load(low + t, mask=valid, other=0.0)
+            w *= tl.exp2((tl.load(here + last) - tl.load(here + t, mask=valid, other=0.0)) + rest)
     z = w
     if REVERSE:
         w *= weight * tl.load(norm + h * tokens + start + t, mask=valid, other=0.0)

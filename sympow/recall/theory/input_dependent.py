@@ -1,4 +1,4 @@
-"""Multi-query associative recall by convolutions whose filters depend on the input (H.36 to H.38)."""
+"""Multi-query associative recall by convolutions whose filters depend on the input (H.8, Theorem H.38)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN = 3  # rows of a triple: at smaller lags a query would be compared with the
 
 
 def matches_by_lag(u: Tensor) -> Tensor:
-    """Counts, for every lag, the queries of tapes u [n, N, 3 C] that equal the key `lag` rows before (H.36): [n, N].
+    """Counts, for every lag, the queries of tapes u [n, N, 3 C] that equal the key `lag` rows before: [n, N].
 
     It is the cross-correlation of queries with keys, summed over the channels, by fast Fourier transforms in
     O(C N log N). Lags below 3 are set to 0.
@@ -26,7 +26,7 @@ def matches_by_lag(u: Tensor) -> Tensor:
 
 
 def largest_lags(u: Tensor, count: int) -> Tensor:
-    """Returns the `count` lags with the most matches (H.37): int64 [n, count].
+    """Returns the `count` lags with the most matches, as Top in H.8.2: int64 [n, count].
 
     All lags at which a query finds its key are among them if a row has no more than `count` of them.
     """

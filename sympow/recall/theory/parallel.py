@@ -1,8 +1,8 @@
 """Sequential and parallel algorithms for multi-query associative recall, with counts of their work and depth.
 
-These are Algorithms 8 to 11. Work counts comparisons and written elements. Depth counts the steps that depend on each
-other, with as many processors as a step can use. All rows of a batch run the same steps, so the counts are those of a
-single row of N triples.
+These are Algorithms 9 to 11, and the comparison of all pairs, which is not in the appendix. Work counts comparisons and
+written elements. Depth counts the steps that depend on each other, with as many processors as a step can use. All rows
+of a batch run the same steps, so the counts are those of a single row of N triples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cost:
 
 
 def recall_one_by_one(instances: Instances) -> tuple[Tensor, Cost]:
-    """Scans every row with a sorted list of the keys so far (Algorithm 8).
+    """Scans every row with a sorted list of the keys so far (Algorithm 9, H.28).
 
     A search or an insertion counts the comparisons of a binary search, and work and depth are the same. Returns the
     answers [n, M] and the cost of the row that costs most.
@@ -58,7 +58,7 @@ def recall_one_by_one(instances: Instances) -> tuple[Tensor, Cost]:
 
 
 def recall_all_pairs(instances: Instances) -> tuple[Tensor, Cost]:
-    """Compares every query with every earlier key at once (Algorithm 9): N N / 2 comparisons in a single step.
+    """Compares every query with every earlier key at once: N N / 2 comparisons in a single step.
 
     The answer is then found among the N comparisons of a query by a tree of depth log N.
     """
@@ -73,12 +73,13 @@ def recall_all_pairs(instances: Instances) -> tuple[Tensor, Cost]:
 
 
 def recall_in_blocks(instances: Instances) -> tuple[Tensor, Cost]:
-    """Sorts the keys of all dyadic blocks, and searches for each query in the blocks before it (Algorithm 10).
+    """Sorts the keys of all dyadic blocks, and searches for each query in the blocks before it (Algorithm 11, H.30).
 
     The row is cut into blocks of 1, 2, 4, ... triples. A block is sorted by merging its two halves. The triples before
     triple i form one block for every bit that is 1 in i; the largest block, of the most significant bit, is the first.
-    A binary search (Algorithm 11) in each block finds the key or shows that the block does not contain it. Sorting and
-    searching take O(N log^2 N) work each, and O(log^2 N) and O(log N) depth.
+    A binary search in each block finds the key or shows that the block does not contain it. The source also sorts the
+    queries of a block, and searches for all of them by one recursion (Algorithm 10). Sorting and searching take
+    O(N log^2 N) work each, and O(log^2 N) and O(log N) depth.
     """
     triples = instances.keys.shape[1]
     levels = ceil(log2(max(triples, 2)))
@@ -103,10 +104,11 @@ def recall_in_blocks(instances: Instances) -> tuple[Tensor, Cost]:
 
 
 def binary_search(ordered: Tensor, wanted: Tensor, cost: Cost) -> Tensor:
-    """Counts the entries of ordered [n, m, size] below those of wanted [n, m, k], all at once (Algorithm 11).
+    """Counts the entries of ordered [n, m, size] below those of wanted [n, m, k], all at once.
 
-    Returns int64 [n, m, k]. size is a power of two. Every step halves what is left, and is one comparison for each of
-    the m k searches.
+    These are the numbers that Algorithm 10 finds for sorted queries (equation 12). Here each query is searched for by
+    itself, so that queries need not be sorted, and all searches have the same number of steps. Returns int64 [n, m, k].
+    size is a power of two. Every step halves what is left, and is one comparison for each of the m k searches.
     """
     size = step = ordered.shape[-1]
     count = torch.zeros_like(wanted)

@@ -1,10 +1,11 @@
-"""BaseConv and Hyena compute the same functions, up to constant factors in layers and width (H.12)."""
+"""BaseConv and Hyena compute the same functions (H.12), and BaseConv computes RetNet (H.22)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from sympow.layers.base_conv import BaseConv
 from sympow.layers.filters import ExplicitFilter
@@ -80,3 +81,39 @@ def base_conv_as_hyena(mixer: BaseConv) -> Hyena:
         explicit.weight[0, d:] = 1
         hyena.out.weight[:d] = torch.cat([torch.eye(d).double(), torch.diag(mixer.bias.double())], dim=1)
     return hyena
+
+
+def retnet_as_base_conv(a: Tensor, c: Tensor, v: Tensor, decay: float, rows: int) -> list[Layer]:
+    """Makes the four BaseConv layers, of 3 d d channels, that compute RetNet (Algorithm 6) on `rows` tokens (H.22).
+
+    The input and the output are in the first d channels. The layers are: A, V and C of every token, each repeated so
+    that channel i d + j holds A_i, V_j and C_i; the products A_i V_j; the states, which are the convolutions of these
+    products with the powers of the decay, times C_i; and the sum over i. The source goes by a circuit of O(N) steps
+    instead, and so has O(N log d) layers.
+
+    Args:
+        a: the weights of keys, float64 [d, d].
+        c: those of queries.
+        v: those of values.
+        decay: gamma.
+        rows: N.
+    """
+    d = a.shape[0]
+    size = d * d
+    weights = (a.repeat_interleave(d, 1), v.repeat(1, d), c.repeat_interleave(d, 1))
+    inward, gate, read, outward = torch.zeros(4, 3 * size, 3 * size, dtype=torch.float64)
+    inward[:d] = torch.cat(weights, dim=1)
+    identity = torch.eye(size, dtype=torch.float64)
+    gate[size : 2 * size, :size] = identity
+    read[2 * size :, :size] = identity
+    outward[:size, :d] = torch.eye(d, dtype=torch.float64).repeat(d, 1)
+    kept = torch.zeros(rows, 3 * size, dtype=torch.float64)
+    kept[:, 2 * size :] = 1  # C passes the products
+    powers = torch.zeros(rows, 3 * size, dtype=torch.float64)
+    powers[:, :size] = decay ** torch.arange(rows, dtype=torch.float64)[:, None]
+    return [
+        linear(rows, inward),
+        Layer(gate, kept, torch.ones(1, 3 * size, dtype=torch.float64), 0 * kept),
+        Layer(read, 0 * kept, powers, 0 * kept),
+        linear(rows, outward),
+    ]

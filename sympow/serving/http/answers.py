@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from sympow.data import Tokenizer
+from sympow.data import StreamDecoder, Tokenizer
 from sympow.serving.requests import Output, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -39,6 +39,9 @@ class Answer(ABC):
         model: the name of the model.
         tokenizer: the tokenizer of the model.
         logprobs: whether log probabilities are shown.
+
+    Attributes:
+        ends_with_usage: whether the last event of a stream has the usage. Then all others have a null in its place.
     """
 
     prefix: str
@@ -48,6 +51,7 @@ class Answer(ABC):
     def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._tokenizer, self._logprobs = tokenizer, logprobs
+        self.ends_with_usage = False
 
     def whole(self, choices: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
         """Returns the whole answer."""
@@ -72,7 +76,8 @@ class Answer(ABC):
         return event(self._head | {"object": self.event_kind, "choices": [], "usage": usage})
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        return event(self._head | {"object": self.event_kind, "choices": choices})
+        usage = {"usage": None} if self.ends_with_usage else {}
+        return event(self._head | {"object": self.event_kind, "choices": choices} | usage)
 
     def _shown(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return self._listed(index, logprobs) if self._logprobs else None
@@ -110,7 +115,7 @@ class CompletionAnswer(Answer):
 
     def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool):
         super().__init__(model, tokenizer, logprobs)
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
 
     def _content(self, output: Output) -> dict[str, Any]:
         return self._delta(output.text)
@@ -119,17 +124,27 @@ class CompletionAnswer(Answer):
         return {"text": text}
 
     def _listed(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [self._text(each.token) for each in logprobs]
-        offsets = [self._offsets.get(index, 0)]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        self._offsets[index] = offsets.pop()
+        place = self._places.setdefault(index, _Place(self._tokenizer))
+        offsets = [place.passed(each.token) for each in logprobs]
         return {
-            "tokens": texts,
+            "tokens": [self._text(each.token) for each in logprobs],
             "token_logprobs": [each.logprob for each in logprobs],
             "top_logprobs": [{self._text(token): value for token, value in reversed(each.top)} for each in logprobs],
             "text_offset": offsets,
         }
+
+
+class _Place:
+    """Counts the characters of a choice."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decoder, self._count = StreamDecoder(tokenizer), 0
+
+    def passed(self, token: int) -> int:
+        """Adds a token, and returns the number of characters before it."""
+        before = self._count
+        self._count += len(self._decoder.push([token]))
+        return before
 
 
 class ChatAnswer(Answer):

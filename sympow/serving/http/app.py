@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -16,18 +18,27 @@ from starlette.types import Receive, Scope, Send
 
 from sympow.serving.http.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event, usage_of
 from sympow.serving.http.errors import ApiError
+from sympow.serving.http.fields import parsed
+from sympow.serving.http.hosts import HostCheck
 from sympow.serving.http.inbox import ClientLeftError, Inbox, while_connected
-from sympow.serving.http.schema import ChatCompletion, Completion, Generation, parsed
+from sympow.serving.http.schema import ChatCompletion, Completion, Generation
 from sympow.serving.http.service import Service
 from sympow.serving.requests import Output, Request, Usage
 
 _ALIVE_EVERY = 15.0  # seconds without an event, after which a comment shows that the stream is still open
 _DEFAULT_NEW = 16  # tokens of a completion that names no number, as OpenAI's
+_JSON = re.compile(r'application/json *(; *charset="?utf-?8"?)? *;?', re.IGNORECASE)
+_ENDING = ApiError(503, "the server is shutting down", code="shutting_down")
 _REFUSALS = {"timeout": 504, "cancelled": 503, "error": 500}
 
 
-def make_app(service: Service) -> Starlette:
-    """Returns the ASGI application of a model."""
+def make_app(service: Service, hosts: Collection[str] | None = None) -> Starlette:
+    """Returns the ASGI application of a model.
+
+    Args:
+        service: the model.
+        hosts: the hosts, beside localhost, that requests may name in their header Host; None: all hosts.
+    """
     routes = _Routes(service)
     return Starlette(
         routes=[
@@ -38,6 +49,7 @@ def make_app(service: Service) -> Starlette:
             Route("/health", routes.health, methods=["GET"]),
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
+        middleware=[] if hosts is None else [Middleware(HostCheck, hosts)],
         exception_handlers={HTTPException: _no_such_place, Exception: _fault},
     )
 
@@ -59,6 +71,8 @@ class _Routes:
                 response = error.response()
             except (ClientLeftError, ClientDisconnect):
                 response = Response(status_code=499)  # the client has left, so nobody reads this response
+            except asyncio.CancelledError:  # the server ends, and its grace is over
+                response = _ENDING.response()
             self._service.metrics.answered(response.status_code)
             return response
 
@@ -66,13 +80,14 @@ class _Routes:
 
     async def completions(self, request: HttpRequest) -> Response:
         service, body = self._service, await self._body(request, Completion)
-        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt) for prompt in body.prompts])
-        if not prompts:
+        given = body.prompts
+        if not given:
             raise ApiError(400, "prompt: expected at least one; got an empty list", param="prompt")
+        service.check_choices(body, len(given))
+        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt) for prompt in given])
+        new = _DEFAULT_NEW if body.max_tokens is None else body.max_tokens
         inbox = Inbox()
-        requests = service.requests(
-            body, prompts, inbox, new=body.max_tokens, default=_DEFAULT_NEW, logprobs=body.logprobs
-        )
+        requests = service.requests(body, prompts, inbox, new=new, param="max_tokens", logprobs=body.logprobs)
         answer = CompletionAnswer(service.name, service.tokenizer, body.logprobs is not None)
         return await self._answered(request, body, requests, inbox, answer)
 
@@ -81,13 +96,15 @@ class _Routes:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
         template, messages = service.chat_template(), [message.plain() for message in body.messages]
-        prompt = await asyncio.to_thread(lambda: service.tokens_of(template.render(messages)))
+        prompt = await asyncio.to_thread(lambda: service.tokens_of(template.render(messages), "messages"))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        inbox = Inbox()
-        requests = service.requests(
-            body, [prompt], inbox, new=new, default=service.limits.new_tokens, logprobs=logprobs
+        given = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
+        param, new = next(
+            ((name, value) for name, value in given.items() if value is not None),
+            ("max_tokens", service.limits.new_tokens),
         )
+        inbox = Inbox()
+        requests = service.requests(body, [prompt], inbox, new=new, param=param, logprobs=logprobs)
         answer = ChatAnswer(service.name, service.tokenizer, bool(body.logprobs))
         return await self._answered(request, body, requests, inbox, answer)
 
@@ -110,7 +127,14 @@ class _Routes:
         return {"id": service.name, "object": "model", "created": service.created, "owned_by": "sympow"}
 
     async def _body(self, request: HttpRequest, schema: type[Any]) -> Any:
-        """Reads and checks the body of a request."""
+        """Reads and checks the body of a request.
+
+        The content type must be that of JSON. A browser sends other types to any server without asking that server.
+        """
+        sent = request.headers.get("content-type", "")
+        if not _JSON.fullmatch(sent.strip()):
+            shown = sent[:200].encode("ascii", "backslashreplace").decode() or "none"
+            raise ApiError(415, f"expected the header Content-Type: application/json, got {shown}", code="content_type")
         limits, content = self._service.limits, bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -130,9 +154,10 @@ class _Routes:
         try:
             await asyncio.to_thread(self._service.submit, requests)
             if body.stream:
-                wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-                events = _events(inbox, len(requests), answer, body.n or 1, wants_usage)
-                return _EventStream(events, requests)
+                answer.ends_with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+                events = _events(inbox, len(requests), answer, body.n or 1)
+                limits = self._service.limits
+                return _EventStream(events, requests, limits.seconds + limits.body_seconds)
             choices = await while_connected(request.receive, _collected(inbox, len(requests)))
         except BaseException:
             _cancel(requests)
@@ -144,20 +169,30 @@ class _Routes:
 
 
 class _EventStream(Response):
-    """Sends server-sent events, and cancels the requests if the client leaves."""
+    """Sends server-sent events, and cancels the requests if the client leaves, or if it does not read for so long.
 
-    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request]):
+    Args:
+        events: what to send.
+        requests: the requests whose answers the events are.
+        seconds: the longest time until all is sent.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], requests: Sequence[Request], seconds: float):
         unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
         super().__init__(media_type="text/event-stream", headers=unbuffered)
         del self.headers["content-length"]
-        self._events, self._requests = events, requests
+        self._events, self._requests, self._seconds = events, requests, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_connected(receive, self._write(send))
-        except (ClientLeftError, OSError):
+            async with asyncio.timeout(self._seconds):
+                await while_connected(receive, self._write(send))
+        except (ClientLeftError, OSError):  # also a TimeoutError
             return
+        except asyncio.CancelledError:  # the server ends, and its grace is over
+            last = event(_ENDING.body()) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             _cancel(self._requests)
 
@@ -167,7 +202,7 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(inbox: Inbox, count: int, answer: Answer, n: int, wants_usage: bool) -> AsyncIterator[bytes]:
+async def _events(inbox: Inbox, count: int, answer: Answer, n: int) -> AsyncIterator[bytes]:
     """Yields the events of `count` choices."""
     usages: dict[int, Usage] = {}
     opened: set[int] = set()
@@ -191,7 +226,7 @@ async def _events(inbox: Inbox, count: int, answer: Answer, n: int, wants_usage:
                 usages[index] = _usage(output)
         if events:
             yield b"".join(events)
-    if wants_usage:
+    if answer.ends_with_usage:
         yield answer.usage(usage_of([usages[i] for i in range(count)], n))
     yield DONE
 

@@ -7,10 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sympow.data.tokenizer_files import token_text, tokenizer_config
+from sympow.data.tokenizer_files import special_tokens, tokenizer_config
 from sympow.serving.http.errors import ApiError
 
 
@@ -24,45 +26,74 @@ class ChatTemplate:
     Raises ValueError if `source` is no template.
     """
 
-    def __init__(self, source: str, **tokens: str):
+    def __init__(self, source: str, /, **tokens: str):
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": datetime.now().strftime}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template cannot be read: {_line(error)}") from None
         self._tokens = tokens
 
     @classmethod
     def of(cls, folder: Path) -> ChatTemplate | None:
-        """Returns the template in `chat_template.jinja` or `tokenizer_config.json` of a folder, or None."""
+        """Returns the template in `chat_template.jinja` or `tokenizer_config.json` of a folder, or None.
+
+        Of several templates it is the one with the name "default". Raises ValueError for a template that is no text.
+        """
         config = tokenizer_config(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several by name
-            source = next((each["template"] for each in source if each["name"] == "default"), None)
-        if not isinstance(source, str):
+            source = next((each.get("template") for each in source if _is_default(each)), None)
+        if source is None:
             return None
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return cls(source, **{name: text for name in names if (text := token_text(config.get(name))) is not None})
+        if not isinstance(source, str):
+            raise ValueError(f"{folder}: expected a text as chat_template, got {type(source).__name__}")
+        return cls(source, **special_tokens(folder))
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Returns the text before the answer. Raises ApiError 400 for messages that the template refuses."""
+        """Returns the text before the answer. Raises ApiError 400 for messages on which the template fails."""
+        given = self._tokens | {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            return self._template.render(given)
+        except Exception as error:  # templates are programs, which fail in any way
             raise ApiError(400, f"the chat template refuses these messages: {_line(error)}", param="messages") from None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _Generation(Extension):
+    """Reads the tag `generation`, which marks answers for training. The text in it is part of the text."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def _is_default(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == "default"
 
 
 def _line(error: BaseException) -> str:

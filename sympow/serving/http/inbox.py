@@ -62,7 +62,7 @@ async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine
         work: what the client waits for.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(receive))
+    leaving = asyncio.ensure_future(left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -74,6 +74,7 @@ async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+async def left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Waits until the client has left. `receive` is of ASGI."""
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -5,15 +5,16 @@ The server refuses unknown fields, and values that it does not support.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sympow.serving.http.errors import ApiError
+from sympow.serving.http.fields import only
 
-_Zero = Annotated[float, Field(ge=0, le=0)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Tokens = Annotated[list[_Token], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 
 
@@ -21,11 +22,20 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Body):
+class _Part(_Body):
+    """Is an object within a body. Clients fill such objects up with nulls, which mean that the field is not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: each for name, each in given.items() if each is not None} if isinstance(given, dict) else given
+
+
+class StreamOptions(_Part):
     """Describes a stream: `include_usage` asks for a last event with the usage."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
 
 
 class Generation(_Body):
@@ -43,12 +53,12 @@ class Generation(_Body):
     seed: _Seed | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: _Zero | None = None
-    frequency_penalty: _Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    logit_bias: Annotated[Any, only({})] = None
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -62,11 +72,11 @@ class Generation(_Body):
 class Completion(Generation):
     """Holds the body of /v1/completions."""
 
-    prompt: str | list[_Token] | list[str] | list[list[_Token]]
+    prompt: str | _Tokens | _Texts | Annotated[list[_Tokens], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+    echo: Annotated[Any, only(False)] = None
+    best_of: Annotated[Any, only(1)] = None
+    suffix: Annotated[Any, only("")] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -75,20 +85,28 @@ class Completion(Generation):
         return cast(list[str] | list[list[int]], [self.prompt] if alone else self.prompt)
 
 
-class TextPart(_Body):
+class TextPart(_Part):
     """Holds a part of a message."""
 
-    type: Literal["text"]
+    type: Annotated[Any, only("text")]
     text: str
 
 
-class Message(_Body):
-    """Holds a message of a conversation."""
+class Message(_Part):
+    """Holds a message of a conversation.
+
+    An answer of a server can be sent back as it came: its empty fields are accepted.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    refusal: Annotated[Any, only()] = None
+    tool_calls: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only()] = None
+    annotations: Annotated[Any, only([])] = None
+    audio: Annotated[Any, only()] = None
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as chat templates read it."""
@@ -97,38 +115,37 @@ class Message(_Body):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(_Part):
     """Asks for text, the only format that this server has."""
 
-    type: Literal["text"]
+    type: Annotated[Any, only("text")]
 
 
 class ChatCompletion(Generation):
-    """Holds the body of /v1/chat/completions."""
+    """Holds the body of /v1/chat/completions.
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    `prompt_cache_key`, `safety_identifier` and `parallel_tool_calls` have no effect.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parsed(schema: type[Body], body: bytes) -> Body:
-    """Parses the body of a request. Raises ApiError 400 naming the first wrong field."""
-    try:
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
-        of_first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-        # A field of several types has an error for each of them: that of the type which was given comes first.
-        first = min(of_first, key=lambda each: each["type"].endswith("_type"))
-        param = ".".join(str(part) for part in first["loc"][:1]) or None
-        message = " ".join(str(first["msg"]).split())
-        what = f"{param}: {message}" if param else message
-        raise ApiError(400, what[:500], code=str(first["type"]), param=param) from None
+    modalities: Annotated[Any, only(["text"])] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    audio: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Annotated[Any, only()] = None
+    prompt_cache_retention: Annotated[Any, only()] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    safety_identifier: str | None = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    web_search_options: Annotated[Any, only()] = None

@@ -5,20 +5,32 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import uvicorn
+from h11 import LocalProtocolError
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from sympow.serving.http.app import make_app
+from sympow.serving.http.hosts import ANY, is_loopback
+from sympow.serving.http.inbox import left
 from sympow.serving.http.service import Service
 
 _CONNECTIONS = 4096  # at a time; more are answered 503
 _SWITCH_SECONDS = 0.0005
 
 
-def run_server(service: Service, host: str, port: int, *, grace: float, started: Callable[[str], None]) -> None:
+def run_server(
+    service: Service,
+    host: str,
+    port: int,
+    *,
+    grace: float,
+    started: Callable[[str], None],
+    allowed_hosts: Collection[str] = (),
+) -> None:
     """Serves until SIGINT or SIGTERM. Running requests then get `grace` seconds to end.
 
     Args:
@@ -27,6 +39,8 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
         port: the port to listen at; 0 takes a free one.
         grace: the seconds that running requests get at the end.
         started: called with the address when the server accepts requests.
+        allowed_hosts: hosts that requests may name in their header Host, beside localhost and `host`; "*" allows all.
+            Without them, requests are checked on the loopback device only.
 
     Raises ValueError for a port out of range, OSError if the address cannot be used.
     """
@@ -36,7 +50,8 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
     listening = socket.create_server((host, port), family=family, backlog=1024)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}"
-    app = make_app(service)
+    checks = ANY not in allowed_hosts and (bool(allowed_hosts) or is_loopback(listening.getsockname()[0]))
+    app = make_app(service, [host, *allowed_hosts] if checks else None)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -44,8 +59,15 @@ def run_server(service: Service, host: str, port: int, *, grace: float, started:
         yield
 
     app.router.lifespan_context = lifespan
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except LocalProtocolError:  # what began as a request was none: uvicorn answers, and closes the connection
+            await left(receive)
+
     config = uvicorn.Config(
-        app,
+        quiet,
         http="h11",
         ws="none",
         lifespan="on",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import time
@@ -79,7 +80,8 @@ class Service:
         if not self.keys:
             return
         scheme, _, given = (header or "").partition(" ")
-        good = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        sent = given.strip(" \t").encode("latin-1")  # the bytes of the header; those beyond ASCII are UTF-8
+        good = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         if scheme.lower() != "bearer" or not any(good):
             raise ApiError(401, "expected a header Authorization: Bearer KEY with a valid key", code="invalid_api_key")
 
@@ -94,19 +96,32 @@ class Service:
             raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", code="no_chat_template")
         return self.template
 
-    def tokens_of(self, prompt: str | Sequence[int]) -> Tensor:
-        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt."""
+    def tokens_of(self, prompt: str | Sequence[int], param: str = "prompt") -> Tensor:
+        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt.
+
+        Args:
+            prompt: a text, or tokens.
+            param: the field of the request that it is from, for errors.
+        """
         text = isinstance(prompt, str)
         ids = self.tokenizer.encode(prompt).astype("int64") if isinstance(prompt, str) else prompt
         if not len(ids):
-            raise ApiError(400, "the prompt is empty; a model continues at least one token", param="prompt")
+            raise ApiError(400, "the prompt is empty; a model continues at least one token", param=param)
         if len(ids) > self.limits.prompt_tokens:
             most = f"{len(ids):,} tokens, more than the {self.limits.prompt_tokens:,} allowed"
-            raise ApiError(400, f"the prompt has {most}", code="context_length_exceeded", param="prompt")
+            raise ApiError(400, f"the prompt has {most}", code="context_length_exceeded", param=param)
         vocabulary = self.tokenizer.vocab_size
         if not text and max(ids) >= vocabulary:
-            raise ApiError(400, f"tokens must lie in a vocabulary of {vocabulary}; got {max(ids)}", param="prompt")
+            raise ApiError(400, f"tokens must lie in a vocabulary of {vocabulary}; got {max(ids)}", param=param)
         return torch.as_tensor(ids, dtype=torch.int64)
+
+    def check_choices(self, body: Generation, prompts: int) -> None:
+        """Raises ApiError 400 if so many prompts, `body.n` choices each, are too many for a request."""
+        n = body.n or 1
+        if n * prompts > self.limits.choices:
+            given = f"{n * prompts}: {prompts} prompts, n = {n}"
+            most = self.limits.choices
+            raise ApiError(400, f"at most {most} choices a request; got {given}", param="n" if n > 1 else "prompt")
 
     def requests(
         self,
@@ -114,8 +129,8 @@ class Service:
         prompts: Sequence[Tensor],
         inbox: Inbox,
         *,
-        new: int | None,
-        default: int,
+        new: int,
+        param: str,
         logprobs: int | None,
     ) -> list[Request]:
         """Returns the engine's requests: `body.n` for each prompt, in the order of the choices.
@@ -124,16 +139,14 @@ class Service:
             body: what the client asked for.
             prompts: int64 [T] each, a prompt for each list of choices.
             inbox: gets the pieces.
-            new: tokens asked for; `default` if None.
-            default: tokens to write where `new` is None.
+            new: tokens to write at most.
+            param: the field of the request that says so, for errors.
             logprobs: as in `Request`.
         """
         n = body.n or 1
-        if n * len(prompts) > self.limits.choices:
-            raise ApiError(400, f"at most {self.limits.choices} choices a request; got {n * len(prompts)}", param="n")
-        new = default if new is None else new
         if new > self.limits.new_tokens:
-            raise ApiError(400, f"at most {self.limits.new_tokens} new tokens; got {new}", param="max_tokens")
+            most = self.limits.new_tokens
+            raise ApiError(400, f"at most {most} new tokens; got {new} as {param}", param=param)
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
         temperature = 1.0 if body.temperature is None else body.temperature
         deadline = time.monotonic() + self.limits.seconds
@@ -142,7 +155,7 @@ class Service:
                 tokens=tokens,
                 max_new_tokens=new,
                 deliver=partial(self._deliver, inbox, place * n + choice),
-                sampling=Sampling(temperature, body.top_k, body.top_p, (seed + choice) % _SEEDS),
+                sampling=Sampling(temperature, body.top_k, body.top_p, seed_of(seed, place * n + choice)),
                 stop=body.stops,
                 logprobs=logprobs,
                 stream=bool(body.stream),
@@ -165,3 +178,15 @@ class Service:
         if output.usage is not None:
             self.metrics.ended(output)
         inbox.put(choice, output)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Returns the seed of one choice of a request.
+
+    The first choice has the seed of the request. The others have seeds that neither other choices nor requests with
+    neighbouring seeds have, so that all draw different random numbers.
+    """
+    if index == 0:
+        return seed % _SEEDS
+    hashed = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") % _SEEDS

@@ -28,8 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
+from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
 from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
+from sympow.ops.triton.delta import delta_rule
 from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
 from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
 from sympow.ops.triton.narrow_linear import narrow_linear, narrow_linear_backward
@@ -77,6 +79,18 @@ def attention_launches(key_dim: int, chunk_size: int, hopper: bool, p: int = 2) 
         out, _ = attention(q, k, v, log_g, None, chunk_size=chunk_size, rotation=rotation, **options)
         out.backward(torch.empty_like(out))
     return recorded
+
+
+def delta_launches(key_dim: int, hopper: bool) -> list[tuple]:
+    """Of the delta rule, forward and backward, gated, of rows of two chunks."""
+    config.on_hopper = lambda device: hopper
+    plan.forget_plans()
+    with recording() as recorded:
+        q, k, v = (torch.empty(1, 1024, 2, key_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        beta, log_g = (torch.empty(1, 1024, 2, requires_grad=True) for _ in range(2))
+        out, _ = delta_rule(q, k, v, beta, log_g, None, DeltaOptions(2, 512, False))
+        out.backward(torch.empty_like(out))
+    return [launch for launch in recorded if launch[0].__module__ == "sympow.ops.triton.delta"]
 
 
 def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
@@ -199,6 +213,7 @@ def main() -> None:
         if key_dim > 32:  # a smaller K needs fewer registers
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
+        launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
     launches += [(0, *launch) for launch in block_launches()]
     if not hopper:
         launches = first_of_each(launches)

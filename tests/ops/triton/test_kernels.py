@@ -1,6 +1,7 @@
 """The Triton kernels against the reference in float64: on a GPU every kernel and dtype, without one what Triton's
 interpreter can run (small)."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from tests.ops.contract import CASES, DEVICE, EPS32, Case, assert_within_budget,
 
 gradients = pytest.importorskip("sympow.ops.triton.gradients", reason="needs triton")
 calls = pytest.importorskip("sympow.ops.triton.call", reason="needs triton")
+gate = pytest.importorskip("sympow.ops.triton.gate", reason="needs triton")
 launch = pytest.importorskip("sympow.ops.triton.launch", reason="needs triton")
 launch_gradients = pytest.importorskip("sympow.ops.triton.launch_gradients", reason="needs triton")
 GPU = DEVICE == "cuda"
@@ -169,28 +171,61 @@ def test_large_quadratic(name):
 @pytest.mark.parametrize("gated", [False, True])
 def test_scales(gated):
     """What the key pass of `hopper.quadratic` multiplies a query's scores with; two heads share a gate."""
-    B, T, H, G, V, out_scale, step = 2, 37, 4, 2, 16, 1 / 64, 16
+    B, T, H, G, V, out_scale = 2, 37, 4, 2, 16, 1 / 64
     gen = torch.Generator().manual_seed(0)
     out, dout = (torch.randn(B, T, H, V, generator=gen).to(DEVICE) for _ in range(2))
     norm = (torch.rand(H, B * T, generator=gen) + 0.5).to(DEVICE)
-    sums = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE)
+    low = -4 * torch.rand(G, B * T, generator=gen).cumsum(1).to(DEVICE) / T
+    sums = torch.stack([low - 1e6, torch.full_like(low, -1e6), low])
     factor, scales, near, delta = (torch.empty_like(norm) for _ in range(4))
     gradients.row_factors[(B, H)](
         out, dout, norm, sums, factor, scales, near, delta, None, None, T, B * T, H, out_scale, V=V,
-        COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, STEP=step, PACKED=False, OVERLAP=False,
+        COLUMNS=V, R=H // G, BLOCK=64, GATED=gated, NORMALIZE=True, TILED=True, PACKED=False, OVERLAP=False,
     )  # fmt: skip
     expected = (out_scale / norm.double()).log2()
     expected_near = out_scale / norm.double()
     if gated:
-        decay = sums.double().repeat_interleave(H // G, 0)
+        decay = low.double().repeat_interleave(H // G, 0)
         expected += decay
-        rows, token = decay.view(H, B, T), torch.arange(T, device=DEVICE)
-        expected_near *= (rows - rows[:, :, token // step * step]).flatten(1).exp2()
-    # The decay within a step, of at most 4 step, is rounded once.
-    assert (near / expected_near - 1).abs().max() <= 4 * (1 + step) * EPS32
+        expected_near *= decay.exp2()
+    assert (near / expected_near - 1).abs().max() <= 8 * EPS32
     # A GPU's quotient errs by 2 EPS32, its logarithm by 2 more, and the sum is rounded once.
     assert (scales - expected).abs().max() <= 4 * EPS32 * expected.abs().max()
     assert (factor * norm - 1).abs().max() <= 4 * EPS32
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["", "Hopper"])
+@pytest.mark.parametrize(("ends", "chunk"), [(None, 300), (None, 64), ((0, 1, 40, 40, 300), 128)])
+def test_sums_of_gates(ends, chunk, tiled):
+    """Their differences, behind resets and gates that are nearly resets, and where the high parts for Hopper change."""
+    G, T, tile = 2, 300, gate.REACH_TILE.value
+    gen = torch.Generator().manual_seed(0)
+    log_g = -(10 ** (6 * torch.rand(1, T, G, generator=gen) - 4)).to(DEVICE)
+    log_g[:, 5::7] = -1e30
+    x = torch.zeros(1, T, G, 16, device=DEVICE)
+    cu_seqlens = None if ends is None else torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE)
+    call = calls.Call(x, x, x, log_g, cu_seqlens, 2, 1.0, 0 if ends is None and chunk == T else chunk, False)
+    sums = torch.full((3 if tiled else 2, G, T), torch.nan, device=DEVICE)
+    gate.gate_sums[(call.plan.layout.blocks(chunk), G)](
+        log_g, sums, None, None, cu_seqlens, call.table(chunk), T, T, G, chunk, 150.0,
+        BLOCK=128, TILED=tiled, PACKED=ends is not None, OVERLAP=False,
+    )  # fmt: skip
+    exact = (log_g[0].double() / math.log(2)).clamp(min=-160).T
+    high, low = sums[-2:].double()
+    for start, stop in pairwise((0, *(ends or (T,)))):
+        for first in range(start, stop, chunk):
+            span = slice(first, min(first + chunk, stop))
+            wanted = exact[:, span].cumsum(1)
+            torch.testing.assert_close(sums[0, :, span].double(), wanted, rtol=EPS32, atol=0)
+            error = (high[:, span, None] - high[:, None, span]) + (low[:, span, None] - low[:, None, span])
+            error -= wanted[:, :, None] - wanted[:, None]
+            assert error.abs().max() <= (160 * tile * EPS32 if tiled else 1e-6)
+            if tiled:
+                tiles = high[:, span].split(tile, 1)
+                assert not high.remainder(16).any() and all(y.eq(y[:, :1]).all() for y in tiles)
+                before = torch.cat([torch.zeros(G, 1).to(wanted), wanted], 1)[:, : stop - first : tile][:, : len(tiles)]
+                least = torch.stack([y[:, 0] for y in tiles], 1)
+                assert ((before >= least) & (before < least + 16)).all()
 
 
 @pytest.mark.parametrize(
@@ -215,11 +250,14 @@ def test_gate_gradient(rows, ends, block, monkeypatch):
     )
     cu_seqlens = torch.tensor((0, *ends), dtype=torch.int32, device=DEVICE) if rows == 1 else None
     q, k = (torch.zeros(rows, tokens // rows, heads, 16, device=DEVICE) for heads in (G * R, G))
-    call = calls.Call(q, k, k, k[..., 0], cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
+    log_g = k[..., 0].contiguous()
+    log_g.view(-1, G)[::7, 0] = -120.0  # a decay of 0
+    call = calls.Call(q, k, k, log_g, cu_seqlens, p=2, scale=1.0, chunk=0, tf32=False)
     terms = (dsums_q.double().unflatten(0, (G, R)).sum(1) - dsums_k) / 2
     documents = zip(terms.split([b - a for a, b in pairwise((0, *ends))], 1), last.double(), strict=True)
     expected = torch.cat([x.flip(1).cumsum(1).flip(1) + end[:, None] for x, end in documents], 1).T.float()
-    assert torch.equal(launch_gradients.gate_gradient(call, dsums_q, dsums_k, last).flatten(0, 1), expected)
+    expected[::7, 0] = 0
+    assert torch.equal(launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last).flatten(0, 1), expected)
 
 
 @pytest.mark.parametrize(("rows", "ends"), [(2, (100, 200)), (1, (0, 1, 1, 64, 65, 200, 200))])
@@ -247,8 +285,12 @@ def test_gate_gradient_by_chunk(rows, ends, final, block, monkeypatch):
             after = through[index].double().sum(1) if end < stop else last[n].double() * final
             expected.append(terms[:, first:end].flip(1).cumsum(1).flip(1) + after[:, None])
             index += 1
-    got = launch_gradients.gate_gradient(call, dsums_q, dsums_k, last if final else None, through.double())
-    assert torch.equal(got.flatten(0, 1), torch.cat(expected, 1).T.float())
+    log_g = k[..., 0].contiguous()
+    log_g.view(-1, G)[::7, 0] = -120.0  # a decay of 0
+    want = torch.cat(expected, 1).T.float()
+    want[::7, 0] = 0
+    got = launch_gradients.gate_gradient(call, log_g, dsums_q, dsums_k, last if final else None, through.double())
+    assert torch.equal(got.flatten(0, 1), want)
 
 
 @pytest.mark.parametrize("ends", [None, (0, 1, 40, 40, 200)])

@@ -52,13 +52,13 @@ def extra_bytes(key_dim: int, monkeypatch, *, gated: bool = True) -> int:
     return allocated.peak - sum(x.nbytes for x in (result.out, *grads) if x is not None)
 
 
-@pytest.mark.parametrize(("key_dim", "most"), [(32, 1_400), (64, 3_000), (128, 14_000)])
+@pytest.mark.parametrize(("key_dim", "most"), [(32, 1_440), (64, 3_000), (128, 14_000)])
 def test_a_gated_backward_holds_states_or_their_gradients(key_dim, most, monkeypatch):
     """Not both. The most is held by the key pass: one of them, of each boundary and one more, and float32 rows."""
     chunk, rows = {32: (256, 3 * 32**2 // 4), 64: (1024, 3 * 64**2 // 4), 128: (2048, 5 * 128**2 // 8)}[key_dim]
     boundaries = 8 * 65_536 // chunk + 1
     state = 12 * (rows * key_dim + key_dim**2) * 2
-    per_token = 5  # the gate's sums, the normalizer, factor, delta, and q . dq; that of k . dk is as large as dlog_g
+    per_token = 7  # three sums of the gate, the normalizer, factor, delta, and q . dq; k . dk is as large as dlog_g
     expected = boundaries * state + per_token * 12 * 8 * 65_536 * 4
     assert expected <= most * MB
     got = extra_bytes(key_dim, monkeypatch)

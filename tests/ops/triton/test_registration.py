@@ -71,5 +71,5 @@ def test_fake_tensors_and_the_checks_of_torch():
 def test_a_second_derivative_is_refused(function):
     x = torch.ones(3, requires_grad=True)
     (dx,) = torch.autograd.grad(function(x, 2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch.autograd.grad(dx.sum(), x)
+    with pytest.raises(RuntimeError, match=r"the gradient of .*cube_for_test cannot be differentiated again"):
+        torch.autograd.grad(dx.sum() + x.sum(), x)

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from sympow.layers import MIXERS
 from sympow.recall.theory.base_conv import (
     Layer,
+    add,
     apply,
     circular_convolution,
     remember,
@@ -31,6 +32,20 @@ def test_shifts(by):
     u = integers(ROWS, N, D)
     assert torch.equal(shift_down(N, D, by)(u), pad(u, (0, 0, by, 0))[:, :N])
     assert torch.equal(shift_up(N, D, by)(u), pad(u, (0, 0, 0, by))[:, by:])
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_add_is_the_primitive_of_the_appendix(count):
+    """Proposition H.9: rows x, S, 0 become 1, x + S, 0; adding the next x to the sum goes on from there."""
+    small = torch.tensor([[1, 2, 10, 20, 0, 0]]).double()[..., None]
+    assert apply(add(6, 1, 2), small).flatten().tolist() == [1, 1, 11, 22, 0, 0]
+    u = integers(ROWS, N, D)
+    u[:, 2 * count :] = 0
+    got = apply(add(N, D, count), u)
+    assert (got[:, :count] == 1).all() and not got[:, 2 * count :].any()
+    assert torch.equal(got[:, count : 2 * count], u[:, :count] + u[:, count : 2 * count])
+    with pytest.raises(ValueError, match="a tape of 12 rows holds x and S of 1 to 6 rows each; got 7"):
+        add(12, 1, 7)
 
 
 def test_running_sum():

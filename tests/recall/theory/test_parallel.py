@@ -1,4 +1,4 @@
-"""Algorithms 8 to 11 against a dictionary, and what they cost."""
+"""Algorithms 9 and 11 and all pairs against a dictionary, and what they cost."""
 
 import math
 

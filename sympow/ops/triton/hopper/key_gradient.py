@@ -15,6 +15,7 @@ from sympow.ops.triton.hopper.primitives import (
     reach_tile,
     stage_columns,
     start_next,
+    sum_before,
 )
 from sympow.ops.triton.hopper.quarters import key_states
 from sympow.ops.triton.hopper.renamed import barrier
@@ -153,9 +154,11 @@ def key_pass(
             return
     end = length
     chunk_index = first * 0
+    origin = first * 0
     if CHUNK > 0:
         chunk_index = first // CHUNK
-        end = gl.minimum((chunk_index + 1) * CHUNK, length)
+        origin = chunk_index * CHUNK
+        end = gl.minimum(origin + CHUNK, length)
     if reach is not None:
         end = gl.load(reach + reach_tile(n, g, gl.minimum(first + BLOCK, length) - 1, T, tokens))
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
@@ -189,8 +192,10 @@ def key_pass(
     if STATES:
         leaving = FINAL or end < length
         if GATED:  # the decay from this block to the end of the chunk
-            sums_at = sums + g * tokens + start
-            kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
+            here = sums + (g + G) * tokens + start
+            last_high, last_rest = sum_before(here, here + G * tokens, end, origin)
+            high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin)
+            kept = exp2((last_high - high) + (last_rest - rest))
             leaving &= kept > 0.0
         if leaving:
             if PACKED:
@@ -216,19 +221,21 @@ def key_pass(
         )
 
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
+        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         if STATES:
             dkeys *= kept
             dvalues *= kept
     for it in range(total):
         if GATED:
             if it == R * after:
-                decay = exp2(ref - own)
+                decay = exp2(-own)
                 dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
                 dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
         head, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
@@ -237,7 +244,8 @@ def key_pass(
         f = gl.load(factor + at, mask=there, other=0.0) * out_scale
         d = gl.load(delta + at, mask=there, other=0.0)
         if GATED:
-            later = gl.load(here + s0 + i_range, mask=there, other=float("-inf"))
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            later = gl.load(low + s0 + i_range, mask=there, other=float("-inf"))
         async_copy.wait_group(1)
         fence_async_shared()
         head1, s1 = query_step(it + 2, first, after, within, R, BLOCK, QUERIES)
@@ -262,7 +270,7 @@ def key_pass(
         else:
             slope = scores * f[None, :]
             if GATED:
-                slope *= exp2(later[None, :] - own[:, None])
+                slope *= exp2(later[None, :] - (own + ref)[:, None])
             slope = gl.where((row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None], slope, 0.0)
         weight = gl.convert_layout((slope * scores).to(gl.bfloat16), left_layout)
         dvalues = warpgroup_mma(weight, dy, dvalues, is_async=True)

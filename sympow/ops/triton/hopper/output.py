@@ -17,6 +17,7 @@ from sympow.ops.triton.hopper.primitives import (
     first_keys,
     reach_tile,
     stage_columns,
+    sum_before,
 )
 from sympow.ops.triton.hopper.renamed import barrier, reinterpret
 from sympow.ops.triton.hopper.ring import (
@@ -236,9 +237,10 @@ def output_pass(
         if first >= length:
             return
     g = h // R
-    begin = first * 0
+    origin = first * 0
     if CHUNK > 0:
-        begin = (first // CHUNK) * CHUNK
+        origin = (first // CHUNK) * CHUNK
+    begin = origin
     if reach is not None:
         await_last(OVERLAP)
         begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
@@ -302,17 +304,18 @@ def output_pass(
 
     await_last(OVERLAP)
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.maximum(first - 1, 0))
-        ref = gl.where(first > begin, ref, 0.0)
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         if STATES:
             acc *= kept
             total *= kept
-        since = exp2(own - ref)
+        since = exp2(own)
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
     before = (first - begin) // KEYS
@@ -325,7 +328,8 @@ def output_pass(
                 acc *= gl.convert_layout(since, gl.SliceLayout(1, mma))[:, None]
                 total *= since
                 parts *= gl.convert_layout(since, gl.SliceLayout(1, parts.type.layout))[:, None]
-            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -348,7 +352,7 @@ def output_pass(
                 weight *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                weight *= exp2(own[:, None] - there[None, :])
+                weight *= exp2((own + ref)[:, None] - there[None, :])
             weight = gl.where(row[:, None] >= (s0 + j)[None, :], weight, 0.0)
         if NORMALIZE:
             parts += _row_parts(weight, BLOCK, KEYS)

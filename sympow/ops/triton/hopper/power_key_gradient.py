@@ -9,7 +9,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sympow.ops.triton.hopper.output import before_level, from_level, stage_pairs
 from sympow.ops.triton.hopper.power_query_gradient import signed_power, through_state, tile_layout
-from sympow.ops.triton.hopper.primitives import copy_rows, exp2, locate, query_step, stage_columns
+from sympow.ops.triton.hopper.primitives import (
+    copy_rows,
+    exp2,
+    locate,
+    query_step,
+    stage_columns,
+    sum_before,
+)
 from sympow.ops.triton.hopper.renamed import barrier
 from sympow.ops.triton.hopper.ring import first_in_one, ring_in_one
 
@@ -120,7 +127,8 @@ def key_pass(
             return
     g = gl.program_id(1).to(gl.int64)
     chunk_index = first // CHUNK
-    end = gl.minimum((chunk_index + 1) * CHUNK, length)
+    origin = chunk_index * CHUNK
+    end = gl.minimum(origin + CHUNK, length)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     value_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
@@ -143,8 +151,10 @@ def key_pass(
     dvalues = gl.zeros([BLOCK, V], gl.float32, value_mma)
     leaving = FINAL or end < length
     if GATED:  # the decay from this block to the end of the chunk; if it is 0, no row is read
-        sums_at = sums + g * tokens + start
-        kept = exp2(gl.load(sums_at + (end - 1)) - gl.load(sums_at + (gl.minimum(first + BLOCK, length) - 1)))
+        here = sums + (g + G) * tokens + start
+        last_high, last_rest = sum_before(here, here + G * tokens, end, origin)
+        high, rest = sum_before(here, here + G * tokens, gl.minimum(first + BLOCK, length), origin)
+        kept = exp2((last_high - high) + (last_rest - rest))
         leaving &= kept > 0.0
     if leaving:
         if PACKED:
@@ -181,24 +191,27 @@ def key_pass(
             QUERIES, num_warps,
         )  # fmt: skip
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     i_range = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
+        high, rest = sum_before(here, low, gl.minimum(first + BLOCK, length), origin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         dkeys *= kept
         dvalues *= kept
     for it in range(total):
         if GATED:
             if it == R * after:
-                decay = exp2(ref - own)
+                decay = exp2(-own)
                 dkeys *= gl.convert_layout(decay, gl.SliceLayout(1, mma))[:, None]
                 dvalues *= gl.convert_layout(decay, gl.SliceLayout(1, value_mma))[:, None]
         _, s0 = query_step(it, first, after, within, R, BLOCK, QUERIES)
         there = s0 + i_range < end
         if GATED:
-            later = gl.load(here + s0 + i_range, mask=there, other=float("-inf"))
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            later = gl.load(low + s0 + i_range, mask=there, other=float("-inf"))
         async_copy.wait_group(1)
         fence_async_shared()
         _copy_queries(
@@ -220,7 +233,7 @@ def key_pass(
         else:
             slope *= out_scale
             if GATED:
-                slope *= exp2(later[None, :] - own[:, None])
+                slope *= exp2(later[None, :] - (own + ref)[:, None])
             own_pairs = (row[:, None] <= (s0 + i_range)[None, :]) & (row < length)[:, None] & there[None, :]
             slope = gl.where(own_pairs, slope, 0.0)
         weight = gl.convert_layout((slope * scores).to(gl.bfloat16), value_left)

@@ -14,7 +14,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from sympow.ops.triton.hopper.primitives import column, copy_rows, exp2, first_keys, locate, stage_columns
+from sympow.ops.triton.hopper.primitives import (
+    column,
+    copy_rows,
+    exp2,
+    first_keys,
+    locate,
+    stage_columns,
+    sum_before,
+)
 from sympow.ops.triton.hopper.renamed import load_async, reinterpret
 
 
@@ -226,13 +234,14 @@ def query_pass(
         )
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.maximum(first - 1, 0))
-        ref = gl.where(first > begin, ref, 0.0)
+        high, rest = sum_before(here, low, first, begin)
+        own = gl.load(here + row, mask=row < length, other=0.0) - high
+        own += gl.load(low + row, mask=row < length, other=0.0) - rest
         acc *= kept
     end = gl.minimum(first + BLOCK, length)
     steps = gl.cdiv(end - begin, KEYS)
@@ -241,8 +250,9 @@ def query_pass(
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
-                acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
-            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -261,7 +271,7 @@ def query_pass(
                 grad *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                grad *= exp2(own[:, None] - there[None, :])
+                grad *= exp2((own + ref)[:, None] - there[None, :])
             grad = gl.where(row[:, None] >= (s0 + j)[None, :], grad, 0.0)
         grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, keys, acc, is_async=True)

@@ -91,6 +91,15 @@ def reach_tile(n, g, token, T, tokens):
 
 
 @gluon.jit
+def sum_before(high, low, token, origin):
+    """Returns the parts of the gate's sum (`gate.gate_sums`) before a token, at most `length`, of the chunk that begins
+    at `origin`."""
+    at = gl.maximum(token, 1) - 1
+    later = token > origin
+    return gl.where(later, gl.load(high + at), 0.0), gl.where(later, gl.load(low + at), 0.0)
+
+
+@gluon.jit
 def query_step(it, first, after, within, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr):
     """Returns the head within its group, and the first query of step `it` of the key pass."""
     own = it - R * after

@@ -4,8 +4,8 @@
 In the query pass, the TMA copies tiles of keys and values. It needs no registers for addresses, so three programs fit
 on an SM. In the key pass, keys and values are in registers, from where products of few columns read them faster than
 from shared memory. The factor of the scores is loaded with the tiles of a step. It combines decay and normalizer: b_ij
-n_i is 2**(scales_i - L_j), or near_i 2**(L_c - L_j) with c the first token of the step. `scales` and `near` [H, tokens]
-are written by `gradients.row_factors`.
+n_i is near_i 2**(high_i - L_j), where L_i = high_i + low_i. `near` and its logarithm `scales` [H, tokens] are written
+by `gradients.row_factors`. Blocks and steps are tiles of the gate's sums, so all tokens of one have the same high part.
 """
 
 
@@ -19,7 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.ops.triton.hopper.primitives import assign, await_last, copy_rows, exp2, query_step, reach_tile, start_next
+from sympow.ops.triton.hopper.primitives import (
+    REACH_TILE,
+    assign,
+    await_last,
+    copy_rows,
+    exp2,
+    query_step,
+    reach_tile,
+    start_next,
+    sum_before,
+)
 from sympow.ops.triton.hopper.renamed import load_async, load_tile, reinterpret
 from sympow.ops.triton.launcher import Tile
 
@@ -94,16 +104,17 @@ def _load_sums(here, i, length, KEYS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _key_steps(
-    start, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here, own, ref,
-    d, row, length,
+    start, stop, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here, low,
+    own, high, rest, d, row, length,
     KEYS: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, OWN: gl.constexpr, GATED: gl.constexpr,
     mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Returns acc plus the parts of the steps `start` to `stop` - 1. OWN: some keys come after some queries. Rows and
     length count from token `begin`, at which the first step starts.
 
-    For other steps, `sums_s` has the decay from the key to `ref`, so that an exponential is computed once for each key,
-    not for each thread.
+    For other steps, `sums_s` has the decay from the key to the block, before which the sum has the parts `high` and
+    `rest`. So an exponential is computed once for each key, not for each thread. `here` and `low` point to the parts of
+    the sums from token `begin` on.
     """
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KEYS, 16])
@@ -113,7 +124,8 @@ def _key_steps(
         ahead = i + (_STAGES - 1)
         mbarrier.wait(bars.index(stage), (i // _STAGES) & 1)
         if GATED:
-            coming = _load_sums(here, ahead, length, KEYS, num_warps)
+            coming = _load_sums(low, ahead, length, KEYS, num_warps)
+            ref = (high - gl.load(here + gl.minimum(ahead * KEYS, length - 1))) + rest
         tile = keys_s.index(stage)
         zeros = gl.zeros([BLOCK, KEYS], gl.float32, score_mma)
         scores = warpgroup_mma(queries_s, tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -147,6 +159,7 @@ def query_pass(
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Computes dq and dsums. `keys` and `values` are descriptors of tiles of KEYS tokens."""
+    gl.static_assert(BLOCK == REACH_TILE and KEYS == REACH_TILE)
     n, start, length, first, h = assign(None, None, T, H, spread, BLOCK, 0, False, False)
     g = (h // R).to(gl.int32)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
@@ -177,28 +190,33 @@ def query_pass(
     at = h * tokens + start + row
     d = gl.load(delta + at, mask=row < length, other=0.0)
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g.to(gl.int64) * tokens + start
+    here = sums + (g + H // R).to(gl.int64) * tokens + start
+    low = here + (H // R) * tokens
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
-    ref = 0.0
+    high = 0.0
+    rest = 0.0
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.maximum(first - 1, 0))
-        ref = gl.where(first > 0, ref, 0.0)
+        own = gl.load(low + row, mask=row < length, other=0.0)
+        high, rest = sum_before(here, low, first, 0)
         for early in gl.static_range(_STAGES - 1):
-            coming = _load_sums(here + begin, early, length - begin, KEYS, num_warps)
+            coming = _load_sums(low + begin, early, length - begin, KEYS, num_warps)
+            ref = (high - gl.load(here + gl.minimum(begin + early * KEYS, length - 1))) + rest
             sums_s.index(early).store(gl.where(early < before, exp2(ref - coming), coming))
     acc = gl.zeros([BLOCK, K], gl.float32, mma)
     async_copy.wait_group(0)
     fence_async_shared()
     acc = _key_steps(
-        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g, here + begin,
-        own, ref, d, row - begin, length - begin, KEYS, BLOCK, K, V, False, GATED, mma, num_warps,
+        0, before, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g,
+        here + begin, low + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, False, GATED,
+        mma, num_warps,
     )  # fmt: skip
     if GATED:
-        acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
+        since = (gl.load(here + first) - high) - rest
+        acc *= gl.convert_layout(exp2(own + since), gl.SliceLayout(1, mma))[:, None]
     acc = _key_steps(
         before, steps, steps, acc, queries_s, dy_s, keys_s, values_s, sums_s, bars, keys, values, begin, n, g,
-        here + begin, own, ref, d, row - begin, length - begin, KEYS, BLOCK, K, V, True, GATED, mma, num_warps,
+        here + begin, low + begin, own, high, rest, d, row - begin, length - begin, KEYS, BLOCK, K, V, True, GATED,
+        mma, num_warps,
     )  # fmt: skip
 
     scale = gl.load(factor + at, mask=row < length, other=0.0) * grad_scale
@@ -242,7 +260,7 @@ def _copy_queries(
 @gluon.jit
 def _steps(
     begin, stop, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-    q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
+    q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     OWN: gl.constexpr, GATED: gl.constexpr, mma: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -255,9 +273,9 @@ def _steps(
     left_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, QUERIES, 16])
     i = gl.arange(0, QUERIES, gl.SliceLayout(0, score_mma))
-    decay = 0.0  # at the first token of a step; read one step ahead
+    decay = 0.0  # the high part of a step's sums less the sum at the end of the block; read one step ahead
     if GATED and not OWN:
-        decay = gl.load(here + gl.minimum(first + BLOCK, length - 1))
+        decay = (gl.load(here + gl.minimum(first + BLOCK, length - 1)) - high) - rest
     for it in range(begin, stop):
         async_copy.wait_group(1)
         fence_async_shared()
@@ -274,9 +292,9 @@ def _steps(
         else:
             f = near_s.index(stage).load(gl.SliceLayout(0, score_mma))
             if GATED:
-                f *= exp2(decay - ref)
+                f *= exp2(decay)
                 _, s1 = _step(it + 1, first, after, within, R, BLOCK, QUERIES)
-                decay = gl.load(here + gl.minimum(s1, length - 1))
+                decay = (gl.load(here + gl.minimum(s1, length - 1)) - high) - rest
         scores, keys = warpgroup_mma_wait(1, deps=(scores, keys))
         if OWN:
             if GATED:
@@ -307,7 +325,7 @@ def key_pass(
     K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, QUERIES: gl.constexpr,
     GATED: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(K == V)
+    gl.static_assert(K == V and BLOCK == REACH_TILE and QUERIES == REACH_TILE)
     start_next(OVERLAP)
     n, start, length, first, g = assign(starts, blocks, T, G, spread, BLOCK, 0, False, True)
     end = length
@@ -342,28 +360,32 @@ def key_pass(
     dkeys = gl.zeros([BLOCK, K], gl.float32, mma)
     dvalues = gl.zeros([BLOCK, V], gl.float32, mma)
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
     row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
+    low = here + G * tokens
     own = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, score_mma))
-    ref = 0.0
+    high = 0.0
+    rest = 0.0
+    last = gl.minimum(first + BLOCK, length) - 1
     if GATED:
-        own = gl.load(here + row, mask=row < length, other=0.0)
-        ref = gl.load(here + gl.minimum(first + BLOCK, length) - 1)
+        own = gl.load(low + row, mask=row < length, other=0.0)
+        high = gl.load(here + last)
+        rest = gl.load(low + last)
     async_copy.wait_group(1)
     keys = keys_s.load(held)
     values = values_s.load(held)
     dkeys, dvalues, keys, values = _steps(
         0, R * after, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
         K, V, R, BLOCK, QUERIES, False, GATED, mma, num_warps,
     )  # fmt: skip
     if GATED:
-        decay = gl.convert_layout(exp2(ref - own), gl.SliceLayout(1, mma))
+        decay = gl.convert_layout(exp2(rest - own), gl.SliceLayout(1, mma))  # the block is one tile
         dkeys *= decay[:, None]
         dvalues *= decay[:, None]
     dkeys, dvalues, _, _ = _steps(
         R * after, total, total, dkeys, dvalues, keys, values, queries_s, dy_s, near_s, delta_s,
-        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, ref, row,
+        q, q_st, q_sh, dout, here, scales, near, delta, first, after, within, length, tokens, H, own, high, rest, row,
         K, V, R, BLOCK, QUERIES, True, GATED, mma, num_warps,
     )  # fmt: skip
     async_copy.wait_group(0)

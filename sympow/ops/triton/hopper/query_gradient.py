@@ -14,6 +14,7 @@ from sympow.ops.triton.hopper.primitives import (
     reach_tile,
     stage_columns,
     start_next,
+    sum_before,
 )
 from sympow.ops.triton.hopper.quarters import query_states
 from sympow.ops.triton.hopper.renamed import barrier
@@ -62,9 +63,10 @@ def query_pass(
         if first >= length:
             return
     g = h // R
-    begin = first * 0
+    origin = first * 0
     if CHUNK > 0:
-        begin = (first // CHUNK) * CHUNK
+        origin = (first // CHUNK) * CHUNK
+    begin = origin
     if reach is not None:
         await_last(OVERLAP)
         begin = gl.load(reach + reach_tile(n, g, first, T, tokens))
@@ -125,14 +127,15 @@ def query_pass(
         keys_s, values_s = first_keys(k, k_st, v, v_st, begin, length, KEYS, K, V, num_warps)
 
     # Decays are split at the last token before the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
-    here = sums + g * tokens + start
+    here = sums + (g + G) * tokens + start
+    low = here + G * tokens
     score_row = first + gl.arange(0, BLOCK, gl.SliceLayout(1, score_mma))
     score_d = gl.convert_layout(d, gl.SliceLayout(1, score_mma))
     j = gl.arange(0, KEYS, gl.SliceLayout(0, score_mma))
     if GATED:
-        own = gl.load(here + score_row, mask=score_row < length, other=0.0)
-        ref = gl.load(here + gl.maximum(first - 1, 0))
-        ref = gl.where(first > begin, ref, 0.0)
+        high, rest = sum_before(here, low, first, origin)
+        own = gl.load(here + score_row, mask=score_row < length, other=0.0) - high
+        own += gl.load(low + score_row, mask=score_row < length, other=0.0) - rest
         if STATES:
             acc *= kept
     end = gl.minimum(first + BLOCK, length)
@@ -142,8 +145,9 @@ def query_pass(
         s0 = begin + i * KEYS
         if GATED:
             if i == before:
-                acc *= gl.convert_layout(exp2(own - ref), gl.SliceLayout(1, mma))[:, None]
-            there = gl.load(here + s0 + j, mask=s0 + j < length, other=0.0)
+                acc *= gl.convert_layout(exp2(own), gl.SliceLayout(1, mma))[:, None]
+            ref = (high - gl.load(here + s0)) + rest  # the high part is that of the tile
+            there = gl.load(low + s0 + j, mask=s0 + j < length, other=0.0)
         async_copy.wait_group(1)
         fence_async_shared()
         s1 = s0 + 2 * KEYS
@@ -162,7 +166,7 @@ def query_pass(
                 grad *= exp2(ref - there)[None, :]
         else:
             if GATED:
-                grad *= exp2(own[:, None] - there[None, :])
+                grad *= exp2((own + ref)[:, None] - there[None, :])
             grad = gl.where(score_row[:, None] >= (s0 + j)[None, :], grad, 0.0)
         grad = gl.convert_layout(grad.to(gl.bfloat16), left_layout)
         acc = warpgroup_mma(grad, keys, acc, is_async=True)

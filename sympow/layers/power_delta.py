@@ -1,0 +1,154 @@
+"""Power attention with the delta rule as a layer: tokens correct what the state remembers, instead of adding to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.base import any_weight, state_options
+from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
+from sympow.layers.power import check_form
+from sympow.layers.state import MixerState
+from sympow.ops import power_delta_rule, power_delta_rule_step
+from sympow.ops.checks import check_options
+from sympow.ops.cost import least_power_flops
+from sympow.ops.feature_map import spow_dim
+
+
+@dataclass
+class PowerDeltaState(MixerState):
+    """Holds the state of the op, [B, G, D, V], and the number of tokens so far (int64 [B] where rows differ)."""
+
+    counters: ClassVar[tuple[str, ...] | None] = ("position",)
+
+    memory: Tensor
+    position: int | Tensor
+
+
+class PowerDeltaAttention(AttentionMixer):
+    """Computes the delta rule on the state of power attention (M19), (M20), with a gate (M16) and a rotation (M15).
+
+    A token writes v - S^T phi(k), the error of what the state returns for its key, times beta. So a key that comes
+    again replaces its value, and the state holds more values than a sum does. p = 1 is the gated delta rule. The state
+    does not grow, and is that of `PowerAttention` without the normalizer.
+
+    Queries and keys have norm 1. There is no division by a sum of weights, so every head's output is normed. By default
+    the layer has the short convolution and the output gate that `PowerAttention` has, too.
+
+    Args:
+        d_model, n_heads: as in `AttentionMixer`.
+        p: the power; the state has spow_dim(K, p) rows of V values for each key/value head.
+        gate: multiplies the past of every key/value head by sigmoid(W x + b) at every token.
+        gate_bias: the initial biases b of the first and the last key/value head, as in `PowerAttention`.
+        beta: None: learned, beta_max times sigmoid(W x + b), for every key/value head and token. A number: that number.
+        beta_bias: the initial bias b of a learned beta.
+        beta_max: the largest value of a learned beta, at most 2. Above 1 a token can write more than its error.
+        rotation: "fixed" or "none".
+        chunk_size: as in `sympow.ops.power_delta_rule`.
+        impl: as in `sympow.ops.power_delta_rule`.
+        **heads: options of `AttentionMixer`, with other defaults: short_convolution 4, head_norm and output_gate
+            True, rotary_fraction 1/4.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        p: int = 2,
+        gate: bool = True,
+        gate_bias: Sequence[float] = (1.0, 8.0),
+        beta: float | None = None,
+        beta_bias: float = 0.0,
+        beta_max: float = 1.0,
+        rotation: str = "fixed",
+        chunk_size: int | None = None,
+        impl: str = "auto",
+        **heads: Unpack[HeadOptions],
+    ):
+        heads.setdefault("rotary_fraction", 0.25)
+        heads.setdefault("short_convolution", 4)
+        heads.setdefault("head_norm", True)
+        heads.setdefault("output_gate", True)
+        super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        check_options(p, None, False, 1.0)
+        check_form(chunk_size, impl)
+        gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
+        for name, number in (("beta", beta), ("beta_max", beta_max)):
+            if number is not None and not 0 < number <= 2:
+                raise ValueError(f"{name} must be above 0 and at most 2, or the state can grow; got {number}")
+        if not math.isfinite(beta_bias):
+            raise ValueError(f"beta_bias must be finite; got {beta_bias}")
+        if beta is not None and (beta_bias, beta_max) != (0.0, 1.0):
+            raise ValueError("beta_bias and beta_max are of a learned beta; leave beta None")
+        self.p, self.chunk_size, self.impl = p, chunk_size, impl
+        self.gate_bias = tuple(gate_bias)
+        self.beta, self.beta_bias, self.beta_max = beta, beta_bias, beta_max
+        self.gate = Float32Linear(d_model, self.n_kv_heads) if gate else None
+        self.strength = Float32Linear(d_model, self.n_kv_heads) if beta is None else None
+        self.reset_parameters()
+
+    def reset_own_parameters(self, generator: torch.Generator | None) -> None:
+        """Fills the parameters that start with values of the mixer's own; see `Mixer.reset_own_parameters`."""
+        with torch.no_grad():
+            if self.gate is not None and self.gate.bias is not None:
+                self.gate.bias.copy_(gate_biases(self.gate_bias, self.n_kv_heads))
+            if self.strength is not None and self.strength.bias is not None:
+                self.strength.bias.fill_(self.beta_bias)
+
+    def mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns the heads' outputs [B, T, H, V]; see `AttentionMixer.mix`."""
+        return power_delta_rule(*self._inputs(x, 0), cu_seqlens=cu_seqlens, **self._options()).out
+
+    def mix_state(
+        self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PowerDeltaState:
+        """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
+        shape = (batch_size, self.n_kv_heads, spow_dim(self.head_dim, self.p), self.value_dim)
+        options = state_options(any_weight(self, self.out), device, dtype, sums=True)
+        return PowerDeltaState(torch.zeros(shape, **options), 0)
+
+    def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
+        """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
+        inputs, position = self._inputs(x, state.position), state.position + x.shape[1]
+        if x.shape[1] == 1 and not torch.is_grad_enabled():
+            y, memory = power_delta_rule_step(*inputs, state=state.memory, p=self.p, inplace=True)
+        else:
+            y, memory = power_delta_rule(*inputs, initial_state=state.memory, return_state=True, **self._options())
+        if memory is None:
+            raise RuntimeError("the op returned no state where one was asked for")
+        return y, PowerDeltaState(memory, position)
+
+    def mix_state_size(self, context: int) -> int:
+        """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
+        return self.n_kv_heads * spow_dim(self.head_dim, self.p) * self.value_dim
+
+    def training_flops(self, time: int) -> int:
+        """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`.
+
+        Products within a chunk and with the state are those of power attention with one more query head for every
+        key/value head.
+        """
+        sizes = {"heads": self.n_heads + self.n_kv_heads, "kv_heads": self.n_kv_heads}
+        return least_power_flops(time, self.head_dim, self.value_dim, self.p, self.gate is not None, **sizes)
+
+    def _options(self) -> dict[str, Any]:
+        return {"p": self.p, "chunk_size": self.chunk_size, "impl": self.impl}
+
+    def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns rotated q and k, v, beta and log_g of x [B, T, d], whose first token is at `position`."""
+        linears = [linear for linear in (self.gate, self.strength) if linear is not None]
+        numbers = list(linears_float32(linears, x)) if linears else []
+        log_g = None if self.gate is None else F.logsigmoid(numbers.pop(0))
+        q, k, v = self.rotated_heads(x, position)
+        if self.beta is None:
+            return q, k, v, self.beta_max * torch.sigmoid(numbers.pop(0)), log_g
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return q, k, v, torch.full(k.shape[:3], self.beta, dtype=dtype, device=x.device), log_g

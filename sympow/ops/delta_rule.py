@@ -1,0 +1,317 @@
+"""The delta rule on the state of power attention: the public functions. `delta_reference.py` is the specification.
+
+docs/math.md has the mathematics, (M19) to (M24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sympow.ops import delta_reference, delta_solve
+from sympow.ops.autocast import without_autocast
+from sympow.ops.availability import NO_TRITON
+from sympow.ops.checks import check_inputs
+from sympow.ops.delta_types import DeltaBackend, DeltaOptions, DeltaOutput
+from sympow.ops.documents import borders, check_borders
+from sympow.ops.feature_map import spow, spow_dim
+from sympow.ops.first_order import first_order
+from sympow.ops.packing import empty
+
+_IMPLS = ("auto", "eager", "triton", "reference")
+_NORM_EPS = 1e-6  # the least norm by which queries and keys are divided
+_RESET = -1e4  # a log gate whose decay is 0
+
+
+def power_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    p: int = 2,
+    qk_norm: bool = True,
+    chunk_size: int | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str = "auto",
+) -> DeltaOutput:
+    """Computes the delta rule on the power feature map phi, with a gate.
+
+    A token corrects what the state returns for its key, instead of adding its value to it: with g_i = exp(log_g_i),
+
+        S_i = g_i S_{i-1} + beta_i phi(k_i) (v_i - g_i S_{i-1}^T phi(k_i))^T,  y_i = phi(q_i)^T S_i,  (M19), (M20).
+
+    The state is as large as that of power attention without its normalizer. p = 1 is the gated delta rule. The output
+    is a sum and not an average, so a norm of every head's output usually follows. Time is linear in T. Gradients are
+    of first order: second derivatives raise an error, except with impl="reference".
+
+    Args:
+        q: [B, T, H, K], bfloat16, float16, float32 or float64. B and T may be 0.
+        k: [B, T, G, K], G key/value heads; H is a multiple of G.
+        v: [B, T, G, V].
+        beta: [B, T, G], float32 (or float64), the strength of the correction. With keys of norm 1 the state does not
+            grow for beta in [0, 2]. 1 stores the value exactly.
+        log_g: [B, T, G], float32 (or float64), natural logarithm of the gate, <= 0 and finite; None for no gate.
+        p: the power, an integer >= 1.
+        qk_norm: divide queries and keys by their norms, or by 1e-6 if it is larger. Otherwise the caller keeps
+            beta |k|**(2 p) at most 2, or the state grows without limit.
+        chunk_size: tokens of a chunk; None: the implementation chooses.
+        initial_state: the incoming state [B, G, D, V] ([N, G, D, V] with cu_seqlens), in the basis (M7), float32
+            (float64 for float64 inputs). Gradients flow into it.
+        return_state: return the state after the last token (of each document with cu_seqlens), with gradients.
+        cu_seqlens: int32 or int64 [N + 1], the borders of N documents packed along T, as in `power_attention`.
+        impl: "eager" (plain torch, any device), "triton" (GPU kernels), "reference" (the specification, computed in
+            float64; slow), or "auto": "triton" where it can, else "eager".
+
+    Returns:
+        DeltaOutput(out, state): out [B, T, H, V] in the dtype of v; state [B, G, D, V], or None unless return_state.
+
+    Raises:
+        TypeError: wrong types or dtypes.
+        ValueError: anything else that does not fit, in one line; on a CPU also gates out of range.
+
+    Source: Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (2021); Yang, Kautz,
+    Hatamizadeh, "Gated Delta Networks" (2024), for p = 1.
+    """
+    _check(q, k, v, beta, log_g, p)
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
+    run = _implementation(impl, q, v, p, initial_state is not None or return_state)
+    sequences, ends = q.shape[0], []
+    if cu_seqlens is not None:
+        check_borders(cu_seqlens, q.shape[0])
+        sequences = len(cu_seqlens) - 1
+    check_delta_state(initial_state, sequences, k, v, p)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if 0 in q.shape[:2]:
+        after = initial_state if initial_state is not None else _zeros(sequences, k, v, p)
+        zero = sum(x[:0].sum().to(dtype) for x in (q, k, v, beta, log_g, after) if x is not None)
+        return DeltaOutput(empty(q, v) + zero.to(v.dtype), after + zero.to(after.dtype) if return_state else None)
+    with without_autocast(q):
+        if qk_norm:
+            q, k = (unit(x) for x in (q, k))
+        options = {"p": p, "chunk_size": chunk_size, "return_state": return_state}
+        if cu_seqlens is None:
+            return DeltaOutput(*run(q, k, v, beta, log_g, initial_state, **options))
+        if initial_state is None and not return_state and (run is not _reference):
+            if cu_seqlens.device.type == "cpu":
+                borders(cu_seqlens, q.shape[1])
+            # A gate of 0 at the first token of every document separates them.
+            gates = torch.zeros_like(beta, dtype=dtype) if log_g is None else log_g
+            starts = cu_seqlens[:-1].long().to(q.device)
+            first = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, starts, True)[:-1]
+            return DeltaOutput(*run(q, k, v, beta, gates.masked_fill(first[:, None], _RESET), None, **options))
+        ends = borders(cu_seqlens, q.shape[1])
+        return _by_document(run, q, k, v, beta, log_g, initial_state, ends, **options)
+
+
+def power_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    state: Tensor,
+    p: int = 2,
+    qk_norm: bool = True,
+    inplace: bool = False,
+) -> DeltaOutput:
+    """Decodes one or a few new tokens on a state, (M19) and (M20), one after another.
+
+    There are no gradients.
+
+    Args:
+        q: [B, T, H, K], T the number of new tokens.
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        beta: [B, T, G].
+        log_g: [B, T, G], or None for no gate.
+        state: the incoming state [B, G, D, V], as `power_delta_rule` returns it.
+        p: as for `power_delta_rule`.
+        qk_norm: as for `power_delta_rule`.
+        inplace: write the new state into `state`.
+
+    Returns:
+        DeltaOutput(out, state): out [B, T, H, V] in the dtype of v, and the state after the last new token.
+
+    Raises:
+        ValueError, TypeError: as `power_delta_rule`.
+    """
+    _check(q, k, v, beta, log_g, p)
+    check_delta_state(state, q.shape[0], k, v, p)
+    with torch.no_grad(), without_autocast(q):
+        state = state if inplace else state.clone()
+        if qk_norm:
+            q, k = (unit(x) for x in (q, k))
+        phi_q = spow(q.to(state.dtype).unflatten(2, (k.shape[2], -1)), p)  # [B, T, G, R, D]
+        phi_k = spow(k.to(state.dtype), p)
+        gamma = None if log_g is None else log_g.to(state.dtype).exp()
+        values, beta = v.to(state.dtype), beta.to(state.dtype)
+        out = state.new_empty(*phi_q.shape[:4], v.shape[-1])
+        for i in range(q.shape[1]):
+            if gamma is not None:
+                state *= gamma[:, i, :, None, None]
+            error = values[:, i] - (phi_k[:, i, :, None] @ state)[:, :, 0]
+            state.addcmul_(phi_k[:, i, :, :, None], (beta[:, i, :, None] * error)[:, :, None])
+            out[:, i] = phi_q[:, i] @ state
+        return DeltaOutput(out.flatten(2, 3).to(v.dtype), state)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Returns x [..., K] divided by its norm, or by 1e-6 if that is larger, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=_NORM_EPS)).to(x.dtype)
+
+
+def check_delta_state(state: Tensor | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
+    """Refuses, with a TypeError or a ValueError, a state that does not fit the call, which has `batch` sequences."""
+    if state is None:
+        return
+    if not isinstance(state, Tensor):
+        raise TypeError(f"the state of the delta rule must be a torch.Tensor; got {type(state).__name__}")
+    wanted = [batch, k.shape[2], spow_dim(k.shape[3], p), v.shape[3]]
+    if list(state.shape) != wanted:
+        raise ValueError(f"the state must be [B, G, D, V] = {wanted} for p = {p}; got {list(state.shape)}")
+    if state.dtype != torch.promote_types(k.dtype, torch.float32):
+        raise TypeError(
+            f"a state for {k.dtype} inputs is {torch.promote_types(k.dtype, torch.float32)}; got {state.dtype}"
+        )
+    if state.device != k.device:
+        raise ValueError(f"the state must be on the device of the inputs, {k.device}; it is on {state.device}")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, p: int) -> None:
+    check_inputs(q, k, v, log_g)
+    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
+        raise ValueError(f"the power p must be an integer >= 1; got {p!r}")
+    if not isinstance(beta, Tensor):
+        raise TypeError(f"beta must be a torch.Tensor; got {type(beta).__name__}")
+    if beta.shape != k.shape[:3]:
+        raise ValueError(f"beta must be [B, T, G] = {list(k.shape[:3])}; got {list(beta.shape)}")
+    if beta.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"beta must be float32 (or float64); got {beta.dtype}")
+    if beta.device != k.device:
+        raise ValueError(f"q, k, v and beta must be on one device; got q on {k.device}, beta on {beta.device}")
+
+
+def _zeros(sequences: int, k: Tensor, v: Tensor, p: int) -> Tensor:
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    return torch.zeros(sequences, k.shape[2], spow_dim(k.shape[3], p), v.shape[3], device=k.device, dtype=dtype)
+
+
+def _by_document(run, q, k, v, beta, log_g, state, ends: list[int], *, return_state: bool, **options) -> DeltaOutput:
+    """Runs each document alone."""
+    outs, states = [], []
+    for n, (start, stop) in enumerate(pairwise(ends)):
+        before = None if state is None else state[n : n + 1]
+        if start == stop:
+            states.append(_zeros(1, k, v, options["p"]) if before is None else before)
+            continue
+        tokens = [None if x is None else x[:, start:stop] for x in (q, k, v, beta, log_g)]
+        out, after = run(*tokens, before, return_state=return_state, **options)
+        outs.append(out)
+        states.append(after)
+    return DeltaOutput(torch.cat(outs, dim=1), torch.cat(states) if return_state else None)
+
+
+def _reference(q, k, v, beta, log_g, state, *, p, chunk_size, return_state):
+    inputs = [None if x is None else x.double() for x in (q, k, v, beta, log_g, state)]
+    span = q.shape[1] if chunk_size is None else chunk_size
+    outs = []
+    for start in range(0, q.shape[1], span):
+        tokens = [None if x is None else x[:, start : start + span] for x in inputs[:5]]
+        out, inputs[5] = delta_reference.quadratic(*tokens, inputs[5], p=p)
+        outs.append(out)
+    out = torch.cat(outs, dim=1)
+    after = cast(Tensor, inputs[5]).to(torch.promote_types(k.dtype, torch.float32)) if return_state else None
+    return out.to(v.dtype), after
+
+
+def _eager(q, k, v, beta, log_g, state, **options):
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    gate = None if log_g is None else log_g.to(dtype)
+    inputs = (q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), gate, state)
+    out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
+    return out.to(v.dtype), after
+
+
+def _triton(q, k, v, beta, log_g, state, **options):
+    from sympow.ops.triton import delta
+
+    return delta.delta_rule(q, k, v, beta, log_g, state, DeltaOptions(**options))
+
+
+def _implementation(impl: str, q: Tensor, v: Tensor, p: int, has_state: bool) -> Callable:
+    if impl not in _IMPLS:
+        raise ValueError(f"impl is one of {', '.join(_IMPLS)}; got {impl!r}")
+    if impl in ("eager", "reference"):
+        return _eager if impl == "eager" else _reference
+    if impl == "auto" and q.device.type != "cuda":
+        return _eager
+    refusal = NO_TRITON
+    if not refusal:
+        from sympow.ops.triton import delta
+
+        refusal = delta.unsupported(q, v, p, has_state)
+    if impl == "triton" and refusal:
+        raise ValueError(f"impl='triton' {refusal}")
+    return _eager if refusal else _triton
+
+
+def forward(
+    backend: DeltaBackend, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Computes output, last state and prediction errors, by (M21) to (M23); shapes are those of `DeltaBackend`."""
+    errors = backend.solve(k, v, beta, log_g, state, options)
+    out, last = backend.attend(q, k, (beta[..., None] * errors).to(v.dtype), log_g, state, options)
+    return out, last, errors
+
+
+def backward(
+    backend: DeltaBackend, q: Tensor, k: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None,
+    errors: Tensor, last: Tensor | None, dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Computes the gradients of q, k, v, beta, log_g and the incoming state, by (M24)."""
+    p, groups = options.p, k.shape[2]
+    dv, dbeta = backend.solve_gradient(q, k, errors, beta, log_g, dout, dlast, options)
+    # All other gradients are those of power attention with the values u and one more query head for every key/value
+    # head: its queries are the keys, and the gradient of its output is -dv. That head must not see its own token, so
+    # what it takes from there is given back.
+    u = (beta[..., None] * errors).to(errors.dtype)
+    heads = torch.cat([q.unflatten(2, (groups, -1)), k[:, :, :, None]], 3).flatten(2, 3)
+    douts = torch.cat([dout.unflatten(2, (groups, -1)), -dv[:, :, :, None].to(dout.dtype)], 3).flatten(2, 3)
+    found = backend.attend_gradient(heads, k, u, log_g, state, last, douts, dlast, options)
+    dheads = found.q.unflatten(2, (groups, -1))
+    wide = torch.promote_types(k.dtype, torch.float32)
+    own = (k.to(wide).square().sum(-1) ** (p - 1)) * (dv.to(wide) * u.to(wide)).sum(-1)
+    dk = found.k.to(wide) + dheads[:, :, :, -1].to(wide) + (2 * p * own)[..., None] * k.to(wide)
+    return dheads[:, :, :, :-1].flatten(2, 3), dk.to(k.dtype), dv, dbeta, found.log_g, found.state
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, beta, log_g, state, backend, options: DeltaOptions):
+        out, last, errors = forward(backend, q, k, v, beta, log_g, state, options)
+        ctx.save_for_backward(q, k, v, beta, log_g, state, errors, last)
+        ctx.backend, ctx.options = backend, options
+        ctx.set_materialize_grads(False)
+        return out, last
+
+    @staticmethod
+    @first_order("power_delta_rule")
+    def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
+        q, k, _, beta, log_g, state, errors, last = ctx.saved_tensors
+        if dout is None:
+            dout = errors.new_zeros(*q.shape[:3], errors.shape[3])
+        with without_autocast(q):
+            gradients = backward(ctx.backend, q, k, beta, log_g, state, errors, last, dout, dlast, ctx.options)
+        return *gradients, None, None

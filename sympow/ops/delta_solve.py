@@ -1,0 +1,215 @@
+"""The delta rule in plain torch: prediction errors, and their gradients, from chunk to chunk.
+
+A token adds u = beta e to the state, where e is the error of what the state predicts for its key. Given u, output and
+last state are those of power attention with the values u (M22), (M23). So this file only finds e, and in the backward
+the gradient of e. Within a chunk both are solutions of a triangular system (M21). Between chunks they need phi only
+against the state, which is in the basis of `monomials`, [N, V, rows] for N = B G heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.ops import eager
+from sympow.ops.delta_types import DeltaGradients, DeltaOptions
+from sympow.ops.eager_chunks import Options
+from sympow.ops.feature_map import spow_dim
+from sympow.ops.gate_sums import GateSums, gate_sums
+from sympow.ops.monomials import Basis, Features, basis
+from sympow.ops.types import PowerState
+
+_LEAST_CHUNK = 64
+
+
+class Chunk(NamedTuple):
+    """Holds one chunk; N = B G heads, time last."""
+
+    k: Tensor  # [N, K, C]
+    beta: Tensor  # [N, C]
+    weights: Tensor  # [N, C, C]: (k_i . k_j)**p times the decay from j to i, for j < i; otherwise 0
+    past: Tensor  # [N, 1, C]: the decay from the start of the chunk to each token
+    kept: Tensor  # [N, 1, C]: the decay from each token to the chunk's end
+
+
+def solve(
+    k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+) -> Tensor:
+    """Returns the prediction errors e [B, T, G, V], in the dtype of k, which is float32 or float64.
+
+    Args:
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        beta: [B, T, G].
+        log_g: [B, T, G], or None.
+        state: the incoming state [B, G, D, V], or None.
+        options: of the call.
+    """
+    p, errors = options.p, torch.empty_like(v)
+    rows = None if state is None else _from_public(state, basis(k.shape[3], p))
+    spans = _spans(k, v, options)
+    for span in spans:
+        chunk, error = _chunk(k, beta, log_g, span, p), _heads(v[:, span])
+        features = Features(chunk.k, p) if rows is not None or span != spans[-1] else None
+        if rows is not None and features is not None:
+            error = error - chunk.past * features.read(rows * _weights(rows, k, p))
+        system = chunk.weights * chunk.beta[:, None]
+        error = torch.linalg.solve_triangular(system, error.mT, upper=False, unitriangular=True).mT
+        errors[:, span] = _tokens(error, k)
+        if span != spans[-1] and features is not None:
+            rows = _zeros(k, v, p) if rows is None else rows * chunk.past[:, :, -1:]
+            features.accumulate(rows, chunk.beta[:, None] * error * chunk.kept)
+    return errors
+
+
+def solve_gradient(
+    q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor, dstate: Tensor | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of the values [B, T, G, V] and of beta [B, T, G].
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, G, K].
+        errors: of `solve`.
+        beta: [B, T, G].
+        log_g: [B, T, G], or None.
+        dout: the gradient of the output, [B, T, H, V].
+        dstate: the gradient of the last state, [B, G, D, V], or None.
+        options: of the call.
+    """
+    p, groups = options.p, k.shape[2]
+    dv, dbeta = torch.empty_like(errors), torch.empty_like(beta)
+    drows = None if dstate is None else _from_public(dstate, basis(k.shape[3], p))
+    spans = _spans(k, errors, options)
+    for span in reversed(spans):
+        chunk, error = _chunk(k, beta, log_g, span, p), _heads(errors[:, span])
+        queries, d = (_of_groups(x[:, span], groups) for x in (q, dout))  # [N, R, *, C]
+        decay = _decays(_sums(log_g, span, k), len(error), error.shape[2], error)
+        own = (queries.mT @ chunk.k[:, None]).pow_(p).mul_(decay.tril()[:, None])  # [N, R, C queries, C keys]
+        du = (d @ own).sum(1)
+        if drows is not None:
+            du += chunk.kept * Features(chunk.k, p).read(drows * _weights(drows, k, p))
+        # h = du - weights^T (beta h) is the gradient of what beta multiplies.
+        system = (chunk.weights * chunk.beta[:, :, None]).mT
+        h = torch.linalg.solve_triangular(system, du.mT, upper=True, unitriangular=True).mT
+        dbeta[:, span] = _tokens((h * error).sum(1, keepdim=True), k)[..., 0]
+        h = chunk.beta[:, None] * h
+        dv[:, span] = _tokens(h, k)
+        if span != spans[0]:
+            drows = _zeros(k, errors, p) if drows is None else drows * chunk.past[:, :, -1:]
+            past = (d * chunk.past[:, None]).transpose(1, 2).flatten(2)
+            Features(queries.transpose(1, 2).flatten(2), p).accumulate(drows, past)
+            Features(chunk.k, p).accumulate(drows, -h * chunk.past)
+    return dv, dbeta
+
+
+def attend(
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Computes power attention without a normalizer, see `sympow.ops.eager`; states are [B, G, D, V]."""
+    before = None if state is None else PowerState(state, _no_keys(state), options.p, k.shape[3])
+    out, after = eager.chunked(
+        q, k, u, log_g, before, p=options.p, scale=1.0, normalize=False, eps=1.0, return_state=options.return_state,
+        chunk_size=_attention_chunk(q, k, u, options, state is not None or options.return_state),
+    )  # fmt: skip
+    return out, None if after is None else after.s
+
+
+def attend_gradient(
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None, dout: Tensor,
+    dlast: Tensor | None, options: DeltaOptions,
+) -> DeltaGradients:  # fmt: skip
+    """Returns the gradients of `attend`, whose last state is `last`, given those of its results."""
+    chunk = _attention_chunk(q, k, u, options, state is not None or dlast is not None)
+    context = SimpleNamespace(
+        options=Options(options.p, 1.0, False, 1.0, chunk, dlast is not None, None), needs_input_grad=(True,) * 7
+    )
+    z = None if state is None else _no_keys(state)
+    saved = (q, k, u, log_g, state, z, u, None, last if dlast is not None else None, None)
+    dq, dk, _, dlog_g, dstate, *_ = eager.gradients(context, saved, dout, dlast, None)
+    return DeltaGradients(dq, dk, dlog_g, dstate)
+
+
+def _attention_chunk(q: Tensor, k: Tensor, u: Tensor, options: DeltaOptions, has_state: bool) -> int:
+    return options.chunk_size or eager.default_chunk_size(q, k, u, options.p, has_state)
+
+
+def _spans(k: Tensor, v: Tensor, options: DeltaOptions) -> list[slice]:
+    """Cuts the time into chunks. Without states, one chunk is cheapest for rows of up to a few times D tokens."""
+    time, (key_dim, value_dim) = k.shape[1], (k.shape[3], v.shape[3])
+    size = options.chunk_size
+    if size is None:
+        dim = spow_dim(key_dim, options.p)
+        alone = time * (2 * key_dim + value_dim) <= 8 * dim * value_dim
+        size = time if alone else min(max(_LEAST_CHUNK, 1 << (dim // 4).bit_length()), 512)
+    return [slice(i, min(i + size, time)) for i in range(0, time, size)]
+
+
+def _chunk(k: Tensor, beta: Tensor, log_g: Tensor | None, span: slice, p: int) -> Chunk:
+    keys, own = _heads(k[:, span]), _heads(beta[:, span, :, None])[:, 0]
+    sums = _sums(log_g, span, k)
+    weights = (keys.mT @ keys).pow_(p).tril_(-1)
+    ones = keys.new_ones(len(keys), 1, keys.shape[2])
+    if sums is None:
+        return Chunk(keys, own, weights, ones, ones)
+    weights *= _decays(sums, *keys.shape[::2], keys)
+    past, kept = sums.total().exp(), sums.of(lambda x: x[:, -1:]).since(sums).exp()
+    return Chunk(keys, own, weights, past[:, None].to(k.dtype), kept[:, None].to(k.dtype))
+
+
+def _sums(log_g: Tensor | None, span: slice, k: Tensor) -> GateSums | None:
+    """Returns the log decays from the start of a chunk to each token, [N, C]."""
+    if log_g is None:
+        return None
+    return gate_sums(_heads(log_g[:, span, :, None])[:, 0], 1, k.dtype)
+
+
+def _decays(sums: GateSums | None, heads: int, time: int, like: Tensor) -> Tensor:
+    """Returns the decay from token j to token i >= j, [N, C (i), C (j)]; above the diagonal the values mean nothing."""
+    if sums is None:
+        return like.new_ones(heads, time, time)
+    if like.dtype == torch.float32:  # two numbers whose differences are exact enough, because float64 takes longer
+        total = sums.total()
+        high = total.to(like.dtype)
+        sums = GateSums(high, (total - high).to(like.dtype))
+    return sums.of(lambda x: x[:, :, None]).since(sums.of(lambda x: x[:, None])).clamp_(max=0).exp_()
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Maps [B, C, G, *] to [B G, *, C]."""
+    return x.permute(0, 2, 3, 1).flatten(0, 1).contiguous()
+
+
+def _of_groups(x: Tensor, groups: int) -> Tensor:
+    """Maps [B, C, H, *] to [B G, R, *, C]."""
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
+
+
+def _tokens(x: Tensor, k: Tensor) -> Tensor:
+    """Maps [B G, *, C] to [B, C, G, *]."""
+    return x.unflatten(0, (k.shape[0], k.shape[2])).permute(0, 3, 1, 2)
+
+
+def _weights(rows: Tensor, k: Tensor, p: int) -> Tensor:
+    return basis(k.shape[3], p).weights.to(rows)
+
+
+def _zeros(k: Tensor, v: Tensor, p: int) -> Tensor:
+    shape: Sequence[int] = (k.shape[0] * k.shape[2], v.shape[3], len(basis(k.shape[3], p).index))
+    return k.new_zeros(shape)
+
+
+def _from_public(state: Tensor, rows: Basis) -> Tensor:
+    """Maps a state [B, G, D, V] to the rows of `monomials`, [N, V, rows]."""
+    monomials = state.flatten(0, 1).mT / rows.roots.to(state)
+    return monomials[:, :, rows.index.to(state.device)].contiguous()
+
+
+def _no_keys(state: Tensor) -> Tensor:
+    """Returns zeros [B, G, D] for the sum of keys, which the delta rule does not keep."""
+    return state.new_zeros(state.shape[:3])

@@ -1,0 +1,66 @@
+"""The types that all implementations of the delta rule share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class DeltaOutput(NamedTuple):
+    """Holds what `power_delta_rule` and `power_delta_rule_step` return."""
+
+    out: Tensor
+    """[B, T, H, V] in the dtype of v."""
+    state: Tensor | None
+    """[B, G, D, V] after the last token, float32 (float64 for float64 inputs); None if none was asked for."""
+
+
+class DeltaOptions(NamedTuple):
+    """Holds the options of a call."""
+
+    p: int
+    chunk_size: int | None
+    return_state: bool
+
+
+class DeltaGradients(NamedTuple):
+    """Holds the gradients of power attention with the values u."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, G, K]
+    log_g: Tensor | None  # [B, T, G]
+    state: Tensor | None  # [B, G, D, V], of the incoming state
+
+
+class DeltaBackend(Protocol):
+    """Lists the functions of a backend: the modules `delta_solve` (plain torch) and `triton.delta`.
+
+    They compute without autograd. Shapes are those of `delta_solve`.
+    """
+
+    def solve(
+        self, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+    ) -> Tensor:
+        """Returns the prediction errors e [B, T, G, V]."""
+        ...
+
+    def solve_gradient(
+        self, q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor,
+        dstate: Tensor | None, options: DeltaOptions,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns the gradients of v and beta."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns output and last state of power attention with the values u."""
+        ...
+
+    def attend_gradient(
+        self, q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None,
+        dout: Tensor, dlast: Tensor | None, options: DeltaOptions,
+    ) -> DeltaGradients:  # fmt: skip
+        """Returns its gradients."""
+        ...

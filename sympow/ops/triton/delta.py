@@ -1,0 +1,610 @@
+"""The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
+
+Within a chunk, blocks of tokens are solved one after another by one program a head. The inverse of a block's system is
+computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij, (I + D o A)^-1 is D o (I +
+A)^-1. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
+
+Log decays are sums of two float32 numbers, `high` and `low` [B, T, G], relative to the start of a chunk. The difference
+of two of them keeps its digits behind a gate that has decayed everything.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.ops import delta_rule as rule
+from sympow.ops import triton as power
+from sympow.ops.delta_types import DeltaGradients, DeltaOptions
+from sympow.ops.feature_map import spow_dim
+from sympow.ops.triton import config, launch
+from sympow.ops.triton.call import Call
+from sympow.ops.triton.launcher import launch as launch_kernel
+from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
+from sympow.ops.triton.operators import Options as PowerOptions
+from sympow.ops.triton.operators import backward as power_backward
+from sympow.ops.triton.primitives import power as power_of
+from sympow.ops.triton.registration import operator
+from sympow.ops.types import PowerState
+
+BLOCK = 64  # tokens that are solved together
+_CHUNK = 2048  # tokens of a chunk of rows that need more than one
+_ALONE = 4096  # the longest row that is one chunk, without states
+_VANISHES = 256.0  # -log2 of a decay that is 0 in float32
+_LOG2_E = 1.4426950408889634
+
+
+class Decays(NamedTuple):
+    """Holds log2 of the decay from the start of the chunk to each token, as a sum of two float32 [B, T, G]."""
+
+    high: Tensor
+    low: Tensor
+
+
+# ------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _decay(high_i, low_i, high_j, low_j):
+    """Returns the decay from tokens j (columns) to tokens i (rows); 1 where j is later than i."""
+    return tl.exp2(tl.minimum((high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :]), 0.0))
+
+
+@triton.jit
+def _decay_to_columns(high_i, low_i, high_j, low_j):
+    """Returns the decay from tokens i (rows) to tokens j (columns); 1 where i is later than j."""
+    return tl.exp2(tl.minimum((high_j[None, :] - high_i[:, None]) + (low_j[None, :] - low_i[:, None]), 0.0))
+
+
+@triton.jit
+def _rows_of(k, beta, start, first, T, G, g, K: tl.constexpr, ROWS: tl.constexpr):
+    """Returns keys [ROWS, K] and beta [ROWS] of ROWS tokens of a head; zeros behind the end of the row."""
+    t = tl.arange(0, ROWS)
+    valid = first + t < T
+    token = (start + first + t) * G + g
+    x = tl.load(k + token[:, None] * K + tl.arange(0, K)[None, :], mask=valid[:, None], other=0.0)
+    return x, tl.load(beta + token, mask=valid, other=0.0)
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Returns a b for float32 matrices, with nearly all of their digits."""
+    return tl.dot(a, b, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
+
+
+@triton.jit
+def _own_inverse(x, b, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns the inverse of I + tril((x_i . x_j)**P b_j, -1), [ROWS, ROWS], by substitution."""
+    t = tl.arange(0, ROWS)
+    rows, cols = t[:, None], t[None, :]
+    scores = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
+    system = tl.where(rows < cols, scores * b[:, None], 0.0)  # transposed: [j, i]
+    inverse = tl.where(rows == cols, 1.0, 0.0)
+    for i in range(1, ROWS):
+        a = tl.sum(tl.where(cols == i, system, 0.0), 1)  # the entries of row i, by j
+        inverse -= tl.where(rows == i, tl.sum(a[:, None] * inverse, 0)[None, :], 0.0)
+    return inverse
+
+
+@triton.jit
+def _system(x, y, b, P: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns (x_i . y_j)**P b_j."""
+    return power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P) * b[None, :]
+
+
+@triton.jit
+def block_inverses(
+    k, beta, out, T, G,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes out [blocks, G, BLOCK, BLOCK], float32: the inverse of I + tril((k_i . k_j)**P beta_j, -1) for every
+    block of tokens. k is [B, T, G, K] and beta [B, T, G]. Grid: blocks over all rows, G.
+
+    The inverses of four diagonal parts are joined: R_ba = -R_bb sum_{a<=c<b} A_bc R_ca.
+    """
+    count = tl.cdiv(T, BLOCK)
+    g = tl.program_id(1)
+    first = (tl.program_id(0) % count) * BLOCK
+    start = tl.cast(tl.program_id(0) // count, tl.int64) * T
+    N: tl.constexpr = BLOCK // 4
+    x0, b0 = _rows_of(k, beta, start, first, T, G, g, K, N)
+    x1, b1 = _rows_of(k, beta, start, first + N, T, G, g, K, N)
+    x2, b2 = _rows_of(k, beta, start, first + 2 * N, T, G, g, K, N)
+    x3, b3 = _rows_of(k, beta, start, first + 3 * N, T, G, g, K, N)
+    r00 = _own_inverse(x0, b0, P, N, PRECISION)
+    r11 = _own_inverse(x1, b1, P, N, PRECISION)
+    r22 = _own_inverse(x2, b2, P, N, PRECISION)
+    r33 = _own_inverse(x3, b3, P, N, PRECISION)
+    a10 = _system(x1, x0, b0, P, PRECISION)
+    a21 = _system(x2, x1, b1, P, PRECISION)
+    a32 = _system(x3, x2, b2, P, PRECISION)
+    a20 = _system(x2, x0, b0, P, PRECISION)
+    a31 = _system(x3, x1, b1, P, PRECISION)
+    a30 = _system(x3, x0, b0, P, PRECISION)
+    r10 = -_product(r11, _product(a10, r00, PRECISION), PRECISION)
+    r21 = -_product(r22, _product(a21, r11, PRECISION), PRECISION)
+    r32 = -_product(r33, _product(a32, r22, PRECISION), PRECISION)
+    r20 = -_product(r22, _product(a20, r00, PRECISION) + _product(a21, r10, PRECISION), PRECISION)
+    r31 = -_product(r33, _product(a31, r11, PRECISION) + _product(a32, r21, PRECISION), PRECISION)
+    sums = _product(a30, r00, PRECISION) + _product(a31, r10, PRECISION) + _product(a32, r20, PRECISION)
+    r30 = -_product(r33, sums, PRECISION)
+    t = tl.arange(0, N)
+    base = out + (tl.cast(tl.program_id(0), tl.int64) * G + g) * (BLOCK * BLOCK) + t[:, None] * BLOCK + t[None, :]
+    zero = r00 * 0.0
+    tl.store(base, r00)
+    tl.store(base + N, zero)
+    tl.store(base + 2 * N, zero)
+    tl.store(base + 3 * N, zero)
+    tl.store(base + N * BLOCK, r10)
+    tl.store(base + N * BLOCK + N, r11)
+    tl.store(base + N * BLOCK + 2 * N, zero)
+    tl.store(base + N * BLOCK + 3 * N, zero)
+    tl.store(base + 2 * N * BLOCK, r20)
+    tl.store(base + 2 * N * BLOCK + N, r21)
+    tl.store(base + 2 * N * BLOCK + 2 * N, r22)
+    tl.store(base + 2 * N * BLOCK + 3 * N, zero)
+    tl.store(base + 3 * N * BLOCK, r30)
+    tl.store(base + 3 * N * BLOCK + N, r31)
+    tl.store(base + 3 * N * BLOCK + 2 * N, r32)
+    tl.store(base + 3 * N * BLOCK + 3 * N, r33)
+
+
+@triton.jit
+def solve_pass(
+    k, target, beta, high, low, inverses, errors, update, first, T, count, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes errors and update = beta errors, [B, T, G, V], of the `count` tokens from `first` on.
+
+    target is float32 [B, count, G, V], what is left of the values. Grid: rows, G.
+    """
+    b = tl.cast(tl.program_id(0), tl.int64)
+    g = tl.program_id(1)
+    start = b * T + first
+    c = tl.arange(0, COLUMNS)
+    t = tl.arange(0, BLOCK)
+    channel = tl.arange(0, K)[None, :]
+    for i in range(tl.cdiv(count, BLOCK)):
+        n = i * BLOCK + t
+        valid = n < count
+        token = (start + n) * G + g
+        x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
+        mask = valid[:, None] & (c < V)[None, :]
+        acc = tl.load(target + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
+        if GATED:
+            high_i = tl.load(high + token, mask=valid, other=0.0)
+            low_i = tl.load(low + token, mask=valid, other=0.0)
+        for j in range(i):
+            other = (start + j * BLOCK + t) * G + g
+            y = tl.load(k + other[:, None] * K + channel)
+            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+            if GATED:
+                w *= _decay(high_i, low_i, tl.load(high + other), tl.load(low + other))
+            u = tl.load(update + other[:, None] * V + c[None, :], mask=(c < V)[None, :], other=0.0)
+            acc -= tl.dot(w.to(u.dtype), u, input_precision=PRECISION)
+        at = inverses + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
+        r = tl.load(at + t[:, None] * BLOCK + t[None, :])
+        if GATED:
+            r *= _decay(high_i, low_i, high_i, low_i)
+        error = tl.dot(r, acc, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        scaled = error * tl.load(beta + token, mask=valid, other=0.0)[:, None]
+        here = token[:, None] * V + c[None, :]
+        tl.store(errors + here, error.to(errors.dtype.element_ty), mask=mask)
+        tl.store(update + here, scaled.to(update.dtype.element_ty), mask=mask)
+        tl.debug_barrier()  # other threads read the update in the next iteration
+
+
+@triton.jit
+def own_value_gradient(
+    q, k, dout, high, low, out, T, H, G, CHUNK,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes out [B, T, G, V], float32: what the output gradients of a chunk say of the updates of its tokens.
+
+    Grid: blocks of tokens over all rows, G. CHUNK is a multiple of BLOCK.
+    """
+    count = tl.cdiv(T, BLOCK)
+    g = tl.program_id(1)
+    first = (tl.program_id(0) % count) * BLOCK
+    start = tl.cast(tl.program_id(0) // count, tl.int64) * T
+    c = tl.arange(0, COLUMNS)
+    t = tl.arange(0, BLOCK)
+    channel = tl.arange(0, K)[None, :]
+    valid = first + t < T
+    token = (start + first + t) * G + g
+    x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
+    if GATED:
+        high_j = tl.load(high + token, mask=valid, other=0.0)
+        low_j = tl.load(low + token, mask=valid, other=0.0)
+    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    end = tl.minimum((first // CHUNK + 1) * CHUNK, T)
+    for m in range(first, end, BLOCK):
+        later = m + t < end
+        query = start + m + t
+        for r in range(R):
+            row = (query * H + g * R + r)[:, None]
+            y = tl.load(q + row * K + channel, mask=later[:, None], other=0.0)
+            d = tl.load(dout + row * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
+            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+            if GATED:
+                high_i = tl.load(high + query * G + g, mask=later, other=0.0)
+                low_i = tl.load(low + query * G + g, mask=later, other=0.0)
+                w *= _decay_to_columns(high_j, low_j, high_i, low_i)
+            w = tl.where((m + t)[None, :] >= (first + t)[:, None], w, 0.0)
+            acc += tl.dot(w.to(d.dtype), d, input_precision=PRECISION)
+    tl.store(out + token[:, None] * V + c[None, :], acc, mask=valid[:, None] & (c < V)[None, :])
+
+
+@triton.jit
+def solve_gradient_pass(
+    k, du, errors, beta, high, low, inverses, dv, dbeta, first, T, count, G,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes dv [B, T, G, V] and dbeta [B, T, G] of the `count` tokens from `first` on, the last block first.
+
+    du is float32 [B, count, G, V], the gradient of the updates from all later outputs and states. Grid: rows, G.
+    """
+    b = tl.cast(tl.program_id(0), tl.int64)
+    g = tl.program_id(1)
+    start = b * T + first
+    c = tl.arange(0, COLUMNS)
+    t = tl.arange(0, BLOCK)
+    channel = tl.arange(0, K)[None, :]
+    blocks = tl.cdiv(count, BLOCK)
+    for step in range(blocks):
+        i = blocks - 1 - step
+        n = i * BLOCK + t
+        valid = n < count
+        token = (start + n) * G + g
+        x = tl.load(k + token[:, None] * K + channel, mask=valid[:, None], other=0.0)
+        mask = valid[:, None] & (c < V)[None, :]
+        acc = tl.load(du + ((b * count + n) * G + g)[:, None] * V + c[None, :], mask=mask, other=0.0)
+        if GATED:
+            high_i = tl.load(high + token, mask=valid, other=0.0)
+            low_i = tl.load(low + token, mask=valid, other=0.0)
+        for j in range(i + 1, blocks):
+            later = j * BLOCK + t < count
+            other = (start + j * BLOCK + t) * G + g
+            y = tl.load(k + other[:, None] * K + channel, mask=later[:, None], other=0.0)
+            w = power_of(tl.dot(x, tl.trans(y), input_precision=PRECISION), P)
+            if GATED:
+                high_j = tl.load(high + other, mask=later, other=0.0)
+                low_j = tl.load(low + other, mask=later, other=0.0)
+                w *= _decay_to_columns(high_i, low_i, high_j, low_j)
+            e = tl.load(dv + other[:, None] * V + c[None, :], mask=later[:, None] & (c < V)[None, :], other=0.0)
+            acc -= tl.dot(w.to(e.dtype), e, input_precision=PRECISION)
+        at = inverses + ((b * tl.cdiv(T, BLOCK) + first // BLOCK + i) * G + g) * (BLOCK * BLOCK)
+        r = tl.load(at + t[None, :] * BLOCK + t[:, None])  # transposed
+        s = power_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), P)
+        if GATED:
+            between = _decay_to_columns(high_i, low_i, high_i, low_i)
+            r *= between
+            s *= between
+        scale = tl.load(beta + token, mask=valid, other=0.0)[:, None]
+        e = tl.dot(r, acc * scale, input_precision="ieee" if PRECISION == "ieee" else "tf32")
+        here = token[:, None] * V + c[None, :]
+        rounded = e.to(dv.dtype.element_ty)
+        tl.store(dv + here, rounded, mask=mask)
+        s = tl.where(t[None, :] > t[:, None], s, 0.0)
+        acc -= tl.dot(s.to(rounded.dtype), rounded, input_precision=PRECISION)
+        error = tl.load(errors + here, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dbeta + token, tl.sum(acc * error, 1), mask=valid)
+        tl.debug_barrier()  # other threads read dv in the next iteration
+
+
+# ------------------------------------------------------------------------------------------------- backend
+
+
+def solve(
+    k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+) -> Tensor:
+    """Returns the prediction errors e [B, T, G, V] in the dtype of v; see `delta_solve.solve`."""
+    chunks = _Chunks(k, v, beta, log_g, options)
+    errors, update = torch.empty_like(v), torch.empty_like(v)
+    rows = None if state is None else chunks.from_public(state)
+    for span in chunks.spans:
+        target = v[:, span].float()
+        if rows is not None:
+            target = target - chunks.past(span) * chunks.read(k[:, span], rows)
+        chunks.launch(solve_pass, span, target=target.contiguous(), errors=errors, update=update)
+        if span != chunks.spans[-1]:
+            rows = chunks.advanced(rows, span, ((k[:, span], update[:, span] * chunks.kept(span)),))
+    return errors
+
+
+def solve_gradient(
+    q: Tensor, k: Tensor, errors: Tensor, beta: Tensor, log_g: Tensor | None, dout: Tensor, dstate: Tensor | None,
+    options: DeltaOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of v and beta; see `delta_solve.solve_gradient`."""
+    chunks = _Chunks(k, errors, beta, log_g, options)
+    dv, dbeta = torch.empty_like(errors), torch.empty_like(beta)
+    own = chunks.own_value_gradient(q, dout)
+    groups = k.shape[2]
+    drows = None if dstate is None else chunks.from_public(dstate)
+    for span in reversed(chunks.spans):
+        du = own[:, span]
+        if drows is not None:
+            du = du + chunks.kept(span) * chunks.read(k[:, span], drows)
+        chunks.launch(solve_gradient_pass, span, du=du.contiguous(), errors=errors, dv=dv, dbeta=dbeta)
+        if span != chunks.spans[0]:
+            past = chunks.past(span)
+            by_row = (x[:, span].unflatten(2, (groups, -1)).unbind(3) for x in (q, dout))
+            pairs = [(x, d * past) for x, d in zip(*by_row, strict=True)]
+            drows = chunks.advanced(drows, span, (*pairs, (k[:, span], dv[:, span] * -past)))
+    return dv, dbeta
+
+
+def attend(
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Computes power attention without a normalizer; see `delta_solve.attend`."""
+    before = None if state is None else PowerState(state, state.new_zeros(state.shape[:3]), options.p, k.shape[3])
+    out, after = power.attention(
+        q, k, u, log_g, before, p=options.p, scale=1.0, normalize=False, eps=1.0, chunk_size=options.chunk_size,
+        return_state=options.return_state,
+    )  # fmt: skip
+    return out, None if after is None else after.s
+
+
+def attend_gradient(
+    q: Tensor, k: Tensor, u: Tensor, log_g: Tensor | None, state: Tensor | None, last: Tensor | None, dout: Tensor,
+    dlast: Tensor | None, options: DeltaOptions,
+) -> DeltaGradients:  # fmt: skip
+    """Returns the gradients of `attend`; see `delta_solve.attend_gradient`."""
+    p, time, has_state = options.p, q.shape[1], state is not None or dlast is not None
+    chunk = options.chunk_size
+    if chunk is None:
+        chunk = power.automatic_chunk_size(q, k, u, log_g, None, p, True, has_state)
+    chunk = chunk if chunk < time else time if has_state else 0
+    width = k.shape[3]
+    if not chunk:  # the quadratic form takes tiles of whole powers of two
+        q, k = power.padded(q), power.padded(k)
+    z = None if state is None or p != 2 else state.new_zeros(state.shape[:3])
+    dz = None if dlast is None or p != 2 else dlast.new_zeros(dlast.shape[:3])
+    empty = u.new_empty(0, dtype=torch.float32)
+    result = Forward(u, empty, last, None, None, None, None, None)
+    call = PowerOptions(p, 1.0, False, 1.0, chunk, dlast is not None, _tf32(u.dtype), False, True)
+    dq, dk, _, dlog_g, ds, *_ = power_backward(dout, dlast, dz, q, k, u, log_g, state, z, None, None, result, call)
+    return DeltaGradients(dq[..., :width], dk[..., :width], dlog_g, ds)
+
+
+class _Chunks:
+    """Cuts the rows of one call into chunks, and launches the kernels on one of them.
+
+    Args:
+        k: [B, T, G, K]. v: [B, T, G, V], only its shape and dtype are used. beta: [B, T, G]. log_g: [B, T, G], or None.
+        options: of the call.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, options: DeltaOptions):
+        self.k, self.beta, self.p = power.padded(k).contiguous(), beta.contiguous(), options.p
+        self.given = k
+        self.batch, self.time, self.groups, self.key_dim = self.k.shape
+        self.value_dim, self.dtype = v.shape[3], v.dtype
+        size = options.chunk_size
+        if size is None:
+            size = self.time if self.time <= _ALONE or not power.has_states(self.p, k.shape[3]) else _CHUNK
+        self.size = config.ceil_div(size, BLOCK) * BLOCK
+        self.spans = [slice(i, min(i + self.size, self.time)) for i in range(0, self.time, self.size)]
+        self.decays = None if log_g is None else self._decays(log_g)
+        blocks = config.ceil_div(self.time, BLOCK)
+        shape = (self.batch * blocks, self.groups, BLOCK, BLOCK)
+        self.inverses = torch.empty(shape, device=k.device, dtype=torch.float32)
+        constants = {"K": self.key_dim, "P": self.p, "BLOCK": BLOCK, "PRECISION": self._precision, "num_warps": 1}
+        grid = (self.batch * blocks, self.groups)
+        numbers = {"T": self.time, "G": self.groups}
+        launch_kernel(block_inverses, grid, numbers | constants, k=self.k, beta=self.beta, out=self.inverses)
+
+    def launch(self, kernel, span: slice, **tensors: Tensor) -> None:
+        """Launches one of the solving kernels on the chunk at `span`."""
+        high, low = (None, None) if self.decays is None else self.decays
+        numbers = {"first": span.start, "T": self.time, "count": span.stop - span.start, "G": self.groups}
+        own = {"k": self.k, "beta": self.beta, "high": high, "low": low, "inverses": self.inverses}
+        launch_kernel(kernel, (self.batch, self.groups), numbers | self._constants(), **own, **tensors)
+
+    def own_value_gradient(self, q: Tensor, dout: Tensor) -> Tensor:
+        """Returns what the output gradients of each chunk say of its own updates, float32 [B, T, G, V]."""
+        out = torch.empty(self.batch, self.time, self.groups, self.value_dim, device=q.device, dtype=torch.float32)
+        high, low = (None, None) if self.decays is None else self.decays
+        numbers = {"T": self.time, "H": q.shape[2], "G": self.groups, "CHUNK": self.size}
+        constants = self._constants() | {"R": q.shape[2] // self.groups}
+        grid = (self.batch * config.ceil_div(self.time, BLOCK), self.groups)
+        tensors = {"q": power.padded(q).contiguous(), "k": self.k, "dout": dout.contiguous(), "high": high, "low": low}
+        tensors["out"] = out
+        launch_kernel(own_value_gradient, grid, numbers | constants, **tensors)
+        return out
+
+    def past(self, span: slice) -> Tensor | float:
+        """Returns the decay from the start of the chunk to each token, [B, C, G, 1]."""
+        if self.decays is None:
+            return 1.0
+        return (self.decays.high[:, span] + self.decays.low[:, span]).exp2()[..., None]
+
+    def kept(self, span: slice) -> Tensor | float:
+        """Returns the decay from each token to the end of the chunk, [B, C, G, 1]."""
+        if self.decays is None:
+            return 1.0
+        high, low = (x[:, span] for x in self.decays)
+        return ((high[:, -1:] - high) + (low[:, -1:] - low)).exp2()[..., None]
+
+    def read(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Returns phi(x) times the state: x [B, C, G, K] -> float32 [B, C, G, V]."""
+        call = self._call(x, x.new_zeros(*x.shape[:3], self.value_dim, dtype=self.dtype))
+        out, _ = launch.output(call, rows.to(self.dtype), self._no_z(call), True, False, 1.0, True)
+        return out
+
+    def advanced(self, rows: Tensor | None, span: slice, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
+        """Returns the state after the decay of a chunk, plus phi(x)^T y for pairs of x [B, C, G, K], y [B, C, G, V]."""
+        x = torch.cat([x for x, _ in pairs], 1)
+        y = torch.cat([y.to(self.dtype) for _, y in pairs], 1)
+        call = self._call(x, y)
+        if rows is not None and self.decays is not None:
+            rows = rows * self.past(span)[:, -1, :, :, None]  # type: ignore[index]
+        ends = launch.new_ends(call, False)
+        launch.states(call, rows, None if rows is None else self._no_z(call), ends, False)
+        return ends[0]
+
+    def from_public(self, state: Tensor) -> Tensor:
+        """Returns a public state in the rows of the kernels, float32 [B, G, rows, V]."""
+        some = self.given[:, :1]
+        call = self._call(some, some.new_zeros(*some.shape[:3], self.value_dim, dtype=self.dtype))
+        return from_public(call.plan.rows, state, None)[0].float()
+
+    def _call(self, x: Tensor, y: Tensor) -> Call:
+        return Call(x.contiguous(), x.contiguous(), y.contiguous(), None, None, self.p, 1.0, x.shape[1], self._tf32)
+
+    def _no_z(self, call: Call) -> Tensor | None:
+        shape = call.plan.end_shapes(False)[1]
+        return torch.zeros(shape, device=self.k.device, dtype=torch.float32) if shape[0] else None
+
+    def _decays(self, log_g: Tensor) -> Decays:
+        steps = log_g.double().mul(_LOG2_E).clamp(min=-_VANISHES)
+        missing = -self.time % self.size
+        padded = torch.nn.functional.pad(steps, (0, 0, 0, missing)).unflatten(1, (-1, self.size))
+        sums = padded.cumsum(2).flatten(1, 2)[:, : self.time]
+        high = sums.float()
+        return Decays(high.contiguous(), (sums - high).float().contiguous())
+
+    def _constants(self) -> dict:
+        columns = max(16, config.next_power_of_2(self.value_dim))
+        constants = {"K": self.key_dim, "V": self.value_dim, "COLUMNS": columns, "P": self.p, "BLOCK": BLOCK}
+        gated = {"GATED": self.decays is not None, "PRECISION": self._precision}
+        wide = max(self.key_dim, columns) > 64
+        return constants | gated | {"num_warps": 8 if wide else 4}
+
+    @property
+    def _tf32(self) -> bool:
+        return _tf32(self.dtype)
+
+    @property
+    def _precision(self) -> str:
+        return "tf32" if self._tf32 or self.dtype != torch.float32 else "ieee"
+
+
+def _tf32(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+
+
+# ------------------------------------------------------------------------------------------------- operator
+
+
+def unsupported(q: Tensor, v: Tensor, p: int, has_state: bool) -> str | None:
+    """Returns why the kernels cannot do this call, as the end of a sentence; None if they can."""
+    return power.unsupported(q, p, has_state)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Computes what `power_delta_rule` promises, for inputs that it has checked and `unsupported` does not refuse."""
+    dtype, (p, chunk, final), (key_dim, value_dim) = v.dtype, options, (q.shape[3], v.shape[3])
+    if dtype == torch.float16:  # powers leave its range
+        q, k, v = q.float(), k.float(), v.float()
+    level_dim = config.level_dim(key_dim, p, q.dtype, q.device)
+    q, k = power.padded(q, level_dim), power.padded(k, level_dim)
+    beta, gates = beta.float(), None if log_g is None else log_g.float()
+    state = None if state is None else power.widened(state, key_dim, q.shape[3], p)
+    widest = power.widest_values(level_dim is not None)
+    outs, ends = [], []
+    for first in range(0, value_dim, widest):
+        part = power.padded(v[..., first : first + widest])
+        before = None if state is None else power.padded(state[..., first : first + widest]).contiguous()
+        out, last, _ = power_delta(q, k, part.contiguous(), beta, gates, before, p, chunk or 0, final)
+        width = min(widest, value_dim - first)
+        outs.append(out[..., :width])
+        ends.append(last[..., :width])
+    out = (outs[0] if len(outs) == 1 else torch.cat(outs, -1)).to(dtype)
+    if not final:
+        return out, None
+    return out, power.narrowed(torch.cat(ends, -1), key_dim, q.shape[3], p)
+
+
+class _Backend:
+    """Holds the functions of `DeltaBackend`."""
+
+    solve, solve_gradient = staticmethod(solve), staticmethod(solve_gradient)
+    attend, attend_gradient = staticmethod(attend), staticmethod(attend_gradient)
+
+
+def _like_gradients(dout, dlast, q, k, v, beta, log_g, state, errors, last, p, chunk):
+    grads = [torch.empty_like(x) for x in (q, k, v, beta)]
+    return *grads, *(beta.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, state))
+
+
+@operator(_like_gradients)
+def power_delta_backward(
+    dout: Tensor,
+    dlast: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_g: Tensor | None,
+    state: Tensor | None,
+    errors: Tensor,
+    last: Tensor,
+    p: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes the gradients of q, k, v, beta, log_g and the incoming state; empty for what was not given."""
+    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+        options = DeltaOptions(p, chunk or None, dlast is not None)
+        end = last if dlast is not None else None
+        dout = dout.to(q.dtype).contiguous()
+        found = rule.backward(_Backend, q, k, beta, log_g, state, errors, end, dout, dlast, options)
+    dq, dk, dv, dbeta, dlog_g, ds = (None if x is None else x.contiguous() for x in found)
+    return dq, dk, dv, dbeta, *(beta.new_empty(0) if x is None else x for x in (dlog_g, ds))
+
+
+def _like_forward(q, k, v, beta, log_g, state, p, chunk, final):
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    shape = (q.shape[0], k.shape[2], spow_dim(q.shape[3], p), v.shape[3]) if final else (0,) * 4
+    return out, beta.new_empty(shape), torch.empty_like(v)
+
+
+def _keep(ctx, inputs, output):
+    q, k, v, beta, log_g, state, ctx.p, ctx.chunk, ctx.final = inputs
+    _, last, errors = output
+    ctx.save_for_backward(q, k, v, beta, log_g, state, errors, last)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlast, _):
+    q, k, v, beta, log_g, state, errors, last = ctx.saved_tensors
+    if dout is None:
+        dout = q.new_zeros(*q.shape[:3], v.shape[3])
+    dlast = dlast if ctx.final else None
+    tensors = (q, k, v, beta, log_g, state, errors, last)
+    *grads, dlog_g, ds = power_delta_backward(dout, dlast, *tensors, ctx.p, ctx.chunk)
+    return *grads, None if log_g is None else dlog_g, None if state is None else ds, None, None, None
+
+
+@operator(_like_forward, _keep, _backward)
+def power_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_g: Tensor | None,
+    state: Tensor | None,
+    p: int,
+    chunk: int,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes out [B, T, H, V], the last state [B, G, D, V], empty unless `final`, and the errors [B, T, G, V].
+
+    chunk: tokens of a chunk; 0: the kernels choose.
+    """
+    with torch.cuda.device_of(q) if is_elsewhere(q) else nullcontext():
+        options = DeltaOptions(p, chunk or None, final)
+        out, last, errors = rule.forward(_Backend, q, k, v, beta, log_g, state, options)
+    return out, beta.new_empty((0,) * 4) if last is None else last, errors

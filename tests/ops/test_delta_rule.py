@@ -1,0 +1,167 @@
+"""The delta rule on the state of power attention: all forms against the specification, and identities."""
+
+import os
+import random
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, normalize
+
+from sympow.ops import delta_reference, power_delta_rule, power_delta_rule_step
+from sympow.ops.feature_map import spow_dim
+from tests.ops.contract import DEVICE, FLOAT64_TOLERANCE
+from tests.ops.delta_contract import (
+    CASES,
+    DeltaCase,
+    assert_equal_float64,
+    assert_within_budget,
+    make_inputs,
+    oracle_of,
+    run,
+)
+
+FUZZED = int(os.environ.get("SYMPOW_FUZZED", "40"))  # random cases of each dtype
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_two_forms_of_the_specification_agree(name):
+    inputs = make_inputs(CASES[name])
+    assert_equal_float64(oracle_of(CASES[name], inputs, delta_reference.quadratic), oracle_of(CASES[name], inputs))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 16, 1000])
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+@pytest.mark.parametrize("name", CASES)
+def test_float64(name, impl, chunk_size):
+    inputs = make_inputs(CASES[name])
+    assert_equal_float64(run(CASES[name], inputs, impl, chunk_size), oracle_of(CASES[name], inputs))
+
+
+def random_case(seed: int) -> tuple[DeltaCase, int | None]:
+    draw = random.Random(seed)
+    groups, p = draw.choice([1, 2, 3]), draw.choice([1, 2, 2, 2, 3, 4])
+    time = draw.choice([1, 2, 17, 63, 64, 65, 130, 200])
+    ends = (*sorted(draw.randint(0, time) for _ in range(draw.randint(1, 4))), time)
+    packed = draw.random() < 0.2
+    case = DeltaCase(
+        B=1 if packed else draw.choice([1, 2]), T=time, H=groups * draw.choice([1, 2]), G=groups,
+        K=draw.choice([2, 3, 4, 6] if p > 2 else [2, 4, 8, 16]), V=draw.choice([1, 3, 8]), p=p,
+        gate=draw.random() < 0.8, state=draw.random() < 0.5, return_state=draw.random() < 0.6,
+        resets=draw.random() < 0.3, repeated=draw.random() < 0.2, ends=ends if packed else None,
+    )  # fmt: skip
+    return case, draw.choice([None, 5, 64, 128])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("part", range(4))
+def test_random_cases(dtype, part):
+    for seed in range(part, FUZZED, 4):
+        case, chunk_size = random_case(seed)
+        inputs = make_inputs(case, seed, dtype)
+        results = run(case, inputs, "eager", chunk_size)
+        try:
+            if dtype == torch.float64:
+                assert_equal_float64(results, oracle_of(case, inputs))
+            else:
+                assert_within_budget(results, case, inputs)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {case}, chunk_size {chunk_size}: {error}") from None
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_steps_are_the_whole(p):
+    case = DeltaCase(B=2, T=23, H=4, G=2, K=4, V=3, p=p, state=True, resets=True)
+    inputs = {name: x.detach() for name, x in make_inputs(case).items()}
+    whole = oracle_of(case, inputs)
+    state, outs, before = inputs["s"], [], inputs["s"].clone()
+    for span in (slice(0, 1), slice(1, 5), slice(5, 6), slice(6, 23)):
+        tokens = [inputs[name][:, span] for name in ("q", "k", "v", "beta", "log_g")]
+        out, state = power_delta_rule_step(*tokens, state=state, p=p)
+        outs.append(out)
+    assert torch.equal(before, inputs["s"])
+    torch.testing.assert_close(torch.cat(outs, 1), whole["out"], rtol=0, atol=FLOAT64_TOLERANCE)
+    torch.testing.assert_close(state, whole["s"], rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+def test_a_step_in_place_changes_the_given_state():
+    case = DeltaCase(B=2, T=1, H=4, G=2, K=4, V=3, state=True)
+    inputs = {name: x.detach() for name, x in make_inputs(case).items()}
+    given = inputs["s"].clone()
+    tokens = [inputs[name] for name in ("q", "k", "v", "beta", "log_g")]
+    _, after = power_delta_rule_step(*tokens, state=given, inplace=True)
+    assert after is given and torch.equal(given, power_delta_rule_step(*tokens, state=inputs["s"]).state)
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_a_later_token_changes_no_earlier_output(impl):
+    case = DeltaCase(B=1, T=40, H=2, G=2, K=4, V=3)
+    inputs = {name: x if x is None else x.detach() for name, x in make_inputs(case).items()}
+    tokens = [inputs[name] for name in ("q", "k", "v", "beta", "log_g")]
+    before = power_delta_rule(*tokens, impl=impl, chunk_size=16).out
+    changed = [x.clone() for x in tokens]
+    for x in changed:
+        x[:, 25:] *= 0.5
+    after = power_delta_rule(*changed, impl=impl, chunk_size=16).out
+    assert torch.equal(before[:, :25], after[:, :25]) and not torch.equal(before[:, 25:], after[:, 25:])
+
+
+def test_p_1_is_the_gated_delta_rule():
+    """The recurrence of Gated DeltaNet (Yang et al., 2024, equation 10), in the order and the layout of its paper."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 50, 3, 8, generator=gen) for _ in range(3))
+    beta, log_g = torch.rand(2, 50, 3, generator=gen), logsigmoid(torch.randn(2, 50, 3, generator=gen))
+    s = torch.zeros(2, 3, 8, 8, dtype=torch.float64)  # [value, key]
+    unit_q, unit_k = (normalize(x.double(), dim=-1) for x in (q, k))
+    outs = []
+    for t in range(50):
+        key, b = unit_k[:, t, :, :, None], beta.double()[:, t, :, None, None]
+        s = log_g.double()[:, t].exp()[..., None, None] * (s @ (torch.eye(8) - b * key @ key.mT))
+        s = s + b * v.double()[:, t, :, :, None] @ key.mT
+        outs.append((s @ unit_q[:, t, :, :, None])[..., 0])
+    got = power_delta_rule(q, k, v, beta, log_g, p=1).out
+    torch.testing.assert_close(got.double(), torch.stack(outs, 1), rtol=0, atol=1e-6 * 8**0.5)
+
+
+def test_a_key_that_comes_again_replaces_its_value():
+    gen = torch.Generator().manual_seed(0)
+    key, v = torch.randn(1, 1, 1, 4, generator=gen).expand(1, 3, 1, 4), torch.randn(1, 3, 1, 5, generator=gen)
+    out = power_delta_rule(key, key, v, torch.ones(1, 3, 1)).out
+    torch.testing.assert_close(out, v, rtol=0, atol=1e-5)
+
+
+def test_second_derivatives_are_refused():
+    inputs = make_inputs(DeltaCase(T=5))
+    out, _ = power_delta_rule(*(inputs[name] for name in ("q", "k", "v", "beta", "log_g")), impl="eager")
+    (grad,) = torch.autograd.grad(out.sum(), inputs["v"], create_graph=True)
+    with pytest.raises(RuntimeError, match="the gradient of power_delta_rule cannot be differentiated again"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"beta": torch.rand(1, 4, 2)}, ValueError, r"beta must be \[B, T, G\] = \[1, 5, 2\]; got \[1, 4, 2\]"),
+        ({"beta": torch.rand(1, 5, 2).half()}, TypeError, "beta must be float32 .*; got torch.float16"),
+        ({"beta": None}, TypeError, "beta must be a torch.Tensor; got NoneType"),
+        ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
+        ({"impl": "fast"}, ValueError, "impl is one of auto, eager, triton, reference; got 'fast'"),
+        ({"initial_state": torch.zeros(1, 2, 9, 3)}, ValueError, r"must be \[B, G, D, V\] = \[1, 2, 10, 3\] for p"),
+        ({"initial_state": torch.zeros(1, 2, 10, 3).double()}, TypeError, "inputs is torch.float32; got torch.float64"),
+        ({"initial_state": 3}, TypeError, "state of the delta rule must be a torch.Tensor; got int"),
+        ({"log_g": torch.ones(1, 5, 2)}, ValueError, "log_g must be finite and <= 0"),
+    ],
+)
+def test_errors_are_one_line(change, error, message):
+    q, k, v = torch.rand(1, 5, 4, 4), torch.rand(1, 5, 2, 4), torch.rand(1, 5, 2, 3)
+    arguments = {"q": q, "k": k, "v": v, "beta": torch.rand(1, 5, 2)} | change
+    with pytest.raises(error, match=message) as caught:
+        power_delta_rule(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_state_has_the_rows_of_the_public_basis():
+    inputs = make_inputs(DeltaCase(B=1, T=6, H=2, G=2, K=3, V=2))
+    tokens = [inputs[name].detach() for name in ("q", "k", "v", "beta", "log_g")]
+    state = power_delta_rule(*tokens, return_state=True).state
+    assert state.shape == (1, 2, spow_dim(3, 2), 2) and state.device.type == DEVICE

@@ -1,0 +1,75 @@
+"""The page of the four papers: a row for every number, and every file, recipe and study that it names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.context_scaling.studies import STUDIES
+from sympow.recipes import load_recipe, load_sweep
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+STATES = ("reproduced", "refuted", "open", "not built")
+
+
+def numbered(kind: str, first: int, last: int) -> set[str]:
+    return {f"{kind} {number}" for number in range(first, last + 1)}
+
+
+NUMBERS = {
+    "[CST]": numbered("Proposition", 1, 3) | numbered("Figure", 1, 4),
+    "[SCRA]": numbered("Figure", 1, 10) | numbered("Table", 1, 5) | numbered("Algorithm", 1, 2)
+    | {"Lemma 4.1", "Lemma 4.2"},
+    "[ZOO]": numbered("Figure", 1, 11) | numbered("Table", 1, 16) | numbered("Algorithm", 1, 11)
+    | {f"H.{number}" for number in range(1, 39)}
+    | {"Definition 3.1", "Definition 4.1", "Theorem 4.2", "Proposition 4.3", "Theorem 4.4", "Theorem 4.5"},
+}  # fmt: skip
+
+
+def rows() -> dict[str, list[list[str]]]:
+    """Returns the rows of the tables by paper: number, what it is, where it is here, and state."""
+    found: dict[str, list[list[str]]] = {}
+    for section in PAGE.split("\n## ")[1:]:
+        lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+        found.setdefault(section.split()[0], []).extend([cell.strip() for cell in line] for line in lines[1:])
+    return found
+
+
+ROWS = [pytest.param(row, id=f"{paper} {row[0]}") for paper, of_paper in rows().items() for row in of_paper]
+
+
+@pytest.mark.parametrize("paper", NUMBERS)
+def test_every_number_has_one_row(paper):
+    listed = [row[0] for row in rows()[paper]]
+    assert len(set(listed)) == len(listed) and set(listed) >= NUMBERS[paper]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_says_where_and_what_became_of_it(row):
+    _, about, here, state = row
+    assert about and state.startswith(STATES)
+    assert here or state.startswith("not built: ")
+    assert "recipe ready" not in state or re.search(r"`(hybrids|longcrawl64|mqar|scaling):\w+`", here)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_files_recipes_and_studies_exist(row):
+    _, _, here, state = row
+    for name in re.findall(r"`([^`]+)`", f"{here} {state}"):
+        if "/" in name:
+            assert (ROOT / name).is_file(), name
+        elif name.startswith("mqar:"):
+            assert load_sweep(name).runs
+        elif ":" in name:
+            assert load_recipe(name).model
+    for named in re.findall(r"stud(?:y|ies) ((?:`\w+`(?:, | and )?)+)", f"{here} {state}"):
+        assert set(re.findall(r"`(\w+)`", named)) <= set(STUDIES)
+    for link in re.findall(r"\]\(([^)#]+)", f"{here} {state}"):
+        assert (ROOT / "docs" / link).is_file(), link
+
+
+def test_a_missing_file_or_recipe_would_be_found():
+    for missing in ("`sympow/none.py`", "`scaling:none`", "study `none`", "[none](none.md)"):
+        with pytest.raises((AssertionError, ValueError, KeyError)):
+            test_files_recipes_and_studies_exist(["", "", missing, "reproduced"])
