@@ -138,7 +138,8 @@ def test_python_about_adapters_runs(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(SympowConfig(model=preset("nano", vocab_size=64))).eval()
     model.save_pretrained("hf/power")
     names = {"__name__": "page"}
-    exec(compile(python_of("docs/transformers.md")[1], "docs/transformers.md", "exec"), names)
+    (block,) = (block for block in python_of("docs/transformers.md") if "LoraConfig(" in block)
+    exec(compile(block, "docs/transformers.md", "exec"), names)
     tuned, tokens = AutoModelForCausalLM.from_pretrained("hf/tuned"), names["tokens"]
     assert not torch.allclose(tuned(tokens).logits, model(tokens).logits, atol=1e-3)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
