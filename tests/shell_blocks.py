@@ -28,6 +28,12 @@ _ONE_TASK = "train.0.length=32 train.0.pairs=2"  # which makes runs of a sweep t
 SMALLER = {
     "sympow train demo:": f"{_STEPS} data.kind=text data.path=TEXTS data.tokenizer=bytes data.vocab_size=256 "
     "model.vocab_size=256",
+    "sympow train demo:power data.kind=text data.path=rows": f"{_STEPS} data.tokenizer=bytes data.vocab_size=256 "
+    "model.vocab_size=256",
+    "sympow train demo:power data.kind=text data.paths=": f"{_STEPS} data.tokenizer=bytes data.vocab_size=256 "
+    "model.vocab_size=256",
+    "sympow train demo:power data.kind=tokens": _STEPS,
+    "sympow train --from": f"{_STEPS} data.path=TEXTS",
     "sympow train my_recipe.py:run": "",
     "sympow train longcrawl64:": f"{_STEPS} training.batch_size=2 training.precision=float32 model.d_model=24 "
     "model.n_layers=1 model.n_heads=2 model.vocab_size=300 data.vocab_size=300",
@@ -43,6 +49,7 @@ SMALLER = {
     "sympow ar-hits": "--rows 2",
     "sympow recall-probe": "--pairs 4 --queries 8",
     "sympow passkey": "--context 128 --texts 1",
+    "sympow corpus": "--vocab-size 300 --row-tokens 64",
     "sympow kernel-corpus": "--source linux --vocab-size 300",
     "sympow kernel-corpus --row-tokens": "--source linux --vocab-size 300 --row-tokens 64",
     "sympow doc-corpus": "--source debs --vocab-size 300",

@@ -273,6 +273,9 @@ def test_bad_words_on_the_command_line(folder, fails):
     assert fails("evaluate", folder / "power", "--context", "0").startswith("argument --context: must be at least 1")
     assert fails("evaluate", folder / "power", "--rows", "x").startswith("argument --rows: invalid integer value: 'x'")
     assert "one of the arguments --prompt --prompt-file --context is required" in fails("generate", folder / "power")
+    assert fails("export", folder / "power", "--out", "model.gguf") == (
+        "model.gguf: programs that read GGUF files have no power attention, so none is written: give a folder"
+    )
     line = fails("serve", "no run", "--cache-disk", "5")
     assert line.startswith("--cache-disk needs --cache-dir, the folder of the states on disk")
     assert fails("train", "demo", "--out", "").startswith("argument --out: a path cannot be empty")

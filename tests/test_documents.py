@@ -127,6 +127,24 @@ def test_python_of_a_page_about_runs_runs(page, runs, monkeypatch):
         exec(compile(block.replace("steps=400", "steps=4"), page, "exec"), {"__name__": "page"})
 
 
+def test_python_about_adapters_runs(tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="needs peft")
+    from transformers import AutoModelForCausalLM
+
+    from sympow.integrations.transformers import SympowConfig
+    from sympow.models import preset
+
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_config(SympowConfig(model=preset("nano", vocab_size=64))).eval()
+    model.save_pretrained("hf/power")
+    names = {"__name__": "page"}
+    (block,) = (block for block in python_of("docs/transformers.md") if "LoraConfig(" in block)
+    exec(compile(block, "docs/transformers.md", "exec"), names)
+    tuned, tokens = AutoModelForCausalLM.from_pretrained("hf/tuned"), names["tokens"]
+    assert not torch.allclose(tuned(tokens).logits, model(tokens).logits, atol=1e-3)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
 @pytest.mark.parametrize(("page", "number"), WITH_TRANSFORMERS)
 def test_python_of_a_page_about_transformers_runs(page, number, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="needs transformers")

@@ -1,11 +1,14 @@
 """The shell blocks of pages run: each command as a user types it, but small, in the order of its page."""
 
 import gc
+import gzip
+import json
 import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sympow.cli import commands
@@ -29,7 +32,9 @@ GIVEN = {
     "runs/demo/demo-power": "power", "runs/demo/demo-softmax": "softmax",
     "my_recipe.py": "tiny.py", "my_sweep.py": "my_sweep.py",
     "manual.txt": "corpus/0.txt", "long.txt": "corpus/0.txt", "module.py": "corpus/0.txt",
-    "TEXTS": "corpus", "linux": "linux", "debs": "debs", "docs": "kernel", "kernel": "kernel",
+    "TEXTS": "corpus", "CODE": "corpus", "rows": "rows", "rows.jsonl.gz": "rows/a.jsonl.gz",
+    "train.bin": "tokens.bin", "val.bin": "tokens.bin",
+    "linux": "linux", "debs": "debs", "docs": "kernel", "kernel": "kernel",
     "hf/power": "softmax", "teacher": "teacher", "smollm2": "teacher", "swapped": "swapped", "hybrid": "swapped",
     "student": "swapped",
 }  # fmt: skip
@@ -44,6 +49,9 @@ def world(tmp_path_factory):
         (folder / "my_sweep.py").write_text(sweep_of_the_page())
         write_folder(folder / "linux", source_tree())
         write_packages(folder / "debs")
+        rows = [json.dumps({"text": text, "content": text}) + "\n" for text in documents]
+        write_folder(folder / "rows", {"a.jsonl.gz": gzip.compress("".join(rows).encode())})
+        np.arange(4000, dtype="<u2").tofile(folder / "tokens.bin")
         patch.setattr(commands, "ROW_TOKENS", 64)
         build_kernel_corpus(folder / "kernel", folder / "linux", vocab_size=300, row_tokens=64, progress=False)
         tokenizer = (folder / "kernel" / "tokenizer.json").read_text("utf-8")
@@ -83,7 +91,8 @@ def test_pages_that_install_an_extra_install_what_draws():
 @pytest.mark.parametrize("page", [page for page, commands in RUNNING.items() if commands])
 def test_commands_of_a_page_run(page, world, folder):
     for command in RUNNING[page]:
-        words = [word.rpartition("=")[2] for word in (*command.words, *command.more)]
+        values = (word.rpartition("=")[2] for word in (*command.words, *command.more))
+        words = [word for value in values for word in value.split(",")]
         for name in GIVEN:
             if ("--out", name) in pairwise(command.words):
                 drop_given(folder / name)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError, OverflowError) as error:
         if options.traceback:
             raise
-        print(f"sympow: error: {_one_line(error)}", file=sys.stderr)
+        _tell(_one_line(error))
         return 2
 
 
@@ -53,12 +53,15 @@ def parser() -> argparse.ArgumentParser:
     train = command("train", "Train the model of a recipe, or continue its run.", about.TRAIN)
     train.set_defaults(recipes=("RunConfig",))
     train.add_argument("--list", nargs=0, action=_ListRecipes, help="List the recipes and exit.")
-    train.add_argument("recipe", metavar="RECIPE",
-                       help="Run this recipe: demo:softmax, path/to/file.py:function or module:function.")  # fmt: skip
+    train.add_argument("recipe", metavar="RECIPE", nargs="?",
+                       help="Run this recipe: demo:softmax, path/to/file.py:function or module:function. "
+                            "It is optional with --from.")  # fmt: skip
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[],
         help="Set a field of the recipe's config, such as training.learning_rate=1e-3."
     )
+    train.add_argument("--from", metavar="RUN", type=_path, dest="start",
+                       help="Begin with the weights of this run or checkpoint, and without a recipe with its config.")
     train.add_argument("--out", metavar="DIR", type=_path,
                        help="Write the run into this folder (default: runs/NAME, with the run's name).")  # fmt: skip
     train.add_argument("--restart", action="store_true", help="First remove the files of an earlier run in the folder.")
@@ -284,6 +287,24 @@ def parser() -> argparse.ArgumentParser:
     figures.add_argument("results", metavar="RESULTS", nargs="+", type=_path, help="Read the results.csv of a sweep.")
     figures.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the images into this folder.")
 
+    own = command("corpus", "Make a corpus of long documents from texts of your own.", about.CORPUS)
+    own.add_argument("texts", metavar="TEXTS", type=_path, help="Read the texts in this file or folder.")
+    own.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
+    own.add_argument("--group", choices=("file", "folder"), default="file",
+                     help="Make a document of every file, or of the files directly in a folder (default: file).")
+    own.add_argument("--suffixes", metavar="LIST",
+                     help="Read files with these endings only, such as .py,.md (default: every text file).")
+    own.add_argument("--text-field", metavar="NAME", default="text",
+                     help="Read this field of JSON lines, Parquet and Arrow files (default: text).")
+    words = own.add_mutually_exclusive_group()
+    words.add_argument("--vocab-size", metavar="N", type=_positive, help="Train a BPE of N tokens (default: 16,384).")
+    words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
+                       help="Use this tokenizer.json, or that in this folder.")  # fmt: skip
+    own.add_argument("--row-tokens", metavar="N", type=_positive,
+                     help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).")
+    own.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
+    own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+
     corpus = command("kernel-corpus", "Make a corpus of long documents from the Linux source.", about.KERNEL_CORPUS)
     corpus.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
     corpus.add_argument("--source", metavar="PATH", type=_path,
@@ -327,7 +348,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (_recipe_list(returned) if returned else "")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"sympow: error: {message} (see {self.prog} --help)\n")
+        _refuse(f"{message} (see {self.prog} --help)")
 
 
 class _ListRecipes(argparse.Action):
@@ -397,11 +418,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         getattr(options, lists[options.command]).extend(more)
+    if options.command == "train":
+        _find_recipe(options)
     if options.command == "generate" and {options.context, options.prompt, options.prompt_file} == {None}:
         top.error("one of the arguments --prompt --prompt-file --context is required")
     if options.command == "serve" and options.cache_disk is not None and options.cache_dir is None:
         top.error("--cache-disk needs --cache-dir, the folder of the states on disk")
     return options
+
+
+def _find_recipe(options: argparse.Namespace) -> None:
+    """Takes the recipe from the positional arguments, wherever options stand between them."""
+    words = [*([] if options.recipe is None else [options.recipe]), *options.overrides]
+    options.recipe = words.pop(0) if words and "=" not in words[0] else None
+    options.overrides = words
+    if options.recipe is None and options.start is None:
+        _refuse("the following arguments are required: RECIPE (see sympow train --help)")
+
+
+def _refuse(line: str) -> NoReturn:
+    _tell(line)
+    raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    """Prints an error. Of the processes that torchrun started, the first one prints it."""
+    several = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if several:
+        from sympow.cli.ranks import is_first
+
+        if not is_first(line):
+            return
+    print(f"sympow: error: {line}", file=sys.stderr)
 
 
 def _one_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from sympow.conversion import distill as distill_run
 from sympow.conversion import distillation_run
 from sympow.data import (
     Corpus,
+    build_corpus,
     build_doc_corpus,
     build_kernel_corpus,
     load_tokenizer,
@@ -45,18 +46,24 @@ from sympow.recall import draw_figures, read_results, run_sweep, summary
 from sympow.recall.results import check_rows
 from sympow.recall.sweep import RESULTS
 from sympow.recipes import load_recipe, load_sweep
-from sympow.training import Run, RunConfig, load, override
+from sympow.training import Run, RunConfig, fine_tuning_run, load, override
 from sympow.training.ranks import is_main
 from sympow.training.run_folder import folder_of, read_config
-from sympow.training.runs import OPENING
+from sympow.training.runs import OPENING, tell_remarks
 from sympow.training.step import resolve_device, usual_precision
 
 
 def train(options: argparse.Namespace) -> int | None:
     """Runs `sympow train`."""
-    config = override(load_recipe(options.recipe), options.overrides)
+    config = fine_tuning_run(options.start) if options.recipe is None else load_recipe(options.recipe)
+    if options.start is not None:
+        config = replace(config, start=str(Path(options.start)))
+    config = override(config, options.overrides)
     check_held_out(config.data, options.overrides, "data.")
-    return _train(config, Path(options.out or f"runs/{config.name}"), options.quiet, options.restart)
+    folder = Path(options.out or f"runs/{config.name}")
+    if config.start is not None and folder_of(config.start).resolve() == folder.resolve():
+        raise ValueError(f"the run cannot be written into {folder}, from which it begins: give another folder (--out)")
+    return _train(config, folder, options.quiet, options.restart)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -179,6 +186,9 @@ def serve(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """Runs `sympow export`."""
+    if options.out.lower().endswith(".gguf"):
+        raise ValueError(f"{options.out}: programs that read GGUF files have no power attention, so none is written: "
+                         "give a folder")  # fmt: skip
     from sympow.integrations.transformers import to_transformers  # which imports transformers
 
     print(to_transformers(options.run, options.out, max_shard_size=options.max_shard_size))
@@ -260,6 +270,32 @@ def mqar_figures(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in draw_figures(rows, folder):
         print(file)
+
+
+def corpus(options: argparse.Namespace) -> None:
+    """Runs `sympow corpus`."""
+    check_image(options.plot)
+    made = build_corpus(
+        options.out,
+        options.texts,
+        group=options.group,
+        suffixes=tuple(filter(None, (options.suffixes or "").split(","))),
+        text_field=options.text_field,
+        vocab_size=options.vocab_size or VOCAB_SIZE,
+        tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        row_tokens=options.row_tokens or ROW_TOKENS,
+        progress=not options.quiet,
+        remark=lambda line: print(line, file=sys.stderr),
+    )
+    _tell_corpus(made, options)
+    for split in SPLITS:
+        counts = made[split]
+        lost = counts["tokens"] - counts["tokens_in_rows"]
+        if lost:
+            print(
+                f"left out of {split}.zarr: {lost:,} tokens ({lost / counts['tokens']:.0%}) after the last row of a "
+                f"document, and in {counts['documents_without_a_row']:,} documents shorter than a row"
+            )
 
 
 def kernel_corpus(options: argparse.Namespace) -> None:
@@ -366,7 +402,9 @@ def _evaluate(
         check_data_tokenizer(config, run.tokenizer, label, data)
         if str(config) not in opened:
             with Progress(OPENING, quiet=quiet):
-                opened[str(config)] = open_corpus(config, tokenizer=run.tokenizer).held_out
+                splits = open_corpus(config, tokenizer=run.tokenizer)
+            tell_remarks(splits)
+            opened[str(config)] = splits.held_out
         progress = None if quiet else f"evaluating {label}"
         losses = context_losses(run.model, opened[str(config)], context, rows, progress=progress)
         curves.append(Curve(label, losses, run.config.training.context))

@@ -70,6 +70,10 @@ ROW_TOKENS = (
     "Cut documents into rows of N tokens. Small directories are joined until a document fills a row (default: 65,536)."
 )
 
+CORPUS = """Makes a corpus of texts of your own in the layout of LongCrawl64. A document is a file, a folder, or a row
+of a JSON lines, Parquet or Arrow file. Files may be compressed (.gz, .zst). Documents are cut into rows, and 5% of them
+are held out. The same command continues interrupted work, and does not change a finished corpus."""
+
 KERNEL_CORPUS = """Makes a corpus of the Linux kernel's source in the layout of LongCrawl64. A document is a directory,
 cut into rows; whole subtrees are held out. The source is Debian's package linux-source-6.1, which
 apt-get fetches, or the path of --source. The same command continues interrupted work, and does not change a finished

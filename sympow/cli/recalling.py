@@ -18,7 +18,7 @@ from sympow.evaluation.ar_hits_text import Example, example
 from sympow.progress import Progress
 from sympow.recall.probe import PAIRS, Probed, fitting, probe
 from sympow.training import override
-from sympow.training.runs import OPENING
+from sympow.training.runs import OPENING, tell_remarks
 
 _SAID = {
     "all": "all tokens",
@@ -146,6 +146,7 @@ def measure(
     first = next(iter(models.values()))
     with Progress(OPENING, quiet=quiet):
         splits = open_corpus(_data_config(first, data), tokenizer=first.tokenizer)
+    tell_remarks(splits)
     if with_text:
         _checked_tokenizer(splits.tokenizer)  # before the evaluation, which may take hours
     vocab_size = splits.train.vocab_size

@@ -2,11 +2,12 @@
 
 from sympow.data.batches import Batch, Batches
 from sympow.data.config import DataConfig
-from sympow.data.corpus import Corpus, Subset, TokenCorpus
+from sympow.data.corpus import Concatenated, Corpus, Mixture, Subset, TokenCorpus
 from sympow.data.doc_corpus import build_doc_corpus
 from sympow.data.files import default_cache_dir
 from sympow.data.kernel_corpus import build_kernel_corpus
 from sympow.data.length_plot import plot_document_lengths
+from sympow.data.own_corpus import build_corpus
 from sympow.data.splits import Splits, open_corpus
 from sympow.data.tokens import (
     BPETokenizer,
@@ -23,14 +24,17 @@ __all__ = [
     "Batch",
     "Batches",
     "ByteTokenizer",
+    "Concatenated",
     "Corpus",
     "DataConfig",
+    "Mixture",
     "Splits",
     "StreamDecoder",
     "Subset",
     "TokenCorpus",
     "Tokenizer",
     "ZarrCorpus",
+    "build_corpus",
     "build_doc_corpus",
     "build_kernel_corpus",
     "default_cache_dir",

@@ -13,18 +13,23 @@ A batch is of one of two kinds:
 Each kind has its own order of rows, which is shuffled again in every epoch. Packed batches are distributed evenly among
 full ones, in the proportion of the rows. A batch may contain rows of two epochs, and no row is left out: `Batches.rows`
 batches, which are B epochs, predict every target exactly B times.
+
+Of a `Mixture`, every corpus has its own rows and its own epochs. The rows of a batch come from the corpora in turn, so
+that the predictions are in the proportions of the weights, in every stretch of batches.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sympow.data.corpus import Corpus
+from sympow.data.corpus import Corpus, Mixture
 
 IGNORED = -100  # the target of padding, as in torch's cross_entropy
 
@@ -59,17 +64,18 @@ class Batches:
     every i.
 
     Args:
-        corpus: the documents.
+        corpus: the documents, or a `Mixture`.
         context: T, the number of predictions in a row.
         batch_size: B, the number of rows in a batch.
         seed: the seed of the order, at least 0.
         pack: whether there are packed batches. If not, all batches are full and tails are left out.
 
     Attributes:
-        rows: the number of rows in an epoch; an epoch is rows / batch_size batches.
-        targets: the number of predictions in an epoch.
+        rows: the number of rows in an epoch; an epoch is rows / batch_size batches. Of a mixture, the rows of all
+            corpora together.
+        targets: the number of predictions in these rows.
 
-    Raises ValueError for arguments out of range, or if the corpus has no row.
+    Raises ValueError for arguments out of range, or if a corpus has no row.
     """
 
     def __init__(self, corpus: Corpus, context: int, batch_size: int, seed: int = 0, pack: bool = True):
@@ -78,36 +84,29 @@ class Batches:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.seed, self.pack = seed, pack
-        predictions = np.maximum(corpus.lengths - 1, 0)
-        pieces = (predictions + (context > 1)) // context  # a row of one token would have no target at all
-        self._piece_ends = np.cumsum(pieces)  # rows of documents 0..i, for finding a row's document
-        self._full_rows = int(self._piece_ends[-1])
-        self._packed_rows = 0
-        self.targets = int(np.minimum(pieces * context, predictions).sum())
-        if pack:
-            tails = np.maximum(predictions - pieces * context, 0)
-            with_tail = np.flatnonzero(tails)
-            order, self._tail_starts = pack_lengths(tails[with_tail], context)
-            self._tails = with_tail[order]  # documents; packed row r takes those from _tail_starts[r] on
-            self._packed_rows = len(self._tail_starts) - 1
-            self.targets += int(tails.sum())
-        self.rows = self._full_rows + self._packed_rows
-        if not self.rows and pack:
-            raise ValueError("the corpus has nothing to predict: no document holds 2 tokens")
-        if not self.rows:
-            raise ValueError(
-                f"no document fills a row of context = {context} tokens, the longest has {corpus.lengths.max()}: "
-                "use a shorter context, or packing (data.pack=true)"
-            )
+        corpora, weights = (corpus.corpora, corpus.weights) if isinstance(corpus, Mixture) else ((corpus,), (1.0,))
+        self._sources = [_Rows(each, context, pack) for each in corpora]
+        self.rows = sum(source.rows for source in self._sources)
+        self.targets = sum(source.targets for source in self._sources)
+        # A source gives rows at a rate that makes its predictions a share of `weight`, packed ones in their proportion.
+        rates = [
+            Fraction(weight) * source.rows / source.targets
+            for weight, source in zip(weights, self._sources, strict=True)
+        ]
+        self._rates = [
+            [rate * source.counts[stream] / source.rows for rate, source in zip(rates, self._sources, strict=True)]
+            for stream in (_FULL, _PACKED)
+        ]
+        self._packed_share = sum(self._rates[_PACKED], Fraction(0)) / sum(rates, Fraction(0))
 
     def __getitem__(self, index: int) -> Batch:
         if index < 0:
             raise IndexError(f"batches are numbered from 0, got {index}")
-        # Of the first i batches, i * packed // rows are packed: spread evenly, in the proportion of the rows.
-        packed_before = index * self._packed_rows // self.rows
-        if (index + 1) * self._packed_rows // self.rows > packed_before:
-            return self._packed_batch(self._order(_PACKED, packed_before, self._packed_rows))
-        return self._full_batch(self._order(_FULL, index - packed_before, self._full_rows))
+        # Of the first i batches, i * share are packed: spread evenly.
+        packed_before = int(index * self._packed_share)
+        if int((index + 1) * self._packed_share) > packed_before:
+            return self._packed_batch(self._order(_PACKED, packed_before))
+        return self._full_batch(self._order(_FULL, index - packed_before))
 
     def state(self) -> dict[str, Any]:
         """Returns JSON values for a checkpoint that determine the batches, except for the index."""
@@ -130,35 +129,35 @@ class Batches:
         if changed:
             raise ValueError(f"the data are not those of the checkpoint: {'; '.join(changed)}")
 
-    def _order(self, stream: int, batch: int, rows: int) -> np.ndarray:
-        """Returns the rows of batch `batch` of a stream, which repeats all its rows, shuffled anew each time."""
-        positions = batch * self.batch_size + np.arange(self.batch_size)
-        epochs = positions // rows
-        chosen = np.empty(self.batch_size, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = shuffled(positions[here] - epoch * rows, rows, (self.seed, stream, int(epoch)))
-        return chosen
+    def _order(self, stream: int, batch: int) -> list[tuple[int, int]]:
+        """Returns the rows of batch `batch` of a stream, as pairs of a source and its row.
 
-    def _full_batch(self, rows: np.ndarray) -> Batch:
+        Every source repeats all its rows, shuffled anew each time.
+        """
+        sources, places = _take_turns(batch * self.batch_size, self.batch_size, self._rates[stream])
+        rows = np.empty(self.batch_size, dtype=np.int64)
+        for number in np.unique(sources):
+            count = self._sources[number].counts[stream]
+            for epoch in np.unique(places[sources == number] // count):
+                here = (sources == number) & (places // count == epoch)
+                key = (self.seed, stream, int(epoch), *([int(number)] if number else []))
+                rows[here] = shuffled(places[here] - epoch * count, count, key)
+        return list(zip(sources.tolist(), rows.tolist(), strict=True))
+
+    def _full_batch(self, rows: list[tuple[int, int]]) -> Batch:
         pieces = np.full((len(rows), self.context + 1), IGNORED, dtype=np.int64)
-        documents = np.searchsorted(self._piece_ends, rows, side="right")
-        for piece, row, document in zip(pieces, rows, documents, strict=True):
-            first_row = self._piece_ends[document - 1] if document else 0
-            start = (row - first_row) * self.context
-            tokens = self.corpus[int(document)][start : start + self.context + 1]
+        for piece, (source, row) in zip(pieces, rows, strict=True):
+            tokens = self._sources[source].piece(row)
             piece[: len(tokens)] = tokens
         data = torch.from_numpy(pieces)
         return Batch(data[:, :-1].contiguous(), data[:, 1:].contiguous(), None)
 
-    def _packed_batch(self, rows: np.ndarray) -> Batch:
+    def _packed_batch(self, rows: list[tuple[int, int]]) -> Batch:
         tokens = np.zeros((1, self.batch_size * self.context), dtype=np.int64)
         targets = np.full_like(tokens, IGNORED)
         borders = [0]
-        for number, row in enumerate(rows):
-            for document in self._tails[self._tail_starts[row] : self._tail_starts[row + 1]]:
-                whole = self.corpus[int(document)]
-                tail = whole[(len(whole) - 1) // self.context * self.context :]
+        for number, (source, row) in enumerate(rows):
+            for tail in self._sources[source].tails(row):
                 here = slice(borders[-1], borders[-1] + len(tail) - 1)
                 tokens[0, here], targets[0, here] = tail[:-1], tail[1:]
                 borders.append(here.stop)
@@ -167,6 +166,75 @@ class Batches:
                 borders.append(row_end)
         cu_seqlens = torch.tensor(borders, dtype=torch.int32)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), cu_seqlens)
+
+
+class _Rows:
+    """Holds the rows of one corpus.
+
+    Attributes:
+        counts: the numbers of full and of packed rows.
+        rows: their sum.
+        targets: the number of predictions in all rows.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, pack: bool):
+        self._corpus, self._context = corpus, context
+        predictions = np.maximum(corpus.lengths - 1, 0)
+        pieces = (predictions + (context > 1)) // context  # a row of one token would have no target at all
+        self._piece_ends = np.cumsum(pieces)  # rows of documents 0..i, for finding a row's document
+        packed_rows = 0
+        self.targets = int(np.minimum(pieces * context, predictions).sum())
+        if pack:
+            tails = np.maximum(predictions - pieces * context, 0)
+            with_tail = np.flatnonzero(tails)
+            order, self._tail_starts = pack_lengths(tails[with_tail], context)
+            self._tails = with_tail[order]  # documents; packed row r takes those from _tail_starts[r] on
+            packed_rows = len(self._tail_starts) - 1
+            self.targets += int(tails.sum())
+        self.counts = (int(self._piece_ends[-1]), packed_rows)
+        self.rows = sum(self.counts)
+        if not self.rows and pack:
+            raise ValueError("the corpus has nothing to predict: no document holds 2 tokens")
+        if not self.rows:
+            raise ValueError(
+                f"no document fills a row of context = {context} tokens, the longest has {corpus.lengths.max()}: "
+                "use a shorter context, or packing (data.pack=true)"
+            )
+
+    def piece(self, row: int) -> np.ndarray:
+        """Returns the tokens of a full row and their last target, if there is one."""
+        document = int(np.searchsorted(self._piece_ends, row, side="right"))
+        first_row = int(self._piece_ends[document - 1]) if document else 0
+        start = (row - first_row) * self._context
+        return self._corpus[document][start : start + self._context + 1]
+
+    def tails(self, row: int) -> Iterator[np.ndarray]:
+        """Yields the tails in a packed row, each with its last target."""
+        for document in self._tails[self._tail_starts[row] : self._tail_starts[row + 1]]:
+            whole = self._corpus[int(document)]
+            yield whole[(len(whole) - 1) // self._context * self._context :]
+
+
+def _take_turns(first: int, count: int, rates: list[Fraction]) -> tuple[np.ndarray, np.ndarray]:
+    """Shares numbers among sources in proportion to their rates, spread evenly.
+
+    Returns for the numbers from `first` to `first + count - 1` the source, and how many earlier numbers it has, int64
+    [count] both. The first source takes its share of all numbers, the second its share of the others, and so on.
+    """
+    numbers = [first + i for i in range(count)]
+    sources, open_to = np.empty(count, dtype=np.int64), np.arange(count)
+    places = np.empty(count, dtype=np.int64)
+    rest = sum(rates, Fraction(0))
+    for source, rate in enumerate(rates):
+        share = rate / rest if rest else Fraction(0)
+        taken = [int((n + 1) * share) > int(n * share) for n in numbers]
+        chosen = open_to[taken]
+        sources[chosen] = source
+        places[chosen] = [int(n * share) for n, own in zip(numbers, taken, strict=True) if own]
+        numbers = [n - int(n * share) for n, own in zip(numbers, taken, strict=True) if not own]
+        open_to = open_to[np.logical_not(taken)]
+        rest -= rate
+    return sources, places
 
 
 def pack_lengths(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

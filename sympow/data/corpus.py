@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -110,6 +111,52 @@ class Subset:
     def __getitem__(self, index: int) -> np.ndarray:
         check_index(index, len(self))
         return self._corpus[int(self._indices[index])]
+
+
+class Concatenated:
+    """Holds corpora of one vocabulary as one: the documents of one after those of another.
+
+    Args:
+        corpora: the corpora, at least one.
+
+    Raises ValueError if there is none, or if their vocabularies have different sizes.
+    """
+
+    def __init__(self, corpora: Sequence[Corpus]):
+        sizes = {corpus.vocab_size for corpus in corpora}
+        if len(sizes) != 1:
+            raise ValueError(f"expected corpora of one vocabulary, got sizes {sorted(sizes)}")
+        self.corpora = tuple(corpora)
+        self._ends = np.cumsum([len(corpus) for corpus in corpora])
+        self.lengths = np.concatenate([corpus.lengths for corpus in corpora])
+        self.vocab_size = sizes.pop()
+        self.fingerprint = digest(corpus.fingerprint for corpus in corpora)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        check_index(index, len(self))
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.corpora[number][index - (int(self._ends[number - 1]) if number else 0)]
+
+
+class Mixture(Concatenated):
+    """Holds corpora as one, from which `Batches` takes tokens in given proportions.
+
+    Args:
+        corpora: the corpora, at least one.
+        weights: the proportions of tokens, above 0; one for each corpus. Only their ratios matter.
+
+    Raises ValueError as `Concatenated` does, and for weights that are not such numbers.
+    """
+
+    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]):
+        super().__init__(corpora)
+        if len(weights) != len(corpora) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"expected {len(corpora)} weights above 0, got {list(weights)}")
+        self.weights = tuple(weights)
+        self.fingerprint = digest([self.fingerprint, *map(str, map(float, weights))])
 
 
 def _beyond(indices: np.ndarray, count: int) -> int:

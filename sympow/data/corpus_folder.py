@@ -120,6 +120,7 @@ def write_corpus(
         raise ValueError(f"row_tokens must be positive, got {row_tokens}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return _finished(out, settings)
+    _check_packages(tokenizer)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial, "makes a corpus"):
@@ -138,6 +139,17 @@ def write_corpus(
         partial.replace(out)
         sync(out.parent)
         return summary
+
+
+def _check_packages(tokenizer: Tokenizer | None) -> None:
+    """Raises ImportError naming the missing extra, before a source is fetched and read."""
+    try:
+        import numcodecs  # noqa: F401
+        import zarr  # noqa: F401
+    except ImportError:
+        raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
+    if tokenizer is None:
+        BPETokenizer.train([], 256)  # which raises the error of a missing package
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:
@@ -319,11 +331,9 @@ class _Writer:
         return entries
 
     def _open(self, split: str, rows: int) -> Any:
-        try:
-            import zarr
-            from numcodecs import Zstd
-        except ImportError:
-            raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
+        import zarr
+        from numcodecs import Zstd
+
         path = self._folder / f"{split}.zarr"
         config: Any = {"write_empty_chunks": True}  # that a chunk is missing shall always mean a damaged corpus
         if self._entries:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _DAY = 24 * 3600.0  # seconds
+LONGEST_NAME = 200  # bytes; file systems take 255, and `atomic_write` and others add some
 
 def default_cache_dir() -> Path:
     """Returns the folder for caches: `$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
@@ -62,6 +63,14 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             error.filename = str(path)
         raise
+
+
+def check_file_name(name: str, what: str) -> None:
+    """Raises ValueError unless `name` can name a file or a folder, also with some more characters at its ends."""
+    if not name or name != name.strip() or "/" in name or "\0" in name or name.startswith("."):
+        raise ValueError(f"{what} must be usable as a file name, got {name!r}")
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(f"{what} must have at most {LONGEST_NAME} bytes, got {len(name.encode())}: {name[:40]!r}...")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

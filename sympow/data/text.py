@@ -1,7 +1,4 @@
-"""Text documents from files, folders and Python's standard library; and their tokens, cached on disk.
-
-Text is read as UTF-8. Invalid bytes become U+FFFD, so that one damaged file does not stop a large corpus.
-"""
+"""Text documents from files, folders and Python's standard library; and their tokens, cached on disk."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import numpy as np
 
 from sympow.data.corpus import TokenCorpus
 from sympow.data.files import atomic_write, default_cache_dir, digest, remove_leftovers
+from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
 from sympow.data.tokens import BPETokenizer, Tokenizer
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
@@ -32,7 +30,7 @@ _STDLIB_TABLES = {"encodings", "pydoc_data"}
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """Describes a text that is read when it is needed."""
 
@@ -40,42 +38,94 @@ class Document:
     read: Callable[[], str]
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Holds the documents of a text corpus, and what is left out of it.
+
+    Attributes:
+        path: the file or the folder.
+        documents: the documents in sorted order.
+        left_out: counts and names of files that are left out, or "".
+        reader: reads the documents. It knows which of them were damaged.
+    """
+
+    path: str
+    documents: list[Document]
+    left_out: str
+    reader: Reader
+
+    def remarks(self, empty: int) -> list[str]:
+        """Returns a line for what is left out, and one for files with damaged bytes, after all documents were read.
+
+        Args:
+            empty: the number of documents without text.
+        """
+        parts = [part for part in (self.left_out, f"{empty:,} empty documents" if empty else "") if part]
+        lines = [f"corpus {self.path}: left out {', '.join(parts)}"] if parts else []
+        if names := list(self.reader.damaged):
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            what = f"{len(names):,} files with bytes that are no text, read as U+FFFD"
+            lines.append(f"corpus {self.path}: {what} ({shown})")
+        return lines
+
+
 def text_documents(
-    path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = ()
+    path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = (), text_field: str = "text"
 ) -> list[Document]:
-    """Returns the documents of a text file or of a folder of text, in sorted order.
+    """Returns the documents of `find_texts`."""
+    return find_texts(path, group, suffixes, text_field).documents
+
+
+def find_texts(
+    path: str | os.PathLike[str], group: str = "file", suffixes: Sequence[str] = (), text_field: str = "text"
+) -> Texts:
+    """Finds the documents of a file or of a folder, in sorted order.
+
+    A file of JSON lines (.jsonl, .ndjson, .json), a Parquet file (.parquet) and an Arrow file (.arrow) hold a document
+    in each row. A folder may be a dataset that `datasets` saved. Any other file of text is one document. Files may be
+    compressed (.gz, .zst).
 
     Args:
-        path: a file, which is one document, or a folder, read with its subfolders. Hidden files and folders
-            are left out, and so are binary files, those with a zero byte near their beginning.
-        group: "file": each file a document. "folder": the files directly in a folder are one document, each
-            headed by a line with its path, so that documents are long.
+        path: a file, or a folder, read with its subfolders. Hidden files and folders, binary files and tables (see
+            `find_files`) are left out.
+        group: "file": each file without rows is a document. "folder": the files directly in a folder are one document,
+            each headed by a line with its path, so that documents are long.
         suffixes: file name endings to read, such as (".py", ".md"); empty: all.
+        text_field: the field of a row that holds the text.
 
-    Raises FileNotFoundError for a missing path. Raises ValueError if no file is left, and if `path` is a file that is
-    binary or that the other arguments exclude.
+    Raises FileNotFoundError for a missing path. Raises ValueError if no file is left, for a file that cannot be read,
+    for files of rows in groups, and if `path` is a file that would be left out. Raises ImportError naming the missing
+    extra.
     """
     root = Path(path)
     if not root.exists():
         raise FileNotFoundError(f"text corpus does not exist: {root}; data.path names the corpus")
     if root.is_file():
-        if _is_binary(root):
-            raise ValueError(f"text corpus {root}: expected UTF-8 text, got a binary file")
-        if suffixes and not root.name.endswith(tuple(suffixes)):
-            raise ValueError(f"text corpus {root} is a file that does not end in {', '.join(suffixes)}; "
-                             "data.suffixes names other files")  # fmt: skip
-        if group != "file":
-            raise ValueError(f"text corpus {root} is a file; data.group={group} needs a folder of text")
-        return [Document(root.name, partial(_read_text, root))]
-    files = [name for name in files_below(root, suffixes) if not _is_binary(root / name)]
-    if not files:
-        wanted = f"file ending in {', '.join(suffixes)}" if suffixes else "text file"
-        raise ValueError(f"text corpus {root} is empty: no {wanted} in it")
-    if group == "file":
-        return [Document(name, partial(_read_text, root / name)) for name in files]
+        files, left_out = [_single_file(root, group, suffixes, text_field)], ""
+    else:
+        found = find_files(root, suffixes, text_field)
+        files, left_out = found.files, describe(found.left_out)
+        if not files:
+            wanted = f"file ending in {', '.join(suffixes)}" if suffixes else "text file"
+            rest = f"; left out are {left_out}" if left_out else ""
+            raise ValueError(f"text corpus {root} is empty: no {wanted} in it{rest}")
+    if group not in ("file", "folder"):
+        raise ValueError(f"group must be file or folder, got {group!r}")
+    reader = Reader(text_field)
     if group == "folder":
-        return _grouped(root, files, lambda name: os.path.dirname(name) or ".")
-    raise ValueError(f"group must be file or folder, got {group!r}")
+        rows = [file.path for file in files if file.kind != "text"]
+        if rows:
+            raise ValueError(f"text corpus {root}: data.group=folder joins plain texts, got a file of rows, {rows[0]}")
+        return Texts(str(root), _folders(files, reader), left_out, reader)
+    documents = []
+    for file in files:
+        if file.kind == "text":
+            documents.append(Document(file.name, partial(reader.text, file)))
+        else:
+            documents += [
+                Document(f"{file.name}:{i + 1}", partial(reader.row, file, i)) for i in range(reader.count(file))
+            ]
+    return Texts(str(root), documents, left_out, reader)
 
 
 def stdlib_documents() -> list[Document]:
@@ -202,13 +252,38 @@ def headed_text(name: str, text: str) -> str:
     return text and f"# {name}\n{text}" + ("" if text.endswith("\n") else "\n")
 
 
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return looks_binary(file.read(8192))
+def _single_file(path: Path, group: str, suffixes: Sequence[str], text_field: str) -> TextFile:
+    """Returns a corpus of one file. Raises ValueError for one that would be left out of a folder."""
+    if suffixes and not path.name.endswith(tuple(suffixes)):
+        raise ValueError(f"text corpus {path} is a file that does not end in {', '.join(suffixes)}; "
+                         "data.suffixes names other files")  # fmt: skip
+    if group == "folder":
+        raise ValueError(f"text corpus {path} is a file; data.group={group} needs a folder of text")
+    file, reason = classify(path, path.name, suffixes, text_field)
+    if file is not None:
+        return file
+    if reason == "binary":
+        hint = "; data.kind=tokens reads files of tokens" if path.suffix == ".bin" else ""
+        raise ValueError(f"text corpus {path}: expected UTF-8 text, got a binary file{hint}")
+    end = os.path.splitext(without_compression(path.name)[0])[1]
+    raise ValueError(f"text corpus {path}: expected text or a JSON object a line with the field {text_field!r}, got "
+                     f"{reason} ({end}); data.suffixes={end} reads it as plain text")  # fmt: skip
 
 
 def _read_text(path: Path) -> str:
     return path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _folders(files: Sequence[TextFile], reader: Reader) -> list[Document]:
+    """Returns a document for each folder."""
+    groups: dict[str, list[TextFile]] = {}
+    for file in files:
+        groups.setdefault(os.path.dirname(file.name) or ".", []).append(file)
+
+    def read(group: str) -> str:
+        return "".join(headed_text(file.name, reader.text(file)) for file in groups[group])
+
+    return [Document(group, partial(read, group)) for group in sorted(groups)]
 
 
 def _grouped(root: Path, files: Iterable[str], key: Callable[[str], str]) -> list[Document]:

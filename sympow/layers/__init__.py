@@ -4,6 +4,7 @@ from sympow.layers.attention import AttentionMixer
 from sympow.layers.auxiliary import auxiliary_losses
 from sympow.layers.base import Mixer
 from sympow.layers.catalogue import FLA_MIXERS, MIXERS
+from sympow.layers.contract import ContractError, check_contract
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
 from sympow.layers.power_delta import PowerDeltaAttention
@@ -17,6 +18,7 @@ __all__ = [
     "FLA_MIXERS",
     "MIXERS",
     "AttentionMixer",
+    "ContractError",
     "LinearAttention",
     "Mixer",
     "MixerState",
@@ -26,6 +28,7 @@ __all__ = [
     "SoftmaxAttention",
     "WindowAttention",
     "auxiliary_losses",
+    "check_contract",
     "check_mixer",
     "make_mixer",
 ]

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer
+from sympow.layers.base import Mixer, own_weight
 from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.constants import kept
+from sympow.ops.devices import check_float64
 from sympow.ops.gated_norm import gated_norm
 from sympow.ops.types import OutOfRangeError
 
@@ -185,7 +186,7 @@ class AttentionMixer(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, **extras: Tensor | None) -> Tensor:
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
-        self.check_input(x, self.qkv.weight)
+        self.check_input(x, own_weight(self.qkv))
         if self.convolution is not None:
             x = self.convolution(x, cu_seqlens=cu_seqlens, context_group=self.context_group)
         try:
@@ -205,7 +206,7 @@ class AttentionMixer(Mixer):
 
     def step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, Any]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_step(x, state, self.qkv.weight)
+        self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
             return self._step(x, state, extras)
         x, past = self.convolution.step(x, state.past)
@@ -223,7 +224,7 @@ class AttentionMixer(Mixer):
 
     def try_step(self, x: Tensor, state: Any, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues sequences by tokens that can still be taken back; see `Mixer.try_step`."""
-        self.check_step(x, state, self.qkv.weight)
+        self.check_step(x, state, own_weight(self.qkv))
         if self.convolution is None:
             y, after = self._try_mix_step(x, state, extras)
             return self.output(x, y), after
@@ -303,6 +304,7 @@ class AttentionMixer(Mixer):
 
     def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
+        check_float64(x.device)
         if isinstance(position, int):
             end = position + x.shape[1]
             position = torch.arange(position, end, dtype=torch.float64, device=x.device)

@@ -193,7 +193,7 @@ class Mixer(nn.Module, ABC):
         """
         return {"tokens": tokens} if self.reads_tokens else {}
 
-    def check_step(self, x: Tensor, state: Any, weight: Tensor) -> None:
+    def check_step(self, x: Tensor, state: Any, weight: Tensor | None) -> None:
         """Raises the errors of `check_input`, and an error if `state` is no state of this mixer for the rows of x."""
         self.check_input(x, weight)
         check_batch(state, x.shape[0])
@@ -217,12 +217,17 @@ class Mixer(nn.Module, ABC):
         refuse_complex(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def check_input(self, x: Tensor, weight: Tensor) -> None:
-        """Raises TypeError or ValueError if x is not [B, T >= 1, d], or not of the device and dtype of `weight`."""
+    def check_input(self, x: Tensor, weight: Tensor | None) -> None:
+        """Raises TypeError or ValueError if x is not [B, T >= 1, d], or not of the device and dtype of `weight`.
+
+        A weight of None takes any device and dtype, see `own_weight`.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor; got {type(x).__name__}")
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
             raise ValueError(f"x must be [B, T >= 1, {self.d_model}]; got {list(x.shape)}")
+        if weight is None:
+            return
         if x.device != weight.device:
             raise ValueError(f"x must be on the device of the weights, {weight.device}; got {x.device}")
         if x.is_complex() or weight.is_complex():
@@ -257,6 +262,30 @@ def state_options(
         raise TypeError(f"the dtype of a state must be a floating-point type; got {dtype}")
     dtype = torch.promote_types(dtype, torch.float32) if sums else dtype
     return {"device": weight.device if device is None else device, "dtype": dtype}
+
+
+def holds_numbers(weight: Any) -> bool:
+    """Tells whether a tensor holds weights as numbers that products take: no packed or 8-bit weights."""
+    return isinstance(weight, Tensor) and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
+
+
+def own_weight(linear: nn.Module) -> Tensor | None:
+    """Returns the weight of a linear layer; None for a quantized layer, which has packed weights or other names."""
+    weight = getattr(linear, "weight", None)
+    return weight if holds_numbers(weight) else None
+
+
+def any_weight(mixer: nn.Module, linear: nn.Module) -> Tensor:
+    """Returns a weight with the device and the dtype of a mixer's weights: that of `linear`, one of its linear layers.
+
+    If it is quantized, this is another weight of the mixer that is not, or an empty tensor of torch's default dtype.
+    """
+    weight = own_weight(linear)
+    if weight is None:
+        tensors = [*mixer.parameters(), *mixer.buffers()]
+        device = next((tensor.device for tensor in tensors), None)
+        weight = next(filter(holds_numbers, mixer.parameters()), torch.empty(0, device=device))
+    return weight
 
 
 def is_product(linear: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer
+from sympow.layers.base import Mixer, own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
 from sympow.layers.filters import make_filter
@@ -59,7 +59,7 @@ class BaseConv(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
-        self.check_input(x, self.projection.weight)
+        self.check_input(x, own_weight(self.projection))
         return self._gated(x, per_document(self.filter.convolve, cu_seqlens, x))
 
     def training_flops(self, time: int) -> int:
@@ -74,7 +74,7 @@ class BaseConv(Mixer):
 
     def step(self, x: Tensor, state: InputCache) -> tuple[Tensor, InputCache]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_step(x, state, self.projection.weight)
+        self.check_step(x, state, own_weight(self.projection))
         y, state = self.filter.step(x, state)
         return self._gated(x, y), state
 

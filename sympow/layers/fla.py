@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer
+from sympow.layers.base import Mixer, own_weight
 from sympow.layers.documents import per_document
 from sympow.layers.state import MixerState
 
@@ -85,7 +85,7 @@ class FlaMixer(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
-        self.check_input(x, self.out.weight)
+        self.check_input(x, own_weight(self.out))
         return per_document(lambda document: self.layer(document)[0], cu_seqlens, x)
 
     def init_state(
@@ -96,7 +96,7 @@ class FlaMixer(Mixer):
 
     def step(self, x: Tensor, state: FlaState) -> tuple[Tensor, FlaState]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_step(x, state, self.out.weight)
+        self.check_step(x, state, own_weight(self.out))
         state = FlaState(state.recurrent, state.conv)
         pieces = x.split(1, dim=1) if len(state) else (x,)
         outs = [self.layer(piece, past_key_values=state, use_cache=True)[0] for piece in pieces]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer
+from sympow.layers.base import Mixer, own_weight
 from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
@@ -59,7 +59,7 @@ class H3(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
-        self.check_input(x, self.out.weight)
+        self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.qkv(x)))
 
     def training_flops(self, time: int) -> int:
@@ -79,7 +79,7 @@ class H3(Mixer):
 
     def step(self, x: Tensor, state: H3State) -> tuple[Tensor, H3State]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_step(x, state, self.out.weight)
+        self.check_step(x, state, own_weight(self.out))
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         k, shift = self.shift.step(k, state.shift)
         kv = self._outer(k, v)

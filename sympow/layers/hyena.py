@@ -9,7 +9,7 @@ from math import log2
 import torch
 from torch import Tensor, nn
 
-from sympow.layers.base import Mixer, state_options
+from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
@@ -75,7 +75,7 @@ class Hyena(Mixer):
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mixes whole sequences [B, T, d]; see `Mixer.forward`."""
-        self.check_input(x, self.out.weight)
+        self.check_input(x, own_weight(self.out))
         return self.out(per_document(self._mixed, cu_seqlens, self.projections(x)))
 
     def training_flops(self, time: int) -> int:
@@ -93,13 +93,13 @@ class Hyena(Mixer):
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> HyenaState:
         """Returns the state before the first token; see `Mixer.init_state`."""
-        options = state_options(self.out.weight, device, dtype)
+        options = state_options(any_weight(self, self.out), device, dtype)
         long = InputCache.empty(batch_size, self.held, self.filter.max_length, options)
         return HyenaState(self.short.init_state(batch_size, device, dtype), long)
 
     def step(self, x: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
         """Continues sequences by x [B, T', d]; see `Mixer.step`."""
-        self.check_step(x, state, self.out.weight)
+        self.check_step(x, state, own_weight(self.out))
         projected, short = self.short.step(self.projections(x), state.short)
         q, new = self._gated(projected)
         seen = concatenated([state.long.ordered().to(new.dtype), new], dim=1)

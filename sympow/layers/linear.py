@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
+from sympow.layers.base import any_weight
 from sympow.layers.documents import per_document
 from sympow.layers.power import check_form, continue_power, initial_memory, memory_size, try_power
 from sympow.layers.running_sums import running_sums
@@ -86,7 +87,7 @@ class LinearAttention(AttentionMixer):
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
-        device = self.out.weight.device if device is None else torch.device(device)
+        device = any_weight(self, self.out).device if device is None else torch.device(device)
         memory = initial_memory(self, 1, self.impl, batch_size, device, dtype)
         feature_sum = None if self.feature_map == "identity" else torch.zeros_like(memory.z)
         return LinearAttentionState(memory, 0, feature_sum)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import is_product, state_options
+from sympow.layers.base import any_weight, is_product, state_options
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.state import After, MixerState
 from sympow.ops import (
@@ -26,7 +26,7 @@ from sympow.ops import (
     prefers_tail,
     rotary_positions,
 )
-from sympow.ops.checks import check_options
+from sympow.ops.checks import check_options, plain
 from sympow.ops.context import exclusive_sum
 from sympow.ops.cost import least_power_flops
 from sympow.ops.decoding import try_on_state
@@ -107,6 +107,7 @@ class PowerAttention(AttentionMixer):
         heads.setdefault("head_norm", True)
         heads.setdefault("output_gate", True)
         super().__init__(d_model, n_heads, rotation=rotation, **heads)
+        p, chunk_size = plain(p), plain(chunk_size)
         check_options(p, None, bool(normalize), eps)
         check_form(chunk_size, impl)
         gate_biases(gate_bias, self.n_kv_heads)  # refuses wrong values here, not at the first use
@@ -174,7 +175,7 @@ class PowerAttention(AttentionMixer):
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
-        device = self.out.weight.device if device is None else torch.device(device)
+        device = any_weight(self, self.out).device if device is None else torch.device(device)
         position: int | Tensor = 0
         if self.rotation == "data":
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
@@ -252,7 +253,7 @@ def initial_memory(
     mixer: AttentionMixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
 ) -> PowerState | DecodingState:
     """Returns the op's state before the first token, with a tail where decoding is faster on one."""
-    weight = mixer.out.weight
+    weight = any_weight(mixer, mixer.out)
     dtype = weight.dtype if dtype is None else dtype
     shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
     state = PowerState.zeros(*shape, p, **state_options(weight, device, dtype, sums=True))
@@ -263,7 +264,7 @@ def initial_memory(
 
 def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
     """Returns the elements per sequence in the result of `initial_memory`, for the weights' device and dtype."""
-    weight = mixer.out.weight
+    weight = any_weight(mixer, mixer.out)
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
     if keeps_tail(impl, weight.device, weight.dtype):
         size += tail_elements(mixer.head_dim, mixer.value_dim, p)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.float32 import Float32Linear, gate_biases, linears_float32
 from sympow.layers.power import check_form
 from sympow.layers.state import MixerState
@@ -112,7 +112,8 @@ class PowerDeltaAttention(AttentionMixer):
     ) -> PowerDeltaState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
         shape = (batch_size, self.n_kv_heads, spow_dim(self.head_dim, self.p), self.value_dim)
-        return PowerDeltaState(torch.zeros(shape, **state_options(self.out.weight, device, dtype, sums=True)), 0)
+        options = state_options(any_weight(self, self.out), device, dtype, sums=True)
+        return PowerDeltaState(torch.zeros(shape, **options), 0)
 
     def mix_step(self, x: Tensor, state: PowerDeltaState) -> tuple[Tensor, PowerDeltaState]:
         """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions, head_normed
-from sympow.layers.base import state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.initial import draw_uniform
 from sympow.layers.power import PowerAttentionState, check_form, continue_power, try_power
 from sympow.layers.state import After
@@ -74,7 +74,7 @@ class RetNet(AttentionMixer):
         self, batch_size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PowerAttentionState:
         """Returns the state of `mix_step` before the first token; see `AttentionMixer.mix_state`."""
-        options = state_options(self.out.weight, device, dtype, sums=True)
+        options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         memory = PowerState.zeros(batch_size, self.n_kv_heads, self.head_dim, self.value_dim, 1, **options)
         return PowerAttentionState(memory, 0)
 

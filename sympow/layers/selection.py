@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
 from sympow.layers.auxiliary import add_auxiliary_loss, collecting
-from sympow.layers.base import state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import InputCache, KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
@@ -186,7 +186,7 @@ class SelectiveAttention(AttentionMixer):
     ) -> Choice:
         if self.selection == "random":
             return DrawState(0)
-        options = state_options(self.out.weight, device, dtype, sums=True)
+        options = state_options(any_weight(self, self.out), device, dtype, sums=True)
         if self.reads_tokens:
             return InputCache.empty(batch_size, 1, _UNLIMITED, options | {"dtype": torch.int64})
         largest = torch.full((batch_size, self.top_k), -torch.inf, **options)

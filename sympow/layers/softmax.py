@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sympow.layers.attention import AttentionMixer, HeadOptions
-from sympow.layers.base import state_options
+from sympow.layers.base import any_weight, state_options
 from sympow.layers.cache import KVCache, capacity
 from sympow.layers.documents import per_document
 from sympow.layers.float32 import Float32Linear, gate_biases
@@ -205,7 +205,7 @@ def empty_cache(
 
     `key_dim` is the mixer's if None.
     """
-    options = state_options(mixer.out.weight, device, dtype)
+    options = state_options(any_weight(mixer, mixer.out), device, dtype)
     k = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.head_dim if key_dim is None else key_dim, **options)
     v = torch.empty(batch_size, mixer.n_kv_heads, 0, mixer.value_dim, **options)
     return KVCache(k, v, limit=limit)

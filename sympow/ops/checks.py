@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sympow.ops.constants import has_values
 from sympow.ops.decoding_state import DecodingState
+from sympow.ops.devices import check_float64
 from sympow.ops.feature_map import spow_dim
 from sympow.ops.rotary import Rotation
 from sympow.ops.types import OutOfRangeError, PowerState
@@ -28,6 +31,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{', '.join(layout)}]; got {list(x.shape)}")
         if x.device != device:
             raise ValueError(f"q, k, v and log_g must be on one device; got q on {q.device}, {name} on {x.device}")
+    check_float64(q.device)
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"q, k and v must share one dtype of {wanted}; got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -54,6 +58,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
                 f"log_g must be finite and <= 0 (a gate decays, it does not grow); got values from {low} to {high}"
                 + (": the weights or the input that it was computed from are not finite" if math.isnan(low) else "")
             )
+
+
+def plain(number: Any) -> Any:
+    """Returns an integer of NumPy, such as `numpy.int64(2)`, as one of Python, and anything else as it is."""
+    return int(number) if isinstance(number, np.integer) else number
 
 
 def check_options(p: int, scale: float | None, normalize: bool, eps: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sympow.ops import eager, reference
 from sympow.ops.autocast import without_autocast
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
-from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state
+from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.documents import borders, check_borders
@@ -96,6 +96,7 @@ def power_attention(
     Symmetric Power Transformers" (2025); Gelada et al., "Scaling Context Requires Rethinking Attention" (2025).
     """
     check_inputs(q, k, v, log_g)
+    p, chunk_size = plain(p), plain(chunk_size)
     check_options(p, scale, normalize, eps)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be an integer >= 1, or None; got {chunk_size!r}")
@@ -179,6 +180,7 @@ def power_attention_step(
         TypeError: as `power_attention`.
     """
     check_inputs(q, k, v, log_g)
+    p = plain(p)
     check_options(p, scale, normalize, eps)
     if not isinstance(state, (PowerState, DecodingState)):
         raise TypeError(f"state must be a PowerState or a DecodingState; got {type(state).__name__}")

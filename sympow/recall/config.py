@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sympow.data.files import check_file_name
 from sympow.data.mqar import RecallTask
 from sympow.fields import unknown
 from sympow.layers import make_mixer
@@ -24,6 +25,7 @@ from sympow.training.config import PRECISIONS, check_optimizer
 from sympow.training.overrides import override
 
 AnyTask = RecallTask | OwnTask
+_LABEL = 100  # bytes of a label in the name of a run, which is the name of a file
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class RecallConfig:
 
     @property
     def id(self) -> str:
-        """Returns a file name of this run: readable, and different for every config."""
+        """Returns a file name of this run: readable, of at most 200 bytes, and different for every config."""
         # Runs without these fields keep the names that they had before, so that a sweep of that time can continue.
         values = asdict(self)
         for task in (*values["train"], *values["test"]):
@@ -182,6 +184,7 @@ class RecallConfig:
             del values["optimizer"], values["muon_rate"]
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
         label = re.sub(r"\W+", "-", self.architecture.label).strip("-")
+        label = label.encode()[:_LABEL].decode(errors="ignore")
         task = self.train[-1]
         pairs = "" if task.pairs is None else f"-d{task.pairs}"
         return f"{label}-n{task.length}{pairs}-w{self.width}-lr{self.learning_rate:.2g}-s{self.seed}-{digest}"
@@ -195,6 +198,7 @@ class Sweep:
     runs: tuple[RecallConfig, ...]
 
     def __post_init__(self) -> None:
+        check_file_name(self.name, "the name of a sweep")
         object.__setattr__(self, "runs", tuple({run.id: run for run in self.runs}.values()))
         if not self.runs:
             raise ValueError(f"the sweep {self.name} has no runs")

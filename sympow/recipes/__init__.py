@@ -3,7 +3,8 @@
 Recipes in `mqar.py` return a `RecallConfig`, or a `Sweep` of them.
 
 A recipe is named by its file and function, "demo:softmax". Without a function, the name means the first recipe of the
-file. Recipes of users are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small".
+file. Recipes of users are named by a path, "mine.py:small", or by a module, "mypackage.recipes:small". Modules in the
+folder of a recipe's file, such as a mixer or a task, can be imported by name.
 """
 
 from __future__ import annotations
@@ -112,9 +113,7 @@ def _module(place: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
-        folder = str(path.resolve().parent)
-        if folder not in sys.path:  # for mixers and modules beside the recipe, also in the processes of a sweep
-            sys.path.append(folder)
+        _make_importable(path.resolve().parent)
         with _errors_of_recipes(place):
             spec.loader.exec_module(module)
         return module
@@ -124,6 +123,15 @@ def _module(place: str) -> ModuleType:
     if place not in recipe_names():
         raise ValueError(unknown("recipe", place, recipe_names()))
     return importlib.import_module(f"{__name__}.{place}")
+
+
+def _make_importable(folder: Path) -> None:
+    """Makes the modules in the folder of a recipe importable.
+
+    The folder comes last, so that no file beside a recipe takes the place of an installed module.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from sympow.data.files import check_file_name
 from sympow.fields import unknown
 from sympow.sweeps.estimates import Estimates
 from sympow.sweeps.executors import EXECUTORS, start
@@ -64,13 +65,16 @@ def run_jobs(
         estimates: estimates how long jobs take.
         slurm: the parameters of submitit's executor, such as {"timeout_min": 60, "slurm_partition": "gpu"}.
 
-    Raises ValueError for an unknown executor and for less than one worker, ImportError if submitit is needed and not
-    installed, and KeyboardInterrupt after SIGINT or SIGTERM, when the workers have been stopped.
+    Raises ValueError for an unknown executor, a name that names no file, and less than one worker, ImportError if
+    submitit is needed and not installed, and KeyboardInterrupt after SIGINT or SIGTERM, when the workers have been
+    stopped.
     """
     if workers < 1:
         raise ValueError(f"a sweep needs at least one worker; got {workers}")
     if executor is not None and executor not in EXECUTORS:
         raise ValueError(unknown("executor", executor, EXECUTORS))
+    for name in jobs:
+        check_file_name(name, "the name of a job")
     deadline = time.time() + 60 * minutes
     records = Records(Path(folder).absolute())
     records.open()

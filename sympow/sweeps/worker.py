@@ -45,6 +45,9 @@ class Worker(Generic[J]):
             None: there are no groups.
         deadline: the end of the sweep as time.time(). A job that would end later is not started.
         estimates: estimates how long jobs take; without it all jobs are started.
+        notes: with what the names begin under which workers in jobs of submitit note the jobs that they start.
+        launcher: the file of the launcher's `Presence`; None: the worker does not end with the launcher.
+        paths: where the launcher finds modules, for workers in jobs of submitit.
         ends_on_failure: whether the worker ends when a job has failed, because the GPU may be unusable afterwards.
     """
 
@@ -54,8 +57,15 @@ class Worker(Generic[J]):
     group: Callable[[J], str] | None = None
     deadline: float = math.inf
     estimates: Estimates[J] | None = None
+    notes: str = ""
+    launcher: Path | None = None
+    paths: tuple[str, ...] = ()
     ends_on_failure: bool = False
     _learned: set[str] = field(default_factory=set)
+
+    def note(self, number: int) -> str:
+        """Returns the name under which a worker in a job of submitit notes the jobs that it starts."""
+        return f"{self.notes}-{number}"
 
     def run(self, number: int, note: str | None = None) -> Iterator[str]:
         """Runs jobs group by group, and then the jobs of other workers' groups. Yields the name of each job.

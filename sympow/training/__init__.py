@@ -14,7 +14,7 @@ from sympow.training.objective import Objective
 from sympow.training.optimizer import make_optimizer
 from sympow.training.overrides import override
 from sympow.training.run_folder import load_model
-from sympow.training.runs import Run, load, run
+from sympow.training.runs import Run, fine_tuning_run, load, run
 
 __all__ = [
     "Checkpoint",
@@ -27,6 +27,7 @@ __all__ = [
     "RunConfig",
     "TrainingConfig",
     "TrainingResult",
+    "fine_tuning_run",
     "latest",
     "load",
     "load_checkpoint",

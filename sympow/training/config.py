@@ -11,6 +11,7 @@ from sympow.models.config import ModelConfig
 PRECISIONS = ("float32", "bf16")
 TRACKERS = ("wandb",)
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,10 @@ class TrainingConfig:
         muon_rate: the factor of the learning rate, and so of the decay, for the matrices that Muon moves; for "muon"
             only.
         learning_rate: the highest one, reached after `warmup_steps`.
-        min_lr_ratio: the last learning rate over the highest one (cosine decay).
+        min_lr_ratio: the last learning rate over the highest one. "constant" does not use it.
+        schedule: how the learning rate goes on after `warmup_steps`: "cosine" (half a cosine), "linear", "constant", or
+            "wsd" (warm-up, stable, decay), which is constant up to the last `decay_steps` and linear in them.
+        decay_steps: for "wsd" only, the steps in which the rate falls; None: a tenth of `steps`.
         betas: the two decay rates of AdamW's averages.
         weight_decay: the weight decay, which is decoupled from the gradient. Only matrices decay.
         clip: largest norm of the gradient.
@@ -53,6 +57,8 @@ class TrainingConfig:
     learning_rate: float = 6e-4
     warmup_steps: int = 100
     min_lr_ratio: float = 0.1
+    schedule: str = "cosine"
+    decay_steps: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -103,10 +109,26 @@ class TrainingConfig:
             raise ValueError(f"training.min_lr_ratio must be from 0 to 1, got {self.min_lr_ratio}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"training.betas must be at least 0 and below 1, got {self.betas}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(unknown("training.schedule", str(self.schedule), SCHEDULES))
+        self._check_decay()
         if self.precision not in PRECISIONS:
             raise ValueError(unknown("training.precision", str(self.precision), PRECISIONS))
         if not isinstance(self.device, str):
             raise TypeError(f"training.device must be a string, got {self.device!r}")
+
+    def _check_decay(self) -> None:
+        if self.decay_steps is None:
+            return
+        _check_integer("decay_steps", self.decay_steps, 1)
+        if self.schedule != "wsd":
+            raise ValueError(f"training.decay_steps is for training.schedule = 'wsd' only, got {self.decay_steps} and "
+                             f"{self.schedule!r}: set both")  # fmt: skip
+        if self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"training.warmup_steps and training.decay_steps must be at most training.steps together, got "
+                f"{self.warmup_steps} and {self.decay_steps} of {self.steps}"
+            )
 
     @property
     def rows_per_pass(self) -> int:
@@ -215,7 +237,8 @@ class DistillationConfig:
 class RunConfig:
     """Holds the configuration of a run: its name, the model, the data, the training, and how the run is executed.
 
-    `distillation` is None except for runs of `sympow distill`.
+    `distillation` is None except for runs of `sympow distill`. `start` is the folder of a run, or a checkpoint, whose
+    weights are the initial weights of this run; None: they are drawn from the seed.
     """
 
     name: str
@@ -224,6 +247,7 @@ class RunConfig:
     training: TrainingConfig
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     distillation: DistillationConfig | None = None
+    start: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -238,6 +262,8 @@ class RunConfig:
                 raise TypeError(f"RunConfig.{name} must be a {kind.__name__}, got a {type(value).__name__}")
         if not self.name or self.name != self.name.strip() or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"a run's name must be usable as a folder name, got {self.name!r}")
+        if self.start is not None and not isinstance(self.start, str):
+            raise TypeError(f"RunConfig.start must be a path or None, got {self.start!r}")
         if self.distillation is not None:
             self._check_distillation(self.distillation)
         parts = self.execution.context_parallel
@@ -254,13 +280,16 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the nested fields as JSON values."""
-        return {
+        values = {
             "name": self.name,
             "model": self.model.to_dict(),
             "data": self.data.to_dict(),
             "training": self.training.to_dict(),
             "execution": self.execution.to_dict(),
-        } | ({} if self.distillation is None else {"distillation": self.distillation.to_dict()})
+        }
+        if self.distillation is not None:
+            values["distillation"] = self.distillation.to_dict()
+        return values if self.start is None else {**values, "start": self.start}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
@@ -273,12 +302,15 @@ class RunConfig:
             training=TrainingConfig.from_dict(values["training"]),
             execution=ExecutionConfig.from_dict(values.get("execution", {})),  # runs of version 0.1.0 have none
             distillation=DistillationConfig.from_dict(values["distillation"]) if "distillation" in values else None,
+            start=values.get("start"),
         )
 
     def _check_distillation(self, distillation: Any) -> None:
         if not isinstance(distillation, DistillationConfig):
             kind = type(distillation).__name__
             raise TypeError(f"RunConfig.distillation must be a DistillationConfig or None, got a {kind}")
+        if self.start is not None:
+            raise ValueError(f"distillation.start gives the initial weights; start must be None, got {self.start!r}")
         stages, steps = distillation.layer_steps + distillation.text_steps, self.training.steps
         if stages > steps:
             raise ValueError(

@@ -16,19 +16,25 @@ LEAST_SIDE = 64  # of a matrix that Muon moves; smaller ones are maps to a few n
 
 
 def learning_rate(step: int, config: TrainingConfig, stage_start: int = 0) -> float:
-    """Returns the learning rate of optimizer step `step` (0-based): linear warmup, then a half cosine.
+    """Returns the learning rate of optimizer step `step` (0-based): linear warmup, then the schedule of the config.
 
     The rate rises over `warmup_steps` steps to `learning_rate`, which the last of these steps uses. Then it falls to
-    `min_lr_ratio * learning_rate`, which the last step of the run uses. If a later stage of the run starts at step
-    `stage_start`, the rate rises again from near 0 to the half cosine over the same number of steps.
+    `min_lr_ratio * learning_rate`, which the last step of the run uses, unless the schedule is "constant". If a later
+    stage of the run starts at step `stage_start`, the rate rises again from near 0 to the schedule over the same number
+    of steps.
     """
     if stage_start and step - stage_start < config.warmup_steps:
         return learning_rate(stage_start + config.warmup_steps, config) * (step - stage_start + 1) / config.warmup_steps
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step + 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    falling = max(1, config.steps - config.warmup_steps)
+    if config.schedule == "wsd":
+        falling = config.decay_steps or max(1, min(falling, config.steps // 10))
+    progress = min(1.0, max(0.0, (step + 1 - config.steps + falling) / falling))
+    if config.schedule == "constant" or progress == 0:
+        return config.learning_rate
+    above = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * above)
 
 
 def muon_weights(model: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sympow.data import Batches, ByteTokenizer, DataConfig, Tokenizer, load_tokenizer, open_corpus
+from sympow.data import Batches, ByteTokenizer, DataConfig, Splits, Tokenizer, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import read_beside, write_beside
 from sympow.models import LanguageModel
 from sympow.ops.memory import check_memory
@@ -21,7 +22,7 @@ from sympow.training.config import RunConfig
 from sympow.training.language import TrainingResult, train
 from sympow.training.objective import Objective
 from sympow.training.ranks import join, launched
-from sympow.training.run_folder import load_model, open_run_folder
+from sympow.training.run_folder import folder_of, load_model, open_run_folder, read_config
 from sympow.training.step import resolve_device
 
 TOKENIZER = "tokenizer.json"
@@ -64,6 +65,8 @@ def run(
         lesson: a function that loads the initial weights and the objective of a distillation onto the device of the
             run. `sympow.conversion.distill` passes it. None: the run is no distillation.
 
+    If the config has a `start`, a new run begins with the weights of that run, and has its tokenizer.
+
     Returns the steps done and the last loss, which is None for a run that was finished before the call.
 
     Raises RuntimeError where another process trains in the folder, CheckpointError where the last checkpoint is cut or
@@ -87,9 +90,25 @@ def run(
             with ranks.main_first(), Progress(OPENING, quiet=quiet or not ranks.main):
                 batches, held_out = _open_batches(config, folder, save=ranks.main)
             start, objective = Lesson() if lesson is None else lesson(device)
+            if config.start is not None and not latest_step(folder):
+                start = load_model(config.start).model.state_dict()
             return train(
                 config, batches, folder, held_out=held_out, start=start, objective=objective, quiet=quiet, ranks=ranks
             )
+
+
+def fine_tuning_run(start: str | os.PathLike[str]) -> RunConfig:
+    """Returns the config of a run that begins with the weights of another run, and is otherwise as that run.
+
+    Args:
+        start: the path of the other run's folder or of a checkpoint in it.
+
+    Raises FileNotFoundError where there is none.
+    """
+    if not Path(start).exists():
+        raise FileNotFoundError(f"no run and no checkpoint at {start}")
+    config = read_config(folder_of(start))
+    return replace(config, name=f"{config.name}-tuned", start=str(start), distillation=None)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
@@ -121,6 +140,12 @@ def saved_tokenizer(run_dir: Path) -> Tokenizer | None:
     return load_tokenizer(file) if file.exists() else None
 
 
+def tell_remarks(splits: Splits) -> None:
+    """Prints on stderr what was left out of the data. A run with `quiet` shows it too, as it changes the result."""
+    for line in splits.remarks:
+        print(line, file=sys.stderr)
+
+
 def _check_pass(config: RunConfig, device: torch.device) -> None:
     """Raises ValueError if the tokens of a pass, or their embeddings, are larger than the memory."""
     settings = config.training
@@ -133,12 +158,21 @@ def _check_pass(config: RunConfig, device: torch.device) -> None:
 
 
 def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches, Batches]:
-    """Returns batches of the training and of the held-out documents. With `save`, saves the tokenizer in the folder."""
+    """Returns batches of the training and of the held-out documents.
+
+    With `save`, saves the tokenizer in the folder and prints remarks on the data.
+    """
     tokenizer = saved_tokenizer(folder)
     if config.distillation is not None:
         tokenizer = saved_tokenizer(Path(config.distillation.start))
-        _check_tokenizer(config.data, tokenizer)
+        _check_tokenizer(config.data, tokenizer, "the model to distill")
+    elif config.start is not None:
+        if not latest_step(folder):
+            tokenizer = _tokenizer_of(config.start, config.data)
+        _check_tokenizer(config.data, tokenizer, config.start)
     settings, splits = config.training, open_corpus(config.data, tokenizer=tokenizer)
+    if save:
+        tell_remarks(splits)
     if splits.train.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the corpus has a vocabulary of {splits.train.vocab_size} tokens, "
@@ -147,6 +181,8 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
     if splits.tokenizer is not None and save:
         splits.tokenizer.save(folder / TOKENIZER)
         named = config.data.tokenizer if config.distillation is None else config.distillation.start
+        if config.start is not None:
+            named = str(folder_of(config.start))
         if named not in ("bpe", "bytes", "none"):
             write_beside(read_beside(Path(named) if Path(named).is_dir() else Path(named).parent), folder)
     batches, held_out = (
@@ -156,7 +192,21 @@ def _open_batches(config: RunConfig, folder: Path, save: bool) -> tuple[Batches,
     return batches, held_out
 
 
-def _check_tokenizer(data: DataConfig, own: Tokenizer | None) -> None:
+def _tokenizer_of(start: str, data: DataConfig) -> Tokenizer | None:
+    """Returns the tokenizer of the run to start from; None for a run on tokens without text.
+
+    Raises FileNotFoundError if it is missing, and ValueError if a new one would be trained for tokens without text.
+    """
+    own, named = saved_tokenizer(folder_of(start)), fine_tuning_run(start).data.tokenizer
+    if own is None and named != "none":
+        raise FileNotFoundError(f"{folder_of(start) / TOKENIZER} is missing: the config of {start} names a tokenizer")
+    if own is None and data.tokenizer == "bpe":
+        raise ValueError(f"the text of the tokens of {start} is not known, so no tokenizer is trained for them: "
+                         "data.tokenizer names theirs")  # fmt: skip
+    return own
+
+
+def _check_tokenizer(data: DataConfig, own: Tokenizer | None, of: str) -> None:
     """Raises ValueError if the data config names another tokenizer than that of the model.
 
     "bpe" is what the config has by default. FileNotFoundError for a tokenizer that does not exist.
@@ -164,14 +214,15 @@ def _check_tokenizer(data: DataConfig, own: Tokenizer | None) -> None:
     Args:
         data: the config of the run's data.
         own: the model's tokenizer.
+        of: names the model in messages.
     """
     if own is None:
         return
     if data.vocab_size not in (None, own.vocab_size):
-        raise ValueError(f"data.vocab_size = {data.vocab_size}, but the tokenizer of the model to distill has "
+        raise ValueError(f"data.vocab_size = {data.vocab_size}, but the tokenizer of {of} has "
                          f"{own.vocab_size} tokens")  # fmt: skip
     if data.tokenizer in ("bpe", "none"):
         return
     other = ByteTokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
     if list(other.token_bytes) != list(own.token_bytes):
-        raise ValueError(f"the data are in tokens of {data.tokenizer}, not in those of the model to distill")
+        raise ValueError(f"the data are in tokens of {data.tokenizer}, not in those of {of}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sympow.layers import auxiliary_losses
 from sympow.models import LanguageModel
+from sympow.ops.devices import check_float64
 from sympow.training.config import TrainingConfig
 from sympow.training.optimizer import set_learning_rate
 from sympow.training.ranks import ALONE, Part, Ranks, Rows
@@ -168,7 +169,7 @@ def held_out_loss(
 def resolve_device(name: str) -> torch.device:
     """Returns the torch device of a name. "auto" means CUDA if it is available, otherwise the CPU.
 
-    Raises ValueError if the device does not exist or cannot be used.
+    Raises ValueError if the device does not exist, cannot be used, or has no float64.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,6 +178,7 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    check_float64(device)
     return device
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sympow.data import Batches, TokenCorpus
+from sympow.data import Batches, Mixture, TokenCorpus
 from sympow.data.batches import IGNORED, pack_lengths, shuffled
 
 
@@ -224,3 +224,62 @@ def test_shuffled_is_far_from_any_order():
     assert abs(np.abs(np.diff(places)).mean() / length - 1 / 3) < 0.01
     assert abs(np.corrcoef(np.arange(length), places)[0, 1]) < 0.02
     assert shuffled(np.array([2**40]), 2**41, (0, 0, 0))[0] < 2**41
+
+
+def of_token(token: int, lengths: list[int]) -> TokenCorpus:
+    return TokenCorpus.from_documents([np.full(n, token) for n in lengths], 8)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_predictions_of_a_mixture_are_in_the_proportions_of_the_weights(pack):
+    """In every stretch, of documents that fill rows, of short ones, and of those that leave padding."""
+    draw = np.random.default_rng(0)
+    corpora = [of_token(1, [400] * 40), of_token(2, draw.integers(20, 300, 50).tolist()), of_token(3, [70, 61] * 90)]
+    batches = Batches(Mixture(corpora, (5, 3, 2)), 64, 4, seed=3, pack=pack)
+    for stretch in (range(0, 1000), range(10**9, 10**9 + 1000)):
+        counts = Counter(token for i in stretch for token in batches[i].targets.flatten().tolist())
+        total = sum(counts[token] for token in (1, 2, 3))
+        assert [counts[token] / total for token in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=0.005)
+    sources = [set(batches[i].targets.flatten().tolist()) - {IGNORED, 0} for i in range(50)]
+    assert sum(len(found) > 1 for found in sources) > 25  # batches mix the sources
+
+
+def test_a_mixture_predicts_every_target_of_each_corpus_equally_often():
+    documents = list(np.split(np.arange(141), (30, 39, 89, 101)))  # three of the first corpus, two of the second
+    first, second = (TokenCorpus.from_documents(part, 141) for part in (documents[:3], documents[3:]))
+    batches = Batches(Mixture([first, second], (3, 1)), 8, 2)
+    counts = Counter(y for i in range(3000) for y in batches[i].targets.flatten().tolist() if y != IGNORED)
+    for low, high, targets in ((0, 89, 86), (89, 141, 50)):
+        of_source = [n for token, n in counts.items() if low <= token < high]
+        assert len(of_source) == targets and max(of_source) - min(of_source) <= 1
+
+
+def test_a_mixture_of_one_corpus_is_that_corpus():
+    corpus = numbered([30, 9, 50])
+    one, mixed = Batches(corpus, 8, 2, seed=1), Batches(Mixture([corpus], [3]), 8, 2, seed=1)
+    assert (mixed.rows, mixed.targets) == (one.rows, one.targets)
+    for i in range(40):
+        for old, new in zip(one[i], mixed[i], strict=True):
+            assert (old is None and new is None) or torch.equal(old, new)
+
+
+def test_batches_of_a_mixture_know_its_weights():
+    corpora = [of_token(1, [400]), of_token(2, [300])]
+    old, new = (Batches(Mixture(corpora, weights), 64, 4) for weights in ((5, 3), (5, 2)))
+    old.check_state(Batches(Mixture(corpora, (5.0, 3.0)), 64, 4).state())
+    with pytest.raises(ValueError, match="the data are not those of the checkpoint: corpus was"):
+        new.check_state(old.state())
+
+
+@pytest.mark.parametrize(
+    ("corpora", "weights", "message"),
+    [
+        ([of_token(1, [4])], [1, 2], r"expected 1 weights above 0, got \[1, 2\]"),
+        ([of_token(1, [4])], [0], r"expected 1 weights above 0, got \[0\]"),
+        ([of_token(1, [4]), numbered([4])], [1, 1], r"expected corpora of one vocabulary, got sizes \[4, 8\]"),
+        ([], [], r"expected corpora of one vocabulary, got sizes \[\]"),
+    ],
+)
+def test_mixtures_that_are_refused(corpora, weights, message):
+    with pytest.raises(ValueError, match=message):
+        Mixture(corpora, weights)

@@ -14,6 +14,9 @@ CONFIGS = [
         vocab_size=50257,
         storage_options={"key": "a", "config_kwargs": {"codes": (429, 503)}},
     ),
+    DataConfig(
+        kind="tokens", paths=("a.bin", "b.bin"), weights=(2, 0.5), tokenizer="none", vocab_size=9, end_token=8
+    ),
 ]
 
 
@@ -30,7 +33,7 @@ def test_unknown_fields_are_refused_by_name():
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"kind": "web"}, ValueError, "data kind must be one of stdlib, text, zarr, got 'web'"),
+        ({"kind": "web"}, ValueError, "data kind must be one of stdlib, text, zarr, tokens, got 'web'"),
         (
             {"kind": "text", "path": "a", "group": "tree"},
             ValueError,
@@ -54,6 +57,22 @@ def test_unknown_fields_are_refused_by_name():
         ({"vocab_size": 0}, ValueError, "data vocab_size must be positive, got 0"),
         ({"tokenizer": "none"}, ValueError, "tokenizer 'none' is for kind 'zarr'"),
         ({"kind": "zarr", "path": "a", "tokenizer": "none"}, ValueError, "'none' needs vocab_size"),
+        ({"kind": "text", "path": "a", "end_token": 1}, ValueError, "end_token does not apply to kind 'text', got 1"),
+        ({"kind": "zarr", "path": "a", "text_field": "b"}, ValueError, "text_field does not apply to kind 'zarr'"),
+        ({"kind": "text", "path": "a", "text_field": 1}, TypeError, "data text_field must be str, got 1"),
+        ({"paths": ["a"], "weights": [1]}, ValueError, "data paths does not apply to kind 'stdlib'"),
+        (
+            {"kind": "text", "path": "a", "paths": ["b"], "weights": [1]},
+            ValueError,
+            r"data takes path or paths, got 'a' and \['b'\]: set one to none",
+        ),
+        ({"kind": "text", "paths": ["a", "b"], "weights": [1]}, ValueError, r"for each of paths, got \[1\] for"),
+        ({"kind": "text", "path": "a", "weights": [1]}, ValueError, r"for each of paths, got \[1\] for \[\]"),
+        ({"kind": "text", "paths": ["a"], "weights": [0]}, ValueError, "weights must be a number above 0"),
+        ({"kind": "text", "paths": ["a"], "weights": ["1"]}, TypeError, "weights must be numbers, got .'1'"),
+        ({"kind": "text", "paths": [""], "weights": [1]}, TypeError, "paths must be strings that are not empty"),
+        ({"kind": "tokens", "path": "a"}, ValueError, "data kind 'tokens' holds tokens already"),
+        ({"kind": "tokens", "path": "a", "tokenizer": "bytes", "end_token": -1}, ValueError, "must not be neg"),
         ({"kind": "zarr", "path": "a"}, ValueError, "data kind 'zarr' holds tokens already"),
     ],
 )

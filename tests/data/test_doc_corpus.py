@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -131,6 +132,15 @@ def test_the_packages_are_fetched_once_each(tmp_path, source, corpus, apt_get, m
     build_doc_corpus(tmp_path / "docs", **OPTIONS)
     assert (tmp_path / "calls").read_text().split() == sorted(packages())
     assert contents(tmp_path / "docs") == contents(corpus)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("zarr", "zarr"), ("numcodecs", "zarr"), ("tokenizers", "tokenizers")])
+def test_a_missing_package_is_told_before_anything_is_fetched(tmp_path, apt_get, monkeypatch, package, extra):
+    apt_get(f"touch {tmp_path}/called; exit 1")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs? {extra}: pip install 'sympow\[train\]'"):
+        build_doc_corpus(tmp_path / "docs")
+    assert not (tmp_path / "called").exists() and not (tmp_path / "docs.partial").exists()
 
 
 def test_what_cannot_be_a_corpus_is_refused_in_one_line(tmp_path, source, corpus):

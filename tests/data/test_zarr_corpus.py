@@ -118,6 +118,24 @@ def test_an_incomplete_copy_is_refused(tmp_path, zarr_format):
         corpus[3]
 
 
+@pytest.mark.parametrize("fill", [0, 7])
+@pytest.mark.parametrize("shards", [None, (4, 64), (2, 32)])
+def test_a_chunk_of_fill_values_that_is_not_stored_is_told_from_one_that_is(tmp_path, shards, fill):
+    """Also inside a shard, which is there."""
+    tokens = TOKENS.copy()
+    tokens[2, 16:32], tokens[3, :16] = fill, 9
+    paths = {}
+    for stored in (True, False):
+        paths[stored] = str(tmp_path / f"{stored}.zarr")
+        zarr.create_array(paths[stored], data=tokens, chunks=(1, 16), shards=shards, fill_value=fill,
+                          config={"write_empty_chunks": stored})  # fmt: skip
+    np.testing.assert_array_equal(list(ZarrCorpus(paths[True], 50257)), tokens)
+    of_shard = {None: "", (4, 64): " of shard c/0/0", (2, 32): " of shard c/1/0"}[shards]
+    message = rf"'write_empty_chunks': True.* is incomplete: document 2 lacks chunk c/2/1{of_shard}$"
+    with pytest.raises(ValueError, match=message):
+        list(ZarrCorpus(paths[False], 50257))
+
+
 def test_a_damaged_copy_is_refused(tmp_path):
     path = tmp_path / "a.zarr"
     zarr.create_array(path, data=TOKENS, chunks=(1, TOKENS.shape[1]), zarr_format=2)

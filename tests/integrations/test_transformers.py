@@ -396,6 +396,30 @@ def test_trainer(tmp_path):
     assert torch.equal(loaded.model.embedding.weight, model.model.embedding.weight)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_label_smoothing_of_the_trainer_is_on_the_next_token(tmp_path, tokens, adapted):
+    """As for a Llama with the same logits, also under an adapter."""
+    pytest.importorskip("accelerate")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    model = hybrid().eval()
+    logits = model(tokens).logits.detach()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], r=2, task_type="CAUSAL_LM"))
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=logits.shape[-1], hidden_size=16, intermediate_size=16,
+                                         num_hidden_layers=1, num_attention_heads=2))  # fmt: skip
+    llama.forward = lambda **inputs: {"logits": logits}
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    losses = [
+        Trainer(each, arguments).compute_loss(each, {"input_ids": tokens, "labels": labels.clone()})
+        for each in (model, llama)
+    ]
+    assert_close(losses[0], losses[1], **CLOSE)
+
+
 def test_trainer_with_muon(tmp_path):
     """The matrices are found within the model of transformers; a resumed run equals a whole one bit for bit."""
     pytest.importorskip("accelerate", reason="needs accelerate")

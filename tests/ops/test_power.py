@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
+from sympow.layers import PowerAttention
 from sympow.ops import DecodingState, OutOfRangeError, PowerState, power_attention, power_attention_step
 
 
@@ -202,3 +204,17 @@ def test_inputs_that_are_not_finite_are_no_error():
     """They come from elsewhere, and a trainer that skips such steps looks at the loss."""
     q = torch.full((1, 3, 1, 4), float("nan"))
     assert power_attention(q, q, q).out.isnan().all()
+
+
+def test_integers_of_numpy_are_integers():
+    """As a loop over a NumPy array gives them."""
+    whole = call(p=np.int64(2), chunk_size=np.int32(2), return_state=True)
+    expected = call(p=2, chunk_size=2, return_state=True)
+    assert torch.equal(whole.out, expected.out) and type(whole.state.p) is int
+    token = {"q": ones(2, 1, 4, 4), "k": ones(2, 1, 2, 4), "v": ones(2, 1, 2, 5)}
+    steps = [power_attention_step(**token, log_g=-ones(2, 1, 2), p=p, state=whole.state) for p in (np.int64(2), 2)]
+    assert torch.equal(steps[0].out, steps[1].out)
+    layer = PowerAttention(16, 2, p=np.int64(4))
+    assert type(layer.p) is int and layer(ones(1, 3, 16)).shape == (1, 3, 16)
+    with pytest.raises(ValueError, match=r"the power p must be an integer >= 1; got np.float64\(2.0\)"):
+        call(p=np.float64(2))

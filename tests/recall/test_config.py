@@ -119,3 +119,18 @@ def test_a_mixer_that_needs_a_length_gets_the_longest_row():
 def test_heads_follow_from_their_width():
     architecture = replace(SOFTMAX, head_dim=32)
     assert [RecallConfig(architecture, width=d).model.n_heads for d in (32, 64, 128)] == [1, 2, 4]
+
+
+def test_long_labels_give_names_of_files_that_differ():
+    task = RecallTask(length=16, pairs=2, vocab_size=32)
+    models = [Architecture("\u00e4" * 300 + end, (MixerConfig("softmax"),)) for end in "ab"]
+    names = [RecallConfig(model, width=16, train=(task,)).id for model in models]
+    assert names[0] != names[1] and all(len(name.encode()) <= 200 for name in names)
+
+
+@pytest.mark.parametrize("name", ["a/b", "", ".a", "x" * 240])
+def test_a_sweep_has_a_name_that_can_name_a_folder(name):
+    task = RecallTask(length=16, pairs=2, vocab_size=32)
+    runs = (RecallConfig(SOFTMAX, width=16, train=(task,)),)
+    with pytest.raises(ValueError, match=r"^the name of a sweep must (be usable as a file name|have at most)"):
+        Sweep(name, runs)

@@ -2,6 +2,12 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +37,57 @@ def test_a_worker_that_dies_between_jobs_is_replaced(tmp_path):
     ended = run_jobs(named("die later", "a", "b"), Chores(), tmp_path)
     assert [(each.job, each.error) for each in ended] == [("die later", None), ("a", None), ("b", None)]
     assert list((tmp_path / "workers").iterdir()) == []
+
+
+def test_a_job_that_kills_its_worker_in_submitit_costs_one_job(tmp_path):
+    """Also a worker that dies between two jobs."""
+    pytest.importorskip("submitit")
+    jobs = named("a", "die", "b", "die later", "c")
+    found = {each.job: each for each in run_jobs(jobs, Chores(), tmp_path, executor="submitit")}
+    assert {job: found[job].result["done"] for job in ("a", "b", "c", "die later")} == {
+        "a": "a", "b": "b", "c": "c", "die later": "die later"
+    }  # fmt: skip
+    assert found["die"].error.startswith(f"the worker died in this job, its log is {tmp_path}/submitit/")
+    assert list((tmp_path / "workers").iterdir()) == []
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from sympow.sweeps import run_jobs
+from tests.sweeps.chores import Chores
+
+jobs = {"job-a": "a", "job-sleep": "sleep"}
+for ended in run_jobs(jobs, Chores(), Path(sys.argv[1]), executor=sys.argv[2]):
+    print(ended.result["process"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("executor", ["process", "submitit"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_launcher(tmp_path, executor, number):
+    """In the middle of a job, also if the launcher is killed."""
+    if executor == "submitit":
+        pytest.importorskip("submitit")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path), executor]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, **pipes, text=True, env=environment) as launcher:
+        worker = int(launcher.stdout.readline())
+        while not any(file.read_text() == "job-sleep" for file in (tmp_path / "workers").glob("*[0-9a-f]")):
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        launcher.communicate()
+    wait_for_end(worker)
+    if number == signal.SIGINT:
+        assert list((tmp_path / "workers").iterdir()) == []
+
+
+def wait_for_end(process: int) -> None:
+    """Returns when a process is gone or a zombie. The test's own time limit is that of the job, ten minutes."""
+    while (state := Path(f"/proc/{process}/stat")).exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.05)
 
 
 def test_what_another_launcher_writes_in_the_folder_is_left_alone(tmp_path):
@@ -145,3 +202,20 @@ def test_an_unknown_executor_is_refused(tmp_path):
 def test_a_sweep_without_workers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a sweep needs at least one worker; got 0"):
         list(run_jobs(named("a"), Chores(), tmp_path / "out", workers=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a/b", "the name of a job must be usable as a file name, got 'a/b'"),
+        (".a", "usable as a file name, got '.a'"),
+        ("", "usable as a file name, got ''"),
+        ("ä" * 120, "the name of a job must have at most 200 bytes, got 240: 'ää"),
+    ],
+)
+def test_a_name_that_names_no_file_is_refused(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        list(run_jobs({name: "a"}, Chores(), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    (done,) = run_jobs({"ä" * 100: "a"}, Chores(), tmp_path / "out", executor=None)
+    assert done.error is None

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 
 from sympow.models import MixerConfig
-from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
+from sympow.training import DistillationConfig, ExecutionConfig, RunConfig, TrainingConfig
 from sympow.training.config import decisive, first_difference
 
 
@@ -18,6 +19,16 @@ def test_json_gives_back_an_equal_config(make_config):
 def test_runs_of_version_0_1_0_have_no_execution(make_config):
     config = make_config()
     assert RunConfig.from_dict(decisive(config.to_dict())) == config
+
+
+def test_the_start_is_a_path_and_part_of_the_config(make_config):
+    config = replace(make_config(), start="runs/first")
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert first_difference(make_config().to_dict(), config.to_dict()) == ("start", None, "runs/first")
+    with pytest.raises(TypeError, match=r"RunConfig.start must be a path or None, got 1"):
+        replace(config, start=1)
+    with pytest.raises(ValueError, match=r"distillation.start gives the initial weights; start must be None, got "):
+        replace(config, distillation=DistillationConfig("a", "b"))
 
 
 def test_passes_split_a_batch():
@@ -49,6 +60,10 @@ def test_passes_split_a_batch():
         ({"min_lr_ratio": 1.1}, ValueError, "training.min_lr_ratio must be from 0 to 1, got 1.1"),
         ({"betas": (0.9, 1.0)}, ValueError, r"training.betas must be at least 0 and below 1, got \(0.9, 1.0\)"),
         ({"betas": [0.9]}, TypeError, "training.betas must be a tuple of two numbers"),
+        ({"schedule": "cosin"}, ValueError, "unknown training.schedule 'cosin'; did you mean 'cosine'"),
+        ({"decay_steps": 5}, ValueError, "is for training.schedule = 'wsd' only, got 5 and 'cosine'"),
+        ({"schedule": "wsd", "decay_steps": 0}, ValueError, "training.decay_steps must be at least 1, got 0"),
+        ({"schedule": "wsd", "decay_steps": 901}, ValueError, "together, got 100 and 901 of 1000"),
         ({"precision": "float16"}, ValueError, "unknown training.precision 'float16'; did you mean 'float32'"),
         ({"device": 0}, TypeError, "training.device must be a string, got 0"),
     ],

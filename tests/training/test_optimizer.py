@@ -25,6 +25,31 @@ def test_learning_rate_at_the_edges():
     assert learning_rate(4, TrainingConfig(steps=5, warmup_steps=5, learning_rate=1.0)) == 1.0
 
 
+def rates(**fields):
+    config = TrainingConfig(steps=100, warmup_steps=10, learning_rate=2.0, min_lr_ratio=0.1, **fields)
+    return [learning_rate(step, config) for step in range(100)]
+
+
+def test_other_schedules():
+    rising = [0.2 * (i + 1) for i in range(10)]
+    assert rates(schedule="constant") == pytest.approx(rising + [2.0] * 90, abs=1e-15)
+    assert set(rates(schedule="constant")[9:]) == {2.0}
+    assert rates(schedule="linear") == pytest.approx(rising + [2.0 - 1.8 * (i + 1) / 90 for i in range(90)])
+    for fields, decay in (({}, 10), ({"decay_steps": 30}, 30)):
+        falling = [2.0 - 1.8 * (i + 1) / decay for i in range(decay)]
+        assert rates(schedule="wsd", **fields) == pytest.approx(rising + [2.0] * (90 - decay) + falling)
+        assert set(rates(schedule="wsd", **fields)[9 : 100 - decay]) == {2.0}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (3, 2), (5, 5), (9, 0)])
+def test_schedules_of_few_steps(schedule, steps, warmup):
+    config = TrainingConfig(steps=steps, warmup_steps=warmup, learning_rate=1.0, schedule=schedule)
+    found = [learning_rate(step, config) for step in range(steps)]
+    assert all(0 < rate <= 1 for rate in found)
+    assert found[-1] == pytest.approx(1.0 if schedule == "constant" or warmup == steps else 0.1)
+
+
 @pytest.mark.parametrize("start", [4, 10, 40])
 def test_learning_rate_of_a_later_stage_rises_from_near_0_to_that_of_the_run(start):
     """Also of a stage that starts while the rate of the run still rises."""

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -13,12 +14,23 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from sympow.training import ExecutionConfig, RunConfig, latest, load_checkpoint, load_model, read_metrics, train
+from sympow.recipes import load_recipe
+from sympow.training import (
+    ExecutionConfig,
+    RunConfig,
+    latest,
+    load_checkpoint,
+    load_model,
+    override,
+    read_metrics,
+    train,
+)
 from sympow.training.checkpoint import latest_step, list_checkpoints
 from sympow.training.ranks import GATHERED, Ranks, gathered_together, join, launched
 from sympow.training.run_folder import open_run_folder
@@ -261,6 +273,20 @@ def test_ranks_that_do_not_fit_are_refused(make_run):
             "2 data ranks cannot share the 3 passes of a step: training.batch_size / training.micro_batch_size must be "
             "a multiple of them",
         ]
+
+
+def test_the_ranks_of_the_pages_commands_can_share_the_recipes_rows():
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8")
+    commands = re.findall(r"torchrun (.*?-m sympow.cli train .*?)\n(?! )", page.replace("\\\n", " "))
+    assert len(commands) == 5
+    for command in commands:
+        words = command.split()
+        nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+        ranks = nodes * int(words[words.index("--nproc-per-node") + 1])
+        recipe = words.index("train") + 1
+        config = override(load_recipe(words[recipe]), [word for word in words[recipe:] if "=" in word])
+        assert ranks % config.execution.context_parallel == 0
+        assert config.training.passes_per_step % (ranks // config.execution.context_parallel) == 0
 
 
 def test_one_gpu_for_several_ranks_is_refused(monkeypatch):

@@ -40,10 +40,13 @@ __all__ = [
 def register() -> None:
     """Registers the classes with the Auto classes. The import calls this function; further calls have no effect."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)
     AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
     AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)
+    # Here the Trainer looks whether it shifts the labels of a loss that it computes itself, as in label smoothing.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SympowConfig.model_type] = SympowForCausalLM.__name__
 
 
 register()

@@ -51,10 +51,11 @@ class GPT2Block(PreNormBlock):
 
     def takes_kernels(self, x: Tensor) -> bool:
         """Returns whether the MLP is two products with a kernel between them, and all gradients are to be computed."""
-        products = is_product(self.mlp_in) and is_product(self.mlp_out)
+        if not (is_product(self.mlp_in) and is_product(self.mlp_out)):
+            return False
         learned = self.mlp_in.bias is not None and self.mlp_in.bias.requires_grad and self.mlp_out.weight.requires_grad
         learned = learned and torch.is_grad_enabled()
-        return products and learned and has_kernels(x.device, autocast_dtype(x) or x.dtype)
+        return learned and has_kernels(x.device, autocast_dtype(x) or x.dtype)
 
     def _narrowed(self, hidden: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(hidden, approximate="tanh"))

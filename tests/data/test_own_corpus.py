@@ -1,0 +1,111 @@
+"""A corpus of one's own texts, and `sympow corpus`, which makes it."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from sympow.cli import main
+from sympow.data import build_corpus, load_tokenizer
+from sympow.data.corpus_folder import read_entries
+from sympow.data.tokens import ByteTokenizer
+from tests.data.killed import killed_builds
+
+ROW = 64
+OPTIONS = {"vocab_size": 300, "row_tokens": ROW}
+BYTES = {"tokenizer": ByteTokenizer()}
+WORDS = ("this", "is", "the", "text", "that", "one", "can", "read", "of", "it", "by", "hand", "stone", "river", "deep")
+
+
+def texts() -> list[str]:
+    draw = random.Random(0)
+    return [" ".join(draw.choice(WORDS) for _ in range(draw.randint(60, 300))) for _ in range(40)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "texts"
+    folder.mkdir()
+    for i, text in enumerate(texts()):
+        (folder / f"{i:02}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, source):
+    out = tmp_path_factory.mktemp("corpus") / "own"
+    build_corpus(out, source, **OPTIONS)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_every_document_is_in_rows_of_its_split(corpus):
+    tokenizer, entries = load_tokenizer(corpus), read_entries(corpus)
+    assert [entry.directory for entry in entries] == [f"{i:02}.txt" for i in range(40)]
+    assert [entry.split for entry in entries].count("heldout") == 2
+    for split in ("train", "heldout"):
+        wanted = [tokenizer.encode(text) for text, entry in zip(texts(), entries, strict=True) if entry.split == split]
+        rows = [tokens[: len(tokens) // ROW * ROW].reshape(-1, ROW) for tokens in wanted]
+        np.testing.assert_array_equal(zarr.open_array(corpus / f"{split}.zarr", mode="r")[:], np.concatenate(rows))
+
+
+def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path, source, corpus):
+    out = tmp_path / "own"
+    ended = killed_builds("build_corpus", out, source, (0, 1, 3, 20, 60, 70, 130, 10**9, 10**9))
+    assert ended.count((9, False)) >= 5 and ended[-2:] == [(0, True)] * 2, ended
+    assert contents(out) == contents(corpus)
+
+
+def test_rows_of_files_and_one_document(tmp_path):
+    rows = "".join(json.dumps({"body": text}) + "\n" for text in texts())
+    (tmp_path / "a.jsonl").write_text(rows)
+    made = build_corpus(tmp_path / "out", tmp_path / "a.jsonl", text_field="body", **BYTES, row_tokens=ROW)
+    assert made["train"]["documents"] + made["heldout"]["documents"] == 40
+    (tmp_path / "one.txt").write_text("line of text\n" * 400)
+    made = build_corpus(tmp_path / "one", tmp_path / "one.txt", **BYTES, row_tokens=ROW)
+    assert (made["train"]["documents"], made["heldout"]["documents"]) == (1, 1)
+
+
+def test_texts_that_fill_no_row(tmp_path, source):
+    with pytest.raises(ValueError, match=r"no row of 9,999 tokens for train.zarr"):
+        build_corpus(tmp_path / "out", source, **BYTES, row_tokens=9999)
+
+
+def test_a_name_twice_is_refused(tmp_path):
+    for i in range(2):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / ("a.jsonl", "a.json")[i]).write_text('{"text": "a"}\n')
+    assert build_corpus(tmp_path / "out", tmp_path / "in", **BYTES, row_tokens=1)["train"]["rows"] == 1
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(ValueError, match=r"in holds a.jsonl:1 twice: remove one of the files"):
+        build_corpus(tmp_path / "again", tmp_path / "in", **BYTES, row_tokens=1)
+
+
+def test_the_command_trains_on_what_it_made(tmp_path, source, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for file in source.iterdir():
+        (tmp_path / "texts" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "texts" / "a.png").write_bytes(b"\0")
+    (tmp_path / "texts" / "short.txt").write_text("a")
+    command = ["corpus", "texts", "--out", "own", "--vocab-size", "300", "--row-tokens", "64", "--quiet"]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert first.err == "corpus texts: left out 1 binary (a.png)\n"
+    lines = first.out.splitlines()
+    assert [line.split(":")[0] for line in lines[:2]] == ["own/train.zarr", "own/heldout.zarr"]
+    assert lines[2].startswith("left out of train.zarr: ") and lines[2].endswith("in 2 documents shorter than a row")
+    assert main(command) == 0 and capsys.readouterr().out == first.out
+    assert main([*command, "--text-field", "body"]) == 2
+    assert "own holds a corpus of reading {" in capsys.readouterr().err
+    small = """training.steps=2 training.warmup_steps=1 training.context=32 training.batch_size=2 model.vocab_size=300
+        training.precision=float32 model.d_model=24 model.n_layers=1 model.n_heads=2 training.evaluation_batches=1
+        data.path=own/train.zarr data.held_out_path=own/heldout.zarr data.tokenizer=own data.vocab_size=none"""
+    assert main(["train", "longcrawl64:power", "--out", "run", "--quiet", *small.split()]) == 0
