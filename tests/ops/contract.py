@@ -296,7 +296,7 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
     phi(q)_d z_d over their sum. None without tokens or a normalizer, or where the condition matters little: p <= 2, no
     state, and documents and what follows a reset long enough that first rows, which have few terms, count little."""
     documents = len(case.ends) if case.ends else 1
-    if inputs["log_g"] is not None and case.T:
+    if inputs["log_g"] is not None and inputs["log_g"].numel():
         documents += int((inputs["log_g"] < _RESET).sum(1).max())
     if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and 32 * documents < case.T):
         return None
