@@ -108,8 +108,8 @@ def hard_gates(shape: tuple[int, ...], seed: int) -> Tensor:
 def drawn(
     seed: int, dtype: torch.dtype, time: int, largest: int, wide: bool = False
 ) -> tuple[Case, dict[str, Tensor | None], int | None]:
-    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk. `wide`: K
-    and V are equal, and of sizes for which a GPU has kernels of its own."""
+    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk. `wide`:
+    K and V are equal, and of sizes for which a GPU has kernels of its own."""
     draw = random.Random(seed)
     p = draw.choice((1, 2, 2, 2, 2, 3, 4))
     groups, packed = draw.choice((1, 1, 2)), draw.random() < 0.3
