@@ -160,7 +160,7 @@ def test_random_gates(impl, dtype):
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (6 if interpreted else 40)
+    count = CASES or (4 if interpreted else 40)
     first = 1_000_000 * CALLS.index((impl, dtype))
     for seed in range(first, first + count):
         wide = impl == "triton" and not interpreted and seed % 4 > 0
@@ -233,7 +233,7 @@ def test_random_gates_of_steps(impl, dtype):
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (4 if interpreted else 20)
+    count = CASES or (3 if interpreted else 20)
     first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype))
     for seed in range(first, first + count):
         case, inputs, _ = drawn(seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
