@@ -178,8 +178,9 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            rest = own_low[:, None] - tl.load(low + s0 + j, mask=past, other=0.0)[None, :]
-            grad *= tl.exp2((own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :]) + rest)
+            there = tl.load(here + s0 + j, mask=past, other=0.0)
+            there_low = tl.load(low + s0 + j, mask=past, other=0.0)
+            grad *= tl.exp2((own[:, None] - there[None, :]) + (own_low[:, None] - there_low[None, :]))
         grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
