@@ -203,7 +203,7 @@ class Block:
     """
 
     def __init__(self, chunk: Chunk, index: int | None):
-        self.index, self.size = index, min(SCORE_ROWS, chunk.k.shape[2])
+        self.index, self.size, self.heads = index, min(SCORE_ROWS, chunk.k.shape[2]), len(chunk.k)
         self.q, self.k, self.v = self.rows(chunk.q), self.keys(chunk.k), self.keys(chunk.v)
         self.row_decay: Tensor | None = None
         self.key_decay: Tensor | None = None
@@ -213,23 +213,29 @@ class Block:
             pair = future[None]
             if chunk.sums is not None:
                 own = chunk.sums.of(lambda x: self.keys(x[:, None])[:, 0])  # [M, n]
-                coarse, fine = own.of(lambda x: x - x[:, :1])
-                grid = _PAIR_GRID[chunk.k.dtype]
-                rounded = (coarse / grid).round() * grid
-                rest = ((coarse - rounded) + fine).to(chunk.k.dtype)
-                decay = rounded.to(chunk.k.dtype)
+                grid, first = _PAIR_GRID[chunk.k.dtype], own.coarse[:, :1]
+                rounded = ((own.coarse - first) / grid).round_().mul_(grid)
+                rest = own.since(GateSums(first + rounded, None if own.fine is None else own.fine[:, :1]))
+                rest, decay = rest.to(chunk.k.dtype), rounded.to(chunk.k.dtype)
                 pair = (decay[:, None] - decay[:, :, None]).add_(future)
                 self.row_decay, self.key_decay = rest.exp()[:, None, None], rest.neg().exp_()[:, None]
             self.pair_decay = decay_factors(pair)[:, :, None]  # [M, n, 1, c]
         elif chunk.sums is not None:
             start = index * self.size
             before = chunk.sums.of(lambda x: x[:, start - 1 : start])
-            later = chunk.sums.of(lambda x: x[:, start : start + self.size])
-            log_decay = before.since(chunk.sums.of(lambda x: x[:, :start]))
-            self.key_decay = decay_factors(log_decay.to(chunk.k.dtype))[:, None]
-            self.row_decay = decay_factors(later.since(before).to(chunk.k.dtype))[:, None, None]
+            log_decay = before.since(chunk.sums.of(lambda x: x[:, :start])).to(chunk.k.dtype)
+            later = chunk.sums.of(lambda x: x[:, start : start + self.size]).since(before).to(chunk.k.dtype)
+            self.key_decay, self.row_decay = decay_factors(log_decay)[:, None], decay_factors(later)[:, None, None]
         if self.key_decay is not None:
-            self.v = self.v * self.key_decay
+            self.v = self._times(self.v, self.key_decay)
+
+    def _times(self, x: Tensor, decay: Tensor) -> Tensor:
+        """Returns x [M, ...], what `keys` or `rows` has selected of several channels, times a decay.
+
+        Blocks of several heads are copies, which may be overwritten.
+        """
+        copied = self.index is None and len(self.k) > self.heads > 1
+        return x.mul_(decay) if copied else x * decay
 
     def scores(self) -> Tensor:
         """Returns the products of all keys with all queries of the block."""
@@ -258,15 +264,17 @@ class Block:
         rows = self.rows(x)
         if self.row_decay is None:
             return rows
-        return (rows.unflatten(2, (-1, self.size)) * self.row_decay).flatten(2)
+        return self._times(rows.unflatten(2, (-1, self.size)), self.row_decay).flatten(2)
 
     def add_rows(self, out: Tensor, rows: Tensor, decay: Tensor | None = None) -> None:
         """Adds to the rows of out: out [N, *, R, C] += rows [M, *, R c], times their decay."""
         rows = rows.unflatten(2, (out.shape[2], self.size))
         if self.index is None:
-            rows = rows if decay is None else rows * decay
-            rows = rows.unflatten(0, (out.shape[0], -1)).permute(0, 2, 3, 1, 4)
-            out.unflatten(3, (-1, self.size)).add_(rows)
+            own = out.unflatten(3, (-1, self.size))
+            rows = rows.unflatten(0, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+            if decay is not None:
+                decay = decay.unflatten(0, (self.heads, -1)).permute(0, 2, 3, 1, 4)
+            own.add_(rows) if decay is None else own.addcmul_(rows, decay)
             return
         own = out[..., self.index * self.size : (self.index + 1) * self.size]
         own.add_(rows) if decay is None else own.addcmul_(rows, decay)
@@ -274,8 +282,11 @@ class Block:
     def add_keys(self, out: Tensor, keys: Tensor, decay: Tensor | None = None) -> None:
         """Adds to the keys of out: out [N, *, C] += keys [M, *, n], times their decay."""
         if self.index is None:
-            keys = keys if decay is None else keys * decay
-            out.unflatten(2, (-1, self.size)).add_(keys.unflatten(0, (out.shape[0], -1)).transpose(1, 2))
+            own = out.unflatten(2, (-1, self.size))
+            keys = keys.unflatten(0, (self.heads, -1)).transpose(1, 2)
+            if decay is not None:
+                decay = decay.unflatten(0, (self.heads, -1)).transpose(1, 2)
+            own.add_(keys) if decay is None else own.addcmul_(keys, decay)
             return
         own = out[..., : self.index * self.size]
         own.add_(keys) if decay is None else own.addcmul_(keys, decay)

@@ -2,8 +2,9 @@
 
 A decay is the exponential of a difference of two sums. A gate of -1e9 in one sum of floating-point numbers would take
 the digits of all gates that follow. Two things prevent this. A log gate below `hardest` counts as that number, because
-the decay is 0 in both cases. And every log gate is split into a multiple of 2**-23 and a rest. Sums of the multiples
-are exact in float64 up to a million tokens, and those of the rests are too small to round.
+the decay is 0 in both cases. And the sums have more digits than the decays. They are float64 for decays in float32. For
+decays in float64, every log gate is split into a multiple of 2**-23 and a rest. Sums of the multiples are exact in
+float64 up to a million tokens, and those of the rests are too small to round.
 """
 
 from __future__ import annotations
@@ -18,22 +19,29 @@ _GRID = 2.0**-23
 
 
 class GateSums(NamedTuple):
-    """Holds sums L of log gates from the first token to each, as two parts; L = coarse + fine, float64."""
+    """Holds sums L of log gates from the first token to each, float64.
 
-    coarse: Tensor  # exact, multiples of 2**-23
-    fine: Tensor
+    Attributes:
+        coarse: for decays in float64 the exact sum of multiples of 2**-23; for float32 L itself, whose differences have
+            more digits than float32.
+        fine: the rest of L; None for float32.
+    """
+
+    coarse: Tensor
+    fine: Tensor | None
 
     def total(self) -> Tensor:
         """Returns L, the log of the decay from before the first token."""
-        return self.coarse + self.fine
+        return self.coarse if self.fine is None else self.coarse + self.fine
 
     def since(self, earlier: GateSums) -> Tensor:
         """Returns L less an earlier L, by broadcasting."""
-        return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
+        difference = self.coarse - earlier.coarse
+        return difference if self.fine is None or earlier.fine is None else difference + (self.fine - earlier.fine)
 
     def of(self, change: Callable[[Tensor], Tensor]) -> GateSums:
         """Returns both parts after a change of their shape."""
-        return GateSums(change(self.coarse), change(self.fine))
+        return GateSums(change(self.coarse), None if self.fine is None else change(self.fine))
 
 
 def hardest(dtype: torch.dtype) -> float:
@@ -47,5 +55,7 @@ def gate_sums(log_g: Tensor, dim: int, dtype: torch.dtype = torch.float64) -> Ga
     The gradient of a log gate below `hardest(dtype)` is 0.
     """
     log_g = log_g.double().clamp(min=hardest(dtype))
+    if dtype == torch.float32:
+        return GateSums(log_g.cumsum(dim), None)
     coarse = (log_g.detach() / _GRID).round() * _GRID
     return GateSums(coarse.cumsum(dim), (log_g - coarse).cumsum(dim))

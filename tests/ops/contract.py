@@ -21,7 +21,7 @@ The oracle is the quadratic form of `sympow.ops.reference` in float64. Tolerance
   gradient, its error here and in the peer two draws of which either may be the smaller by far: with a state from
   before, which both read at the lower precision, and at one token, or behind a reset, where the gradients of q and k
   are what is left of the parts through the numerator and the normalizer, which cancel: two roundings of these parts,
-  and of the part of dz, in which products of y and dy cancel.
+  of such parts of the gate's gradient, and of the part of dz, in which products of y and dy cancel.
   What gates have decayed to less than 1e-6 of the largest result is judged by that. The peer is the quadratic form, or
   the chunked one at the same chunk size where p is so high that forming phi rounds more often than forming scores.
   Errors are norms of differences from float64.
@@ -275,9 +275,10 @@ def _with_two_tokens(
 def _cancelled(
     case: Case, high: dict[str, Tensor | None], oracle: dict[str, Tensor], row_weights: Tensor
 ) -> dict[str, float]:
-    """The norms of the parts of dq, dk and dz that come through the normalizer, as large as if y and dy were parallel.
-    In dz nothing cancels but the products of y and dy."""
-    leaves = {name: None if x is None else x.detach().requires_grad_(name in "qkz") for name, x in high.items()}
+    """The norms of the parts of dq, dk, dz and dlog_g that come through the normalizer, as large as if y and dy were
+    parallel. In dz nothing cancels but the products of y and dy."""
+    names = ("q", "k", "z", "log_g")
+    leaves = {name: None if x is None else x.detach().requires_grad_(name in names) for name, x in high.items()}
     ones = leaves | {"v": torch.ones_like(leaves["v"][..., :1])}
     if case.state:
         ones["s"] = leaves["z"][..., None]
@@ -285,7 +286,7 @@ def _cancelled(
     z = by_document(replace(case, return_state=False), ones, form)["out"]
     dout = gradients_of(oracle, row_weights)["out"]
     size = dout.norm(dim=-1, keepdim=True) * oracle["out"].norm(dim=-1, keepdim=True)
-    wanted = {name: leaves[name] for name in "qkz" if leaves[name] is not None}
+    wanted = {name: leaves[name] for name in names if leaves[name] is not None}
     grads = torch.autograd.grad((size * (z + case.eps).log()).sum(), list(wanted.values()))
     return {"d" + name: x.norm().item() for name, x in zip(wanted, grads, strict=True)}
 
@@ -296,7 +297,7 @@ def row_weights_of(case: Case, inputs: dict[str, Tensor | None]) -> Tensor | Non
     phi(q)_d z_d over their sum. None without tokens or a normalizer, or where the condition matters little: p <= 2, no
     state, and documents and what follows a reset long enough that first rows, which have few terms, count little."""
     documents = len(case.ends) if case.ends else 1
-    if inputs["log_g"] is not None and case.T:
+    if inputs["log_g"] is not None and inputs["log_g"].numel():
         documents += int((inputs["log_g"] < _RESET).sum(1).max())
     if case.T == 0 or not case.divides or (case.p <= 2 and not case.state and 32 * documents < case.T):
         return None

@@ -29,12 +29,14 @@ SPLIT = {
     "p 1": replace(ODD, p=1),
     "p 3": replace(ODD, p=3),
     "p 4": replace(ODD, p=4),
+    "resets": ODD,
 }
 CHUNKS = (None, 5)  # of a part; None: as the cost model chooses
 KERNELS = {
     "gate": Case(B=1, T=24, H=2, G=1, K=16, V=16, return_state=False),
     "p 1": Case(B=1, T=20, H=1, G=1, K=16, V=16, p=1, return_state=False),
     "chunks": Case(B=1, T=140, H=1, G=1, K=16, V=16, return_state=False),
+    "resets": Case(B=1, T=70, H=1, G=1, K=16, V=16, return_state=False),
 }
 if DEVICE == "cuda":  # these take long in Triton's interpreter
     KERNELS |= {
@@ -45,9 +47,18 @@ if DEVICE == "cuda":  # these take long in Triton's interpreter
 KERNEL_DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def part(case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def inputs_of(name: str, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor | None]:
+    inputs = make_inputs(case, dtype=dtype)
+    if name == "resets":
+        gates = inputs["log_g"].detach().clone()
+        gates[:, 3::11], gates[:, 5::11] = -1e30, -80.0
+        inputs["log_g"] = gates.requires_grad_()
+    return inputs
+
+
+def part(name: str, case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What this rank has of `run(case, ...)`: its part of the output, and zeros; its share of the gradients."""
-    inputs, rank, size = make_inputs(case, dtype=dtype), dist.get_rank(), dist.get_world_size()
+    inputs, rank, size = inputs_of(name, case, dtype), dist.get_rank(), dist.get_world_size()
     start, stop = case.T * rank // size, case.T * (rank + 1) // size  # parts of different lengths
     tokens = [None if inputs[x] is None else inputs[x][:, start:stop] for x in ("q", "k", "v", "log_g")]
     out = power_attention(
@@ -60,10 +71,10 @@ def part(case: Case, impl: str, chunk_size: int | None, dtype: torch.dtype) -> d
 
 def all_parts() -> dict:
     cases = [(name, chunk) for name in SPLIT for chunk in CHUNKS]
-    parts = {(name, chunk): part(SPLIT[name], "eager", chunk, torch.float64) for name, chunk in cases}
+    parts = {(name, chunk): part(name, SPLIT[name], "eager", chunk, torch.float64) for name, chunk in cases}
     if dist.get_world_size() > 2:
         return parts
-    return parts | {name: part(case, "triton", 16, KERNEL_DTYPE) for name, case in KERNELS.items()}
+    return parts | {name: part(name, case, "triton", 16, KERNEL_DTYPE) for name, case in KERNELS.items()}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -79,7 +90,7 @@ def whole(ranks: list[dict], key) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_rows_equal_whole_ones(ranks, name, chunk_size):
     case = SPLIT[name]
-    assert_equal_float64(whole(ranks, (name, chunk_size)), run(case, make_inputs(case), "reference"))
+    assert_equal_float64(whole(ranks, (name, chunk_size)), run(case, inputs_of(name, case), "reference"))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -87,7 +98,7 @@ def test_kernels(ranks, name):
     pytest.importorskip("triton", reason="needs triton")
     if len(ranks) == 2:
         case = KERNELS[name]
-        assert_within_budget(whole(ranks, name), case, make_inputs(case, dtype=KERNEL_DTYPE), 16)
+        assert_within_budget(whole(ranks, name), case, inputs_of(name, case, KERNEL_DTYPE), 16)
 
 
 def compiled_kernels() -> list[float]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.ops.triton import config
 from sympow.ops.triton import gate as gate_kernels
 from sympow.ops.triton.launcher import Launcher
 from sympow.ops.triton.levels import padded_key_dim
@@ -138,7 +139,8 @@ def _flat(x: Tensor) -> Tensor:
 def _gate_sums(plan: Plan) -> Launcher:
     size = plan.chunk or plan.layout.length
     numbers = plan.sequences() | {"G": plan.G, "CHUNK": size, "most": plan.vanishing}
-    constants = {"BLOCK": SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, "PACKED": plan.layout.packed}
-    constants["TILED"] = plan.tiled
+    block = min(SUM_BLOCK if plan.chunk else LONG_SUM_BLOCK, config.next_power_of_2(size))
+    constants = {"BLOCK": max(block, gate_kernels.REACH_TILE.value), "PACKED": plan.layout.packed}
+    constants |= {"TILED": plan.tiled, "num_warps": 8 if block > SUM_BLOCK else 4}
     grid = (plan.layout.blocks(size), plan.G)
     return Launcher(gate_kernels.gate_sums, grid, numbers | constants | {"OVERLAP": plan.overlap})

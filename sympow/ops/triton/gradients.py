@@ -82,7 +82,8 @@ def query_pass(
     reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, grad_scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, TILED: tl.constexpr, NORMALIZE: tl.constexpr, STATES: tl.constexpr, INIT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Computes dq [tokens, H, K], and dsums [H, tokens] = q . dq. Grid: blocks of queries, heads.
 
@@ -139,6 +140,8 @@ def query_pass(
                 acc -= tl.dot(queries, matrix, input_precision=PRECISION) * d[:, None]
 
     here = sums + g * tokens + start
+    if TILED:
+        here += tl.cast(G, tl.int64) * tokens
     low = here + tl.cast(G, tl.int64) * tokens
     if GATED:
         own = tl.load(here + first + t, mask=valid, other=0.0)
@@ -175,8 +178,9 @@ def query_pass(
         grad = tl.dot(dy, values, input_precision=PRECISION) - d[:, None]
         grad *= power(scores, P - 1)
         if GATED:
-            rest = own_low[:, None] - tl.load(low + s0 + j, mask=past, other=0.0)[None, :]
-            grad *= tl.exp2((own[:, None] - tl.load(here + s0 + j, mask=past, other=0.0)[None, :]) + rest)
+            there = tl.load(here + s0 + j, mask=past, other=0.0)
+            there_low = tl.load(low + s0 + j, mask=past, other=0.0)
+            grad *= tl.exp2((own[:, None] - there[None, :]) + (own_low[:, None] - there_low[None, :]))
         grad = tl.where((first + t)[:, None] >= (s0 + j)[None, :], grad, 0.0)
         acc = tl.dot(grad.to(keys.dtype), keys, acc, input_precision=PRECISION)
         k_tile += KEYS * k_st
@@ -196,7 +200,8 @@ def key_pass(
     reach, starts, chunk_starts, blocks, T, tokens, H, G, lower, upper, score_scale, out_scale, grad_scale,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, TILED: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, Z: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Computes dk [tokens, G, K], dv [tokens, G, V], dsums [G, tokens] = k . dk. Grid: blocks of keys, key/value heads.
 
@@ -229,9 +234,12 @@ def key_pass(
     if STATES:
         leaving = FINAL or end < length
         if GATED:  # the decay from this block to the end of the chunk
+            plane = tl.cast(G, tl.int64) * tokens
             own_end = sums + g * tokens + start + tl.minimum(first + BLOCK, length) - 1
             chunk_end = sums + g * tokens + start + end - 1
-            plane = tl.cast(G, tl.int64) * tokens
+            if TILED:
+                own_end += plane
+                chunk_end += plane
             kept = tl.load(chunk_end) - tl.load(own_end)
             kept = tl.exp2(kept + (tl.load(chunk_end + plane) - tl.load(own_end + plane)))
             leaving &= kept > 0.0
@@ -268,6 +276,8 @@ def key_pass(
 
     # Decays are split at the last token of the block: 2**(L_i - L_ref) 2**(L_ref - L_j), where both are at most 1.
     here = sums + g * tokens + start
+    if TILED:
+        here += tl.cast(G, tl.int64) * tokens
     low = here + tl.cast(G, tl.int64) * tokens
     last = tl.minimum(first + BLOCK, length) - 1
     if GATED:

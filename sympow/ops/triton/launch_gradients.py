@@ -121,7 +121,7 @@ def _query_gradient(plan: Plan, init: bool, normalize: bool) -> Launcher:
     size, (prefixes, _, weights, mirror) = plan.config.query, plan.tables
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "grad_scale": plan.grad_scale * plan.out_scale}
-    constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "NORMALIZE": normalize}
+    constants = plan.dims() | {"BLOCK": size.block, "KEYS": size.step, "NORMALIZE": normalize, "TILED": plan.tiled}
     constants |= {"STATES": plan.chunk > 0, "INIT": init, "PACKED": plan.layout.packed}
     tables = {"prefixes": prefixes, "weights": weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.H)
@@ -193,7 +193,7 @@ def _key_gradient(plan: Plan, final: bool, z: bool) -> Launcher:
     numbers = plan.strides | plan.sequences() | plan.heads() | plan.counts()
     numbers |= {"score_scale": plan.score_scale, "out_scale": plan.out_scale, "grad_scale": plan.grad_scale}
     constants = plan.dims() | {"BLOCK": size.block, "QUERIES": size.step, "STATES": plan.chunk > 0, "FINAL": final}
-    constants |= {"Z": z, "PACKED": plan.layout.packed}
+    constants |= {"Z": z, "PACKED": plan.layout.packed, "TILED": plan.tiled}
     tables = {"prefixes": prefixes, "weights": weights, "grad_weights": grad_weights, "mirror": mirror}
     grid = (plan.layout.blocks(size.block), plan.G)
     return Launcher(gradients.key_pass, grid, numbers | constants | tables | size.options)
