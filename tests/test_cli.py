@@ -18,6 +18,7 @@ import zarr
 from sympow.cli import commands, main
 from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
+from sympow.progress import Progress
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
 from tests.tiny_runs import finished_runs
@@ -79,6 +80,13 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert main([*arguments, "--restart", "--quiet"]) == 2
     assert "notes.txt: move them first" in capsys.readouterr().err
     assert load(tmp_path / "run").config.training.seed == 1  # nothing was removed
+
+
+def test_phases_between_steps_are_shown(folder, tmp_path, monkeypatch):
+    phases, phase = [], Progress.phase
+    monkeypatch.setattr(Progress, "phase", lambda self, name: phases.append(name) or phase(self, name))
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert phases == ["saving a checkpoint", "computing the held-out loss", "saving a checkpoint"]
 
 
 def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):

@@ -113,7 +113,7 @@ def _module(place: str) -> ModuleType:
             raise ImportError(f"{path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
         folder = str(path.resolve().parent)
-        if folder not in sys.path:  # for mixers and modules beside the recipe, also in the processes of a sweep
+        if folder not in sys.path:  # for mixers and modules beside the recipe
             sys.path.append(folder)
         with _errors_of_recipes(place):
             spec.loader.exec_module(module)
