@@ -45,13 +45,15 @@ def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
     assert latest(run).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "directory", "empty"])
 def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, tmp_path, capsys, damage):
     run = shutil.copytree(folder / "power", tmp_path / "run")
     last, whole = latest(run), latest(run).read_bytes()
     middle = len(whole) // 2
     changed = whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 100]) + whole[middle + 100 :]
-    last.write_bytes({"cut": whole[: len(whole) // 2], "changed": changed, "empty": b""}[damage])
+    directory = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
+    made = {"cut": whole[:middle], "changed": changed, "directory": directory, "empty": b""}
+    last.write_bytes(made[damage])
     assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
