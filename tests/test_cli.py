@@ -22,6 +22,7 @@ from sympow.cli import commands, main
 from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
 from sympow.ops import memory
+from sympow.progress import Progress
 from sympow.training import latest, load, load_checkpoint, read_metrics, runs
 from sympow.training.checkpoint import list_checkpoints
 from tests.tiny_runs import finished_runs
@@ -48,12 +49,15 @@ def test_train_leaves_a_run_and_does_nothing_twice(folder, capsys):
     assert latest(run).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "directory", "empty"])
 def test_a_finished_run_with_a_damaged_last_checkpoint_is_not_finished(folder, tmp_path, capsys, damage):
     run = shutil.copytree(folder / "power", tmp_path / "run")
     last, whole = latest(run), latest(run).read_bytes()
-    flipped = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
-    last.write_bytes({"cut": whole[: len(whole) // 2], "flipped": flipped, "empty": b""}[damage])
+    middle = len(whole) // 2
+    changed = whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 100]) + whole[middle + 100 :]
+    directory = whole[:-500] + bytes(255 - byte for byte in whole[-500:-400]) + whole[-400:]
+    made = {"cut": whole[:middle], "changed": changed, "directory": directory, "empty": b""}
+    last.write_bytes(made[damage])
     assert main(["train", f"{folder}/tiny.py", "--out", str(run)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"sympow: error: {last} is ") and err.count("\n") == 1
@@ -83,6 +87,13 @@ def test_train_says_what_it_does(folder, tmp_path, capsys):
     assert main([*arguments, "--restart", "--quiet"]) == 2
     assert "notes.txt: move them first" in capsys.readouterr().err
     assert load(tmp_path / "run").config.training.seed == 1  # nothing was removed
+
+
+def test_phases_between_steps_are_shown(folder, tmp_path, monkeypatch):
+    phases, phase = [], Progress.phase
+    monkeypatch.setattr(Progress, "phase", lambda self, name: phases.append(name) or phase(self, name))
+    assert main(["train", f"{folder}/tiny.py:power", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert phases == ["saving a checkpoint", "computing the held-out loss", "saving a checkpoint"]
 
 
 def test_long_commands_tell_how_far_they_are(every_count_is_told, folder, tmp_path, capsys):

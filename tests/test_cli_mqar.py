@@ -3,6 +3,7 @@
 import pytest
 
 from sympow.cli import main
+from sympow.progress import Progress
 from sympow.recall import read_results
 
 RECIPE = """
@@ -63,6 +64,22 @@ def test_a_sweep_tells_how_far_it_is(every_count_is_told, recipe, tmp_path, caps
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("sweep: 2 of 2 runs, 0:0") and all(line.startswith("sweep: ") for line in lines)
+
+
+def test_the_validation_is_shown(recipe, tmp_path, monkeypatch):
+    phases, phase = [], Progress.phase
+    monkeypatch.setattr(Progress, "phase", lambda self, name: phases.append(name) or phase(self, name))
+    assert main(["mqar", recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 0
+    assert phases and set(phases) == {"validating"}
+
+
+def test_ctrl_c_says_that_the_same_command_continues(recipe, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sympow.cli.commands.run_sweep", interrupted)
+    assert main(["mqar", recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 130
+    assert capsys.readouterr().err == "stopped; finished runs are kept, and the same command does the others\n"
 
 
 def test_errors_are_one_line(recipe, fails, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import sys
 
 import pytest
 import torch
@@ -143,3 +144,23 @@ def test_hybrids_differ_in_the_mixers_alone(name):
     model = dataclasses.replace(power.model, mixers=other.model.mixers)
     assert dataclasses.replace(power, name=other.name, model=model) == other
     assert model.n_layers % len(other.model.mixers) == 0
+
+
+def test_a_mixer_beside_the_recipe_is_found(tmp_path, monkeypatch):
+    """From another folder, and what is beside does not hide a module of the standard library."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "colorsys.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "beside" / "mixer_beside_recipe.py").write_text(
+        "from sympow.layers import LinearAttention\n\n\nclass Own(LinearAttention):\n    pass\n"
+    )
+    (tmp_path / "beside" / "recipe.py").write_text(
+        "import colorsys\nfrom sympow.data import DataConfig\nfrom sympow.models import MixerConfig, preset\n"
+        "from sympow.training import RunConfig, TrainingConfig\n\n"
+        "def run():\n    mixer = MixerConfig('mixer_beside_recipe:Own')\n"
+        "    training = TrainingConfig(context=64, steps=2, warmup_steps=1)\n"
+        "    return RunConfig('own', preset('nano', vocab_size=64, mixers=mixer), DataConfig(), training)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_recipe("beside/recipe.py:run")
+    assert type(LanguageModel(config.model, seed=0).blocks[0].mixer).__name__ == "Own"

@@ -307,7 +307,7 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not look at the checksums
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError) as error:  # also of names in the directory
         raise CheckpointError(f"{path} is damaged ({error}){_instead(path)}") from error
     if damaged:
         raise CheckpointError(f"{path} is damaged (wrong checksum of {damaged}){_instead(path)}")

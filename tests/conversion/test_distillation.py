@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sympow.cli import main
+from sympow.cli import commands, main
 from sympow.conversion import Distillation, distill, distillation_run, swap_mixers
 from sympow.data import Batches, BPETokenizer, DataConfig, TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
@@ -23,6 +23,7 @@ from sympow.training import (
 )
 from sympow.training.checkpoint import list_checkpoints
 from sympow.training.run_folder import read_config, write_run_folder
+from sympow.training.step import usual_precision
 from tests.ranks import run_ranks
 
 VOCAB, STEPS = 17, 9
@@ -204,20 +205,21 @@ def test_options_that_say_what_holds_are_taken(folders, tmp_path):
     assert distill(config, tmp_path, quiet=True).step == 2
 
 
-@pytest.mark.parametrize(("instructions", "precision"), [(False, "float32"), (True, "bf16")])
-def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch, instructions, precision):
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_precision_is_chosen_by_the_processor(folders, tmp_path, monkeypatch, precision):
     """And kept where the run continues on another one, or where the command names it."""
     fields = "data.kind=text data.pack=true data.held_out=0.5 training.context=16 training.batch_size=2 " \
         "training.steps=2 training.warmup_steps=0 training.evaluation_batches=1 distillation.layer_steps=1 " \
         "distillation.text_steps=0 training.device=cpu"  # fmt: skip
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
     def command(out: str, *more: str) -> str:
         words = ["distill", f"{folders}/student", "--teacher", f"{folders}/teacher", "--out", f"{tmp_path}/{out}"]
         assert main([*words, f"data.path={folders}/text", *fields.split(), *more, "--quiet"]) == 0
         return read_config(tmp_path / out).training.precision
 
-    for has in (instructions, not instructions):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+    assert usual_precision(torch.device("cuda")) == "bf16"
+    assert usual_precision(torch.device("cpu")) in ("bf16", "float32")
+    for processor in (precision, "float32" if precision == "bf16" else "bf16"):
+        monkeypatch.setattr(commands, "usual_precision", lambda device, processor=processor: processor)
         assert command("out") == precision
         assert command("named", "training.precision=float32") == "float32"
