@@ -126,6 +126,16 @@ def test_comparisons_differ_in_the_mixer_alone(place):
     assert dataclasses.replace(power, name=softmax.name, model=model) == softmax
 
 
+def test_published_models_have_the_eps_and_scores_of_the_source():
+    """[SPT] divides by the sum and 1e-6, its scores start at 0, and nothing is around its attention; [CST] too."""
+    for name, gated in (("power_ungated", False), ("conformal", True)):
+        options = load_recipe(f"longcrawl64:{name}").model.mixers[0].options
+        assert (options["eps"], options["initial_score"], options["short_convolution"]) == (1e-6, 0.0, 0)
+        assert not options["head_norm"] and not options["output_gate"] and options["rotary_fraction"] == 1.0
+        assert options.get("gate", True) == gated
+        assert options["rotation"] == ("data" if gated else "fixed")
+
+
 @pytest.mark.parametrize("name", CONTROLS)
 def test_controls_have_the_same_block_around_all_attention(name):
     """The same short convolution and rotation, in six layers of the same shape, for the same steps."""

@@ -31,7 +31,7 @@ CONTROLS = ("control_attention", "control_base_conv", "control_full", "control_r
 OTHERS = ("base_conv_published", "long_convolution", "h3", "rwkv4", "retnet", "liquid_s4", "hyena_window64",
           "hyena_window256", "hyena_w2", "hyena_w14", "hyena_heads")  # fmt: skip
 # Changes that make every run one of a second, to try the program out.
-TOY = ("model.d_model=32", "model.n_layers=3", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
+TOY = ("model.d_model=32", "model.n_layers=6", "model.n_heads=2", "training.steps=2", "training.warmup_steps=1",
        "training.batch_size=2")  # fmt: skip
 RATE = 2e-3  # the learning rate of the recipes
 GUESS = 30.0  # seconds of a run on an H200, with three beside it

@@ -18,7 +18,11 @@ def permutation(source: Sequence[int]) -> list[Factor]:
     """Makes the factors that move entry source[i] to place i, for a permutation of n places, a power of two.
 
     Returns 2 log n factors, with blocks of n, ... 2 and then 2, ... n.
+
+    Raises ValueError for anything else than a permutation of a power of two places.
     """
+    if len(source) & (len(source) - 1) or sorted(source) != list(range(len(source))):
+        raise ValueError(f"source must be a permutation of a power of two places; got {list(source)}")
     first, last = _switches(list(source))
     return [*(_switch(crossed, len(source) >> level) for level, crossed in enumerate(first)),
             *reversed([_switch(crossed, len(source) >> level) for level, crossed in enumerate(last)])]  # fmt: skip

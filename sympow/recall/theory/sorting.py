@@ -133,7 +133,12 @@ def _sums_within_tokens(circuit: Circuit, tokens: list[Record], held: list[Recor
 
 
 def written(instances: Instances, bits: int) -> Tensor:
-    """Writes rows of triples as bits, float64 [n, 3 M bits], the inputs of `recall_circuit`."""
+    """Writes rows of triples as bits, float64 [n, 3 M bits], the inputs of `recall_circuit`.
+
+    Raises ValueError for a vocabulary with more than 2**bits tokens.
+    """
+    if instances.vocab_size > 1 << bits:
+        raise ValueError(f"{bits} bits hold {1 << bits} tokens; the vocabulary has {instances.vocab_size}")
     tokens = torch.stack(instances[:3], dim=2)
     return (tokens[..., None] >> torch.arange(bits).flip(0) & 1).flatten(1).double()
 

@@ -108,6 +108,9 @@ def test_networks_copy_and_permute(size):
         assert torch.equal(multiplied(factors, x)[:, there], x[:, [source[i] for i in there]])
     with pytest.raises(ValueError, match=r"source must have entries 0, 1, \.\.\. without a gap"):
         gather([0, 2], 4)
+    for wrong in ([0, 1, 2], [0, 0]):
+        with pytest.raises(ValueError, match="source must be a permutation of a power of two places; got"):
+            permutation(wrong)
 
 
 def random_circuit(seed: int, products: bool) -> Circuit:
@@ -227,6 +230,8 @@ def test_a_circuit_of_comparators_recalls(triples, bits, scanned):
     expected = scanned(rows)
     assert triples == 1 or 0.1 < (expected != NONE).double().mean() < 0.9
     assert torch.equal(answers(circuit(written(rows, bits)), bits), expected)
+    with pytest.raises(ValueError, match=f"{bits - 1} bits hold {2 ** (bits - 1)} tokens; the vocabulary has"):
+        written(rows, bits - 1)
     n, log = 3 * triples, math.log2(3 * triples)
     assert circuit.size <= 12 * n * (bits + log) * log**2 and circuit.depth <= 12 * math.log2(bits + log) * log**2
 
