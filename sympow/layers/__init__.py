@@ -6,7 +6,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.catalogue import FLA_MIXERS, MIXERS
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
-from sympow.layers.registry import check_mixer, make_mixer
+from sympow.layers.registry import check_mixer, make_mixer, trust_code
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.state import MixerState
@@ -26,4 +26,5 @@ __all__ = [
     "auxiliary_losses",
     "check_mixer",
     "make_mixer",
+    "trust_code",
 ]

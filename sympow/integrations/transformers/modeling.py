@@ -17,7 +17,7 @@ from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
 from sympow.integrations.transformers.weights import Undrawn, is_loaded, native_name, weights
-from sympow.layers import MixerState
+from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
 from sympow.models import LanguageModel
 from sympow.models.bodies import Block
@@ -56,6 +56,18 @@ class SympowPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["SympowBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # no assisted generation: a state cannot take tokens back
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """Loads a model as `transformers.PreTrainedModel.from_pretrained` does.
+
+        With `trust_remote_code=True`, the modules of mixers that config.json names by import path are imported.
+
+        Raises ValueError for a config.json that names such a mixer without this argument (see
+        `sympow.layers.trust_code`).
+        """
+        with trust_code(bool(kwargs.get("trust_remote_code"))):
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights as `LanguageModel.reset_parameters` does, except weights that were loaded.
