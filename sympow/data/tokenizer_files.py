@@ -47,5 +47,19 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
     return set(tokens) if len(tokens) == 1 else set()
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """Reads a file that holds a JSON object.
+
+    Raises ValueError naming the file for other content, OSError if the file cannot be read.
+    """
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object; got {type(content).__name__}")
+    return content
+
+
 def _content(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json_object(file) if file.is_file() else {}

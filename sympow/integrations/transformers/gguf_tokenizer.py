@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.tokenizer_files import CONFIG, GENERATION
+from sympow.integrations.transformers.gguf_file import read_header
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = (
@@ -25,16 +26,12 @@ def gguf_fields(file: Path) -> dict[str, Any]:
     Raises ImportError without the packages that reading a GGUF file needs, ValueError for a file that is cut or of
     another kind.
     """
-    try:
-        import accelerate  # noqa: F401  (transformers needs it to read the weights)
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError(f"reading {file} needs gguf and accelerate: pip install 'sympow[gguf]' ({error})") from None
-    try:
-        fields = GGUFReader(file).fields  # the reader looks for all tensors in the file
-        return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer")}
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is not a whole GGUF file ({error})") from None
+    return tokenizer_fields(read_header(file).fields)
+
+
+def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the fields of a GGUF file that describe the tokenizer."""
+    return {name: value for name, value in fields.items() if name.startswith("tokenizer")}
 
 
 def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
