@@ -14,6 +14,7 @@ from sympow.data.tokens import (
     StreamDecoder,
     Tokenizer,
     encode_stream,
+    encode_text,
     load_tokenizer,
 )
 from sympow.data.zarr_corpus import ZarrCorpus
@@ -35,6 +36,7 @@ __all__ = [
     "build_kernel_corpus",
     "default_cache_dir",
     "encode_stream",
+    "encode_text",
     "load_tokenizer",
     "open_corpus",
     "plot_document_lengths",

@@ -16,8 +16,19 @@ BESIDE = (CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
 
 def read_beside(folder: Path) -> dict[str, str]:
-    """Returns the texts of those of `BESIDE` that a folder has, by name."""
-    return {name: (folder / name).read_text(encoding="utf-8") for name in BESIDE if (folder / name).is_file()}
+    """Returns the texts of those of `BESIDE` that a folder has, by name. Raises as `beside_text`."""
+    return {name: beside_text(folder / name) for name in BESIDE if (folder / name).is_file()}
+
+
+def beside_text(file: Path) -> str:
+    """Returns the text of one of `BESIDE`. Raises ValueError naming a file that is no UTF-8 text or no JSON object."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error.reason}") from None
+    if file.suffix == ".json":
+        json_object(file)
+    return text
 
 
 def write_beside(files: Mapping[str, str], folder: Path) -> None:
@@ -38,10 +49,16 @@ def token_text(entry: Any) -> str | None:
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token."""
+    """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token.
+
+    Raises ValueError naming a file that is no JSON object, and for an `eos_token_id` that is no token.
+    """
     named = _content(folder / GENERATION).get("eos_token_id")
     if named is not None:
-        return set(named if isinstance(named, list) else [named])
+        ends = named if isinstance(named, list) else [named]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ends):
+            raise ValueError(f"{folder / GENERATION} has eos_token_id = {named!r}; expected a token or a list of tokens")
+        return set(ends)
     text = token_text(tokenizer_config(folder).get("eos_token"))
     tokens = [] if text is None else tokenizer.encode(text).tolist()
     return set(tokens) if len(tokens) == 1 else set()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.data.claim import locked
-from sympow.data.files import write_text
+from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
 from sympow.training.checkpoint import (
@@ -153,18 +153,20 @@ def write_run_folder(
         tokenizer: the text of the tokenizer.json; None for a run without a tokenizer.
         beside: the files beside the tokenizer.json, see `sympow.data.tokenizer_files.read_beside`.
 
+    The folder appears when it is complete, so that a kill leaves none that the next call would refuse.
+
     Raises FileExistsError if the folder is not empty, CheckpointError if the disk refuses to write.
     """
-    path = new_folder(run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        write_text(path / "tokenizer.json", tokenizer)
-    write_beside(beside or {}, path)
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
-    save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
-    write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")  # last: without it it is no run
-    return path
+    folder = new_folder(run_dir)
+    with whole_folder(folder) as path:
+        if tokenizer is not None:
+            write_text(path / "tokenizer.json", tokenizer)
+        write_beside(beside or {}, path)
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
+        save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
+        write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+    return folder
 
 
 def new_folder(path: str | os.PathLike[str]) -> Path:

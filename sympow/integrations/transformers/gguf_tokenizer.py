@@ -53,6 +53,8 @@ def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     """Makes the text of a tokenizer.json of the byte-level BPE in a GGUF file of SmolLM, Llama 3 or Qwen2.
 
+    Texts begin with the token for the beginning if the file says so, and also if it says nothing and is of Llama 3.
+
     Args:
         fields: the result of `gguf_fields`.
         name: of the file, for the message.
@@ -80,7 +82,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": False,
+        "ignore_merges": value("pre") == "llama-bpe",
         "vocab": {token: i for i, token in enumerate(tokens)},
         "merges": value("merges"),
     }
@@ -91,11 +93,37 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "added_tokens": [{"id": i, "content": tokens[i]} | plain for i in added],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitter},
-        "post_processor": None,
+        "post_processor": _post_processor(fields),
         "decoder": _BYTES | {"add_prefix_space": True},
         "model": model,
     }
     return json.dumps(spec, ensure_ascii=False)
+
+
+def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the part of a tokenizer.json that puts tokens before and behind a text; None if there are none."""
+
+    def token(name: str, usual: bool) -> list[str]:
+        number = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if number is None or not fields.get(f"tokenizer.ggml.add_{name}_token", usual):
+            return []
+        return [fields["tokenizer.ggml.tokens"][number]]
+
+    first, last = token("bos", fields.get("tokenizer.ggml.pre") == "llama-bpe"), token("eos", False)
+    if not first and not last:
+        return None
+    texts = {"single": ["A"], "pair": ["A", "B"]}
+    parts = {
+        kind: [
+            *({"SpecialToken": {"id": each, "type_id": 0}} for each in first),
+            *({"Sequence": {"id": each, "type_id": 0}} for each in names),
+            *({"SpecialToken": {"id": each, "type_id": 0}} for each in last),
+        ]
+        for kind, names in texts.items()
+    }
+    numbers = {each: fields["tokenizer.ggml.tokens"].index(each) for each in first + last}
+    special = {each: {"id": each, "ids": [number], "tokens": [each]} for each, number in numbers.items()}
+    return {"type": "TemplateProcessing", **parts, "special_tokens": special}
 
 
 def _splitters() -> dict[str, list[dict[str, Any]]]:

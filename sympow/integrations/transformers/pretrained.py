@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 
 from sympow.data import BPETokenizer
-from sympow.data.tokenizer_files import BESIDE, json_object
+from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
 from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_config, read_header, rope_parameters
 from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
 from sympow.integrations.transformers.reading import reading
@@ -156,7 +156,7 @@ def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) ->
         return gguf_beside(fields)
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
-    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items() if file is not None}
+    return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 
 
 def _stored_config(source: str | os.PathLike[str], where: Mapping[str, Any]) -> dict[str, Any]:

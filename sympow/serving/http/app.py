@@ -66,7 +66,7 @@ class _Routes:
 
     async def completions(self, request: HttpRequest) -> Response:
         service, body = self._service, await self._body(request, Completion)
-        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt) for prompt in body.prompts])
+        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt, begins=True) for prompt in body.prompts])
         if not prompts:
             raise ApiError(400, "prompt: expected at least one; got an empty list", param="prompt")
         inbox = Inbox()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sympow.data import Tokenizer
+from sympow.data import Tokenizer, encode_text
 from sympow.serving.engine import Engine, EngineClosedError, QueueFullError
 from sympow.serving.http.chat import ChatTemplate
 from sympow.serving.http.errors import ApiError
@@ -94,10 +94,16 @@ class Service:
             raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", code="no_chat_template")
         return self.template
 
-    def tokens_of(self, prompt: str | Sequence[int]) -> Tensor:
-        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt."""
+    def tokens_of(self, prompt: str | Sequence[int], begins: bool = False) -> Tensor:
+        """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt.
+
+        With `begins`, a text gets the tokens that the tokenizer puts before every text. A chat template writes these
+        itself.
+        """
         text = isinstance(prompt, str)
-        ids = self.tokenizer.encode(prompt).astype("int64") if isinstance(prompt, str) else prompt
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = (encode_text(self.tokenizer, prompt) if begins else self.tokenizer.encode(prompt)).astype("int64")
         if not len(ids):
             raise ApiError(400, "the prompt is empty; a model continues at least one token", param="prompt")
         if len(ids) > self.limits.prompt_tokens:
