@@ -12,7 +12,7 @@ RUN = "Use the model in this run's folder, or in this checkpoint."
 
 SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging Face transformers."
 
-TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: such a config is refused)."
+TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: refuse)."
 
 DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there is one (default: auto)."
 

@@ -57,7 +57,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
     if named is not None:
         ends = named if isinstance(named, list) else [named]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ends):
-            raise ValueError(f"{folder / GENERATION} has eos_token_id = {named!r}; expected a token or a list of tokens")
+            raise ValueError(f"{folder / GENERATION} has eos_token_id = {named!r}; expected a token or several")
         return set(ends)
     text = token_text(tokenizer_config(folder).get("eos_token"))
     tokens = [] if text is None else tokenizer.encode(text).tolist()

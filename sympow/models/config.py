@@ -42,8 +42,8 @@ class MixerConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:
         """Reads what `to_dict` gives.
 
-        Raises ValueError for a field that is missing or unknown, and UntrustedCodeError for a mixer whose module is only
-        imported within `sympow.layers.trust_code`.
+        Raises ValueError for a field that is missing or unknown, UntrustedCodeError for a mixer whose module is
+        imported within `sympow.layers.trust_code` only.
         """
         values = read_fields(cls, data, "mixer")
         check_trusted(values.get("name"), values.get("options"))

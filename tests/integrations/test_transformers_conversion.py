@@ -128,7 +128,8 @@ def begun(folder, tmp_path):
                 "special_tokens": {"<begin>": {"id": "<begin>", "ids": [number], "tokens": ["<begin>"]}}}  # fmt: skip
     spec["post_processor"] = {"type": "Sequence", "processors": [level, template]}
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(spec))
-    settings = {"bos_token": "<begin>", "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"}
+    chat = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"bos_token": "<begin>", "chat_template": chat}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "hf" / "generation_config.json").write_text("{}")
     assert main(["convert", f"{tmp_path}/hf", "--out", f"{tmp_path}/run", "--pattern", "softmax"]) == 0
@@ -294,8 +295,10 @@ def test_damaged_files_beside_the_weights_are_named(folder, tmp_path, file, cont
     assert error.startswith("sympow: error:") and message in error and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', '{"eos_token_id": true}', "[1]",
-                                     "{", '{"eos_token_id": -1}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    ['{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', '{"eos_token_id": true}', '{"eos_token_id": -1}', "[1]"],
+)
 def test_end_tokens_that_are_none_are_refused(folder, tmp_path, content, capsys):
     shutil.copytree(folder / "swapped", tmp_path / "run")
     (tmp_path / "run" / "generation_config.json").write_text(content)
@@ -312,7 +315,8 @@ def test_texts_begin_as_a_gguf_file_says(pre, said, begins, tmp_path):
     made = json.loads((tmp_path / "tokenizer.json").read_text())
     tokens = [*made["model"]["vocab"], "<begin>", "abcdef"]
     fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * (len(tokens) - 2) + [3, 1],
-              "merges": [" ".join(pair) for pair in made["model"]["merges"]], "bos_token_id": len(tokens) - 2}  # fmt: skip
+              "merges": [" ".join(pair) for pair in made["model"]["merges"]],
+              "bos_token_id": len(tokens) - 2}  # fmt: skip
     fields |= {} if said is None else {"add_bos_token": said}
     text = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "file")
     tokenizer = BPETokenizer(text)

@@ -201,7 +201,7 @@ def model_config(header: GGUFHeader) -> dict[str, Any]:
     for field in _FIELDS:
         if field not in own:
             raise ValueError(f"{name} lacks the field {kind}.{field}")
-    config = {"model_type": kind} | {theirs: own[field] for field, theirs in _FIELDS.items()}
+    config: dict[str, Any] = {"model_type": kind} | {theirs: own[field] for field, theirs in _FIELDS.items()}
     tokens = header.fields.get("tokenizer.ggml.tokens", ())
     config["vocab_size"] = own.get("vocab_size", len(tokens))
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
@@ -230,7 +230,7 @@ def rope_parameters(header: GGUFHeader) -> dict[str, Any]:
     rule = own.get(f"{_ROPE}type", "linear" if f"{_ROPE}factor" in own else "none")
     if header.rope_factors is not None:
         if rule != "none":
-            raise ValueError(f"{header.file} scales its rotation twice: by {ROPE_FACTORS} and by {_ROPE}type = {rule!r}")
+            raise ValueError(f"{header.file} scales its rotation by {ROPE_FACTORS} and by {_ROPE}type = {rule!r}")
         return {"rope_type": "factors", "factors": header.rope_factors}
     if rule == "none":
         return {"rope_type": "default"}

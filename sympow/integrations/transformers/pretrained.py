@@ -28,6 +28,7 @@ from sympow.integrations.transformers.sources import (
 from sympow.integrations.transformers.weight_files import stored_shapes
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
+
 class Pretrained(NamedTuple):
     """Holds a pretrained model in native form.
 
@@ -95,7 +96,8 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
-    return Pretrained(_native(config, rotation, model.state_dict(), name), tokenizer, beside, config.max_position_embeddings)
+    native = _native(config, rotation, model.state_dict(), name)
+    return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
 
 
 def check_tokenizer(tokenizer: str, vocab_size: int, name: str) -> None:
@@ -183,7 +185,7 @@ def _check_layers(stored: Mapping[str, Any], found: Mapping[str, Any], name: str
 
 def _rotation(config: Any, scaling: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the mixers' options of the rotation, of `config` with `scaling` in place of its own."""
-    rope = dict(config.rope_parameters) | scaling
+    rope = {**config.rope_parameters, **scaling}
     found = rope_scaling(rope, config.max_position_embeddings, _head_dim(config), name)
     return {"rope_base": float(rope["rope_theta"])} | ({} if found is None else {"rope_scaling": found})
 

@@ -59,9 +59,9 @@ def check_fields(config: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name} has {field} = {value!r}; expected an integer of at least 1")
     for field in ("dtype", "torch_dtype"):
         value = config.get(field)
-        if value is not None and not isinstance(value, torch.dtype):
-            if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
-                raise ValueError(f"{name} has {field} = {value!r}; expected the name of a dtype of torch")
+        named = getattr(torch, value, None) if isinstance(value, str) else value
+        if value is not None and not isinstance(named, torch.dtype):
+            raise ValueError(f"{name} has {field} = {value!r}; expected the name of a dtype of torch")
     eps = config.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < 1:
         raise ValueError(f"{name} has rms_norm_eps = {eps!r}; expected a number between 0 and 1")
