@@ -14,8 +14,10 @@ from sympow.data.claim import locked
 from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
+from sympow.models.weight_shapes import check_shapes
 from sympow.training.checkpoint import (
     Checkpoint,
+    CheckpointError,
     is_checkpoint,
     latest,
     load_checkpoint,
@@ -211,6 +213,11 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         file = path
     checkpoint = load_checkpoint(file)
     config = RunConfig.from_dict(checkpoint.config)
+    shapes = {name: tuple(each.shape) for name, each in checkpoint.model.items() if isinstance(each, torch.Tensor)}
+    try:
+        check_shapes(config.model, shapes)
+    except ValueError as error:
+        raise CheckpointError(f"{file} does not fit the model: {error}") from None
     model = LanguageModel(config.model, seed=config.training.seed)
     restore_model(model, checkpoint.model, file)
     older = _is_older(checkpoint.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,11 +18,14 @@ from sympow.integrations.transformers.cache import CACHE, SympowCache, moved, on
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import document_starts, kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
+from sympow.integrations.transformers.weight_files import stored_shapes
 from sympow.integrations.transformers.weights import Undrawn, is_loaded, native_name, weights
 from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
+from sympow.layers.registry import UntrustedCodeError
 from sympow.models import LanguageModel
 from sympow.models.bodies import Block
+from sympow.models.weight_shapes import check_shapes
 
 
 class SympowBlock(GradientCheckpointingLayer):
@@ -65,10 +69,26 @@ class SympowPreTrainedModel(PreTrainedModel):
         With `trust_remote_code=True`, the modules of mixers that config.json names by import path are imported.
 
         Raises ValueError for a config.json that names such a mixer without this argument (see
-        `sympow.layers.trust_code`).
+        `sympow.layers.trust_code`), and for one that describes a larger model than the weights in a folder.
         """
         with trust_code(bool(kwargs.get("trust_remote_code"))):
+            plain = not any(kwargs.get(each) for each in ("subfolder", "variant", "ignore_mismatched_sizes"))
+            if plain and pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
+                cls._check_sizes(pretrained_model_name_or_path, kwargs.get("config"))
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+
+    @classmethod
+    def _check_sizes(cls, folder: str | os.PathLike[str], config: Any) -> None:
+        found = stored_shapes(folder)
+        if found is None:
+            return
+        config = config if isinstance(config, SympowConfig) else SympowConfig.from_pretrained(config or folder)
+        try:
+            check_shapes(config.model_config, {native_name(name): shape for name, shape in found.items()})
+        except UntrustedCodeError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from None
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights as `LanguageModel.reset_parameters` does, except weights that were loaded.
