@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch.testing import assert_close
 
+from sympow.conversion import swap_mixers
 from sympow.data import BPETokenizer
 from sympow.integrations.transformers.pretrained import load_pretrained
 from sympow.integrations.transformers.scoring import load_causal_lm
@@ -27,6 +28,18 @@ KINDS = {
     "Llama with biases": ("Llama", {"attention_bias": True}),
     "Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("Qwen3", {"head_dim": 10, "rms_norm_eps": 1e-3}),
+    "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 10}),
+    "Mistral without a window": ("Mistral", {"sliding_window": None}),
+    "SmolLM3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": None}),
+    "SmolLM3, its own layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "pad_token_id": None}),
+    "Seed-OSS": ("SeedOss", {"head_dim": 12, "pad_token_id": None}),
+    "Seed-OSS with all biases": ("SeedOss", {"attention_out_bias": True, "attention_bias": False}),
+    "Granite": ("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.05, "residual_multiplier": 0.22,
+                            "logits_scaling": 0.7, "tie_word_embeddings": True, "attention_bias": True}),
+    "Granite, untied": ("Granite", {"embedding_multiplier": 3, "logits_scaling": 0.25}),
+    "Phi-3": ("Phi3", {"sliding_window": 11, "pad_token_id": None}),
+    "Phi-4": ("Phi3", {"pad_token_id": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
 }
 
 
@@ -343,6 +356,28 @@ def test_a_weight_that_the_config_does_not_know_is_refused(folder):
     load_pretrained(folder)
 
 
+@pytest.mark.parametrize("kind", ["Mistral", "SmolLM3", "Granite", "Phi-4"])
+@torch.no_grad()
+def test_layers_are_swapped_as_they_are(kind):
+    """A pattern keeps the windows and the layers without rotation, and narrows windows only."""
+    teacher = load_pretrained(pretrained(kind)).model
+    tokens = torch.randint(300, (2, 37), generator=torch.Generator().manual_seed(2))
+    assert_close(swap_mixers(teacher, "softmax")(tokens), teacher(tokens), rtol=0, atol=1e-5)
+    mixed = swap_mixers(teacher, "window,power,softmax", window=12)
+    first, second, third = (mixed.config.mixer(layer) for layer in range(3))
+    kept = teacher.config.mixer(2)
+    assert first.name == "window" and first.options["window"] == (9 if kind == "Mistral" else 12)
+    assert second.name == "power" and "window" not in second.options and third == kept
+    rotations = [block.mixer.rotation for block in mixed.blocks]
+    assert rotations == [block.mixer.rotation for block in teacher.blocks]
+    assert rotations.count("none") == (1 if kind == "SmolLM3" else 0)
+    whole, state, parts = mixed(tokens), mixed.init_state(2), []
+    for token in tokens.split(1, dim=1):
+        logits, state = mixed.step(token, state)
+        parts.append(logits)
+    assert_close(torch.stack(parts, 1), whole, rtol=0, atol=1e-4)
+
+
 def test_the_tokenizer_comes_along(folder):
     found = load_pretrained(folder)
     assert BPETokenizer(found.tokenizer).encode("to be").tolist() == BPETokenizer.load(
@@ -380,6 +415,11 @@ def rewritten(folder, **changes):
         ({"rms_norm_eps": -1.0}, "has rms_norm_eps = -1.0; expected a number between 0 and 1"),
         ({"tie_word_embeddings": "yes"}, "has tie_word_embeddings = 'yes'; expected true or false"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "has rope_theta = 'x'"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "has residual_multiplier = 0; expected a positive number"),
+        ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window = 0; expected an integer of at least 1"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2, 1]}, "has no_rope_layers = "),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "has 3 layers, and no_rope_layers of 1"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "type 'su'"),
         ({"rope_parameters": [1]}, r"has the rotation \[1\]"),
         ({"model_type": ["llama"]}, r"is of the architecture \['llama'\]"),
         ({"vocab_size": 2**40}, "embed_tokens.weight has the shape"),

@@ -1,4 +1,4 @@
-"""Checkpoints of Llama, SmolLM, Qwen2 and Qwen3 as native models in the llama body with softmax attention."""
+"""Checkpoints of Llama, SmolLM, Qwen2, Qwen3 and others as native models in the llama body with softmax attention."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_confi
 from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
 from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.sources import (
+    IN_GGUF,
     check_fields,
     check_shapes,
     described,
     in_names_of_models,
+    layers_of,
     name_in_gguf,
     rope_scaling,
+    unfused,
 )
 from sympow.integrations.transformers.weight_files import stored_shapes
-from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.models import LanguageModel, ModelConfig
 
 
 class Pretrained(NamedTuple):
@@ -69,7 +72,7 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         where, name = _place(source), str(source)
         header = read_header(Path(source)) if "gguf_file" in where else None
         if header is not None:
-            check_fields({"model_type": header.fields.get("general.architecture")}, name)
+            check_fields({"model_type": header.fields.get("general.architecture")}, name, IN_GGUF)
         stored = model_config(header) if header is not None else _stored_config(source, where)
         check_fields(stored, name)
         with reading(source):
@@ -186,8 +189,15 @@ def _check_layers(stored: Mapping[str, Any], found: Mapping[str, Any], name: str
 def _rotation(config: Any, scaling: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the mixers' options of the rotation, of `config` with `scaling` in place of its own."""
     rope = {**config.rope_parameters, **scaling}
-    found = rope_scaling(rope, config.max_position_embeddings, _head_dim(config), name)
-    return {"rope_base": float(rope["rope_theta"])} | ({} if found is None else {"rope_scaling": found})
+    options: dict[str, Any] = {"rope_base": float(rope["rope_theta"])}
+    turning = _head_dim(config)
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1:
+        options["rotary_fraction"], turning = share, int(share * turning)
+        if turning < 2 or turning % 2:
+            raise ValueError(f"{name} rotates {turning} channels of a head; expected an even number of at least 2")
+    found = rope_scaling(rope, config.max_position_embeddings, turning, name)
+    return options if found is None else options | {"rope_scaling": found}
 
 
 def _head_dim(config: Any) -> int:
@@ -203,7 +213,8 @@ def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tens
         if not weight.is_floating_point() or weight.is_meta:
             kind = "on the meta device" if weight.is_meta else f"quantized ({str(weight.dtype).removeprefix('torch.')})"
             raise ValueError(f"{name} cannot be read: its weight {key} is {kind}")
-    head_dim = _head_dim(config)
+    weights, head_dim = unfused(config, weights), _head_dim(config)
+    turning = int(rotation.get("rotary_fraction", 1.0) * head_dim)
     first = "model.layers.0.self_attn."
     options: dict[str, Any] = {
         "head_dim": head_dim,
@@ -219,7 +230,7 @@ def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tens
             d_model=config.hidden_size,
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
-            mixers=(MixerConfig("softmax", options),),
+            mixers=layers_of(config, options),
             body="llama",
             n_kv_heads=config.num_key_value_heads,
             mlp_hidden=config.intermediate_size,
@@ -228,12 +239,17 @@ def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tens
         ),
         seed=0,
     )
-    native.load_state_dict(_renamed(weights, native.config, head_dim))
+    native.load_state_dict(_renamed(weights, native.config, head_dim, turning))
     return native.eval()
 
 
-def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) -> dict[str, Tensor]:
-    """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them."""
+def _renamed(
+    weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int, turning: int
+) -> dict[str, Tensor]:
+    """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them.
+
+    `turning` is the number of channels of a head that are rotated.
+    """
     ours = {"embedding.weight": weights["model.embed_tokens.weight"], "final_norm.weight": weights["model.norm.weight"]}
     if not config.tie_embeddings:
         ours["head.weight"] = weights["lm_head.weight"]
@@ -251,25 +267,30 @@ def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) 
             projections = [weights.get(f"{there}self_attn.{each}_proj.{kind}") for each in "qkv"]
             q, k, v = projections
             if q is not None and k is not None and v is not None:
-                qkv = [neighbouring_pairs(q, head_dim), neighbouring_pairs(k, head_dim), v]
+                qkv = [*(neighbouring_pairs(each, head_dim, turning) for each in (q, k)), v]
                 ours[f"{here}mixer.qkv.{kind}"] = torch.cat(qkv)
         for each in "qk":
             norm = weights.get(f"{there}self_attn.{each}_norm.weight")
             if norm is not None:
-                ours[f"{here}mixer.{each}_norm.weight"] = neighbouring_pairs(norm, head_dim)
+                ours[f"{here}mixer.{each}_norm.weight"] = neighbouring_pairs(norm, head_dim, turning)
         gate_up = [weights[f"{there}mlp.{each}_proj.weight"] for each in ("gate", "up")]
         ours[f"{here}mlp_in.weight"] = torch.cat(gate_up)
     return ours
 
 
-def neighbouring_pairs(rows: Tensor, head_dim: int) -> Tensor:
+def neighbouring_pairs(rows: Tensor, head_dim: int, turning: int | None = None) -> Tensor:
     """Orders the rows of heads, in which rows of the two halves are rotated as pairs, so that neighbours are pairs.
 
     Args:
         rows: [heads * head_dim, ...].
-        head_dim: rows of a head, even.
+        head_dim: rows of a head.
+        turning: the first rows of a head, which are rotated, an even number; None: all of them.
 
     Returns:
-        The rows in another order: row m of a head's first half at 2 m, row m of its second half at 2 m + 1.
+        The rows in another order: of those that are rotated, row m of the first half at 2 m, and row m of the second
+        half at 2 m + 1.
     """
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    turning = head_dim if turning is None else turning
+    order = torch.arange(head_dim)
+    order[:turning] = order[:turning].view(2, -1).t().flatten()
+    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
