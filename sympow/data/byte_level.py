@@ -44,7 +44,7 @@ def check_byte_level(spec: Any) -> None:
     for step in steps:
         if step.get("add_prefix_space") and step.get("type") == "ByteLevel":
             raise ValueError(f"{EXPECTED} that keeps the text as it is, got add_prefix_space=true")
-        if step.get("type") not in _KEEPING or step.get("behavior") == "Removed":
+        if step.get("type") not in _KEEPING or (step.get("behavior") == "Removed" and not _is_known(step)):
             raise ValueError(f"{EXPECTED} that keeps the text as it is, got the pre-tokenizer {step.get('type')!r}")
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
     if len(levels) != 1:
@@ -70,17 +70,23 @@ def cuts_at_lines(spec: Any) -> bool:
             return False
     cut = False
     for step in _steps(spec, "pre_tokenizer", "pretokenizers"):
-        kind, pattern = step.get("type"), step.get("pattern")
+        kind = step.get("type")
         if kind == "ByteLevel":
             return cut or step.get("use_regex", True)  # behind it no character is white space
         if kind == "Split":
-            known = isinstance(pattern, dict) and pattern.get("Regex") in _KNOWN
-            if not known or step.get("behavior") != "Isolated" or step.get("invert"):
+            if not _is_known(step):
                 return False
             cut = True
         elif kind != "Digits":
             return False
     return False
+
+
+def _is_known(step: dict[str, Any]) -> bool:
+    """Tells whether a step keeps the matches of one of `_KNOWN` apart. Every character belongs to a match of these."""
+    pattern = step.get("pattern")
+    known = step.get("type") == "Split" and isinstance(pattern, dict) and pattern.get("Regex") in _KNOWN
+    return known and (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
 
 
 def _part(spec: dict[str, Any], name: str) -> dict[str, Any]:

@@ -134,8 +134,8 @@ QWEN = (
 )
 
 
-def split(pattern, behavior="Isolated"):
-    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
+def split(pattern, behavior="Isolated", invert=False):
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
     return {"type": "Sequence", "pretokenizers": [step, LEVEL]}
 
 
@@ -147,6 +147,7 @@ def split(pattern, behavior="Isolated"):
         ({"pre_tokenizer": split(QWEN)}, True),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
             {"type": "Digits", "individual_digits": True}, LEVEL | {"use_regex": True}]}}, True),
+        ({"pre_tokenizer": split(QWEN, "Removed", invert=True)}, True),
         ({"pre_tokenizer": LEVEL}, False),
         ({"pre_tokenizer": split(r"[a-z]+\n[a-z]+|.")}, False),
         ({"pre_tokenizer": split(QWEN, "MergedWithPrevious")}, False),
@@ -218,6 +219,8 @@ def test_rare_bytes_may_lack_and_their_characters_are_replaced(tmp_path):
         (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, LEVEL]})),
          "got the pre-tokenizer 'Whitespace'"),
         (json.dumps(spec(pre_tokenizer=split(" ", "Removed"))), "got the pre-tokenizer 'Split'"),
+        (json.dumps(spec(pre_tokenizer=split("[a-z]+", "Removed", invert=True))), "got the pre-tokenizer 'Split'"),
+        (json.dumps(spec(pre_tokenizer=split(QWEN, "Removed"))), "got the pre-tokenizer 'Split'"),
         ("[" * 100_000, "is not JSON"),
     ],
 )  # fmt: skip

@@ -415,7 +415,7 @@ def rewritten(folder, **changes):
         ({"rms_norm_eps": -1.0}, "has rms_norm_eps = -1.0; expected a number between 0 and 1"),
         ({"tie_word_embeddings": "yes"}, "has tie_word_embeddings = 'yes'; expected true or false"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "has rope_theta = 'x'"),
-        ({"model_type": "granite", "residual_multiplier": 0}, "has residual_multiplier = 0; expected a positive number"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "has residual_multiplier = 0; expected a pos"),
         ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window = 0; expected an integer of at least 1"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2, 1]}, "has no_rope_layers = "),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "has 3 layers, and no_rope_layers of 1"),

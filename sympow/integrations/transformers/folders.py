@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from sympow.data import load_tokenizer
 from sympow.data.files import naming, whole_folder, write_text
-from sympow.data.tokenizer_files import CONFIG, end_tokens, read_beside, tokenizer_config, write_beside
+from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_beside, tokenizer_config, write_beside
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.reading import reading
@@ -92,10 +92,10 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     for name in ("config.json", RUN_FILE):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} is no folder of to_transformers: it has no {name}")
-    kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = json_object(source / "config.json").get("model_type")
     if kind != SympowConfig.model_type:
         raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
-    run = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))
+    run = json_object(source / RUN_FILE)
     target = new_folder(out)
     model = load_exported(source)
     config = RunConfig.from_dict(run["config"])

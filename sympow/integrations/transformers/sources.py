@@ -222,11 +222,14 @@ def unfused(config: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         config: the config of the model in transformers.
         weights: by their names in transformers.
     """
-    found, head_dim = dict(weights), getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = dict(weights)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = [config.num_attention_heads * head_dim] + [config.num_key_value_heads * head_dim] * 2
     for key in list(found):
-        for whole, parts, sizes in (("qkv_proj", ("q_proj", "k_proj", "v_proj"), rows),
-                                    ("gate_up_proj", ("gate_proj", "up_proj"), [config.intermediate_size] * 2)):  # fmt: skip
+        for whole, parts, sizes in (
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj"), rows),
+            ("gate_up_proj", ("gate_proj", "up_proj"), [config.intermediate_size] * 2),
+        ):
             if f".{whole}." in key:
                 pieces = found.pop(key).split(sizes)
                 found |= {key.replace(whole, part): piece for part, piece in zip(parts, pieces, strict=True)}
