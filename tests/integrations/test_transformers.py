@@ -158,6 +158,12 @@ def test_positions_that_cannot_be_read_are_refused(positions, message):
         hybrid()(torch.arange(4)[None], position_ids=positions)
 
 
+@pytest.mark.parametrize("mask", [[[1, 1, 2, 2]], [[0.0, 0.0, -1e9, 0.0]], [[1, 0.5, 1, 1]]])
+def test_masks_of_other_kinds_are_refused(mask):
+    with pytest.raises(ValueError, match="attention_mask must hold 0 and 1"):
+        hybrid()(torch.arange(4)[None], attention_mask=torch.tensor(mask))
+
+
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_position_ids": False,
                          "return_seq_idx": True}, {"position_ids_start": 2}])  # fmt: skip
 def test_the_collator_that_flattens_packs_documents(options):

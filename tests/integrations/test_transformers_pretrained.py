@@ -269,6 +269,29 @@ def test_a_gguf_file_that_names_more_than_it_holds_is_refused(gguf_file, place):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda w: w.add_bos_token_id(300), "expected a special token below 300 in a GGUF file; got 300"),
+        (lambda w: w.add_string("tokenizer.ggml.eos_token_id", "x"), "expected a special token below 300"),
+        (lambda w: w.add_uint32("tokenizer.chat_template", 3), "expected a text as tokenizer.chat_template; got 3"),
+        (lambda w: w.add_name("a mistral"), None),  # the name of a model changes nothing
+    ],
+)
+def test_special_tokens_of_a_gguf_file_are_checked(more, message, folder):
+    pytest.importorskip("gguf")
+    model = pretrained("Llama")
+    write_gguf(folder / "tiny.gguf", model, folder / "tokenizer.json", more)
+    if message is None:
+        tokens = torch.arange(40)[None]
+        with torch.no_grad():
+            assert_close(load_pretrained(folder / "tiny.gguf").model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(folder / "tiny.gguf")
+    assert "\n" not in str(error.value)
+
+
 def test_python_files_of_a_folder_are_never_run(folder, monkeypatch):
     """Neither with a "y" on the terminal, nor of a known or an unknown architecture."""
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")

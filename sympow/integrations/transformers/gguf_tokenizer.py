@@ -39,13 +39,17 @@ def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 
     Args:
         fields: the result of `gguf_fields`.
+
+    Raises ValueError for a special token or a template that is none.
     """
     numbers = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
     numbers["pad"] = fields.get("tokenizer.ggml.padding_token_id")
-    numbers = {kind: int(number) for kind, number in numbers.items() if number is not None}
-    settings = {f"{kind}_token": fields["tokenizer.ggml.tokens"][number] for kind, number in numbers.items()}
+    numbers = {kind: number for kind, number in numbers.items() if number is not None}
+    settings = {f"{kind}_token": _token(fields, number) for kind, number in numbers.items()}
     if "tokenizer.chat_template" in fields:
         settings["chat_template"] = fields["tokenizer.chat_template"]
+        if not isinstance(settings["chat_template"], str):
+            raise ValueError(f"expected a text as tokenizer.chat_template; got {settings['chat_template']!r}")
     generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
@@ -72,6 +76,11 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
             f"{name} has a tokenizer of the kind {kind!r}, {value('pre')!r}; known are byte-level BPEs of {known}"
         )
     tokens, types = value("tokens"), value("token_type")
+    for field, of in (("tokens", str), ("merges", str), ("token_type", int)):
+        if not isinstance(value(field), list) or not all(isinstance(each, of) for each in value(field)):
+            raise ValueError(f"{name} has no list of {of.__name__} as tokenizer.ggml.{field}")
+    if len(types) != len(tokens):
+        raise ValueError(f"{name} has {len(tokens)} tokens and the types of {len(types)}")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [i for i, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
     model = {
@@ -100,6 +109,14 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     return json.dumps(spec, ensure_ascii=False)
 
 
+def _token(fields: Mapping[str, Any], number: Any) -> str:
+    """Returns the text of a token. Raises ValueError for a number that is none of a token."""
+    tokens = fields.get("tokenizer.ggml.tokens", ())
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
+        raise ValueError(f"expected a special token below {len(tokens)} in a GGUF file; got {number!r}")
+    return str(tokens[number])
+
+
 def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the part of a tokenizer.json that puts tokens before and behind a text; None if there are none."""
 
@@ -107,7 +124,7 @@ def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
         number = fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is None or not fields.get(f"tokenizer.ggml.add_{name}_token", usual):
             return []
-        return [fields["tokenizer.ggml.tokens"][number]]
+        return [_token(fields, number)]
 
     first, last = token("bos", fields.get("tokenizer.ggml.pre") == "llama-bpe"), token("eos", False)
     if not first and not last:

@@ -184,8 +184,8 @@ class SympowModel(SympowPreTrainedModel):
         keep = kept(attention_mask, rows, time)
         starts = None if cu_seq_lens_q is not None else document_starts(position_ids, seq_idx, keep, rows, time)
         packed = cu_seq_lens_q is not None or starts is not None
-        if packed and use_cache is None and past_key_values is None:
-            use_cache = False
+        if packed and use_cache is None and past_key_values is None and (starts is not None or rows == 1):
+            use_cache = False  # what is packed by bounds lies in one row
         use_cache = self._uses_cache(use_cache, past_key_values)
         if input_ids is not None and keep is not None:
             input_ids = input_ids.masked_fill(~keep, 0)  # a padding token may lie outside the vocabulary

@@ -8,13 +8,21 @@ from torch.nn import functional as F
 
 
 def kept(mask: Tensor | None, rows: int, time: int) -> Tensor | None:
-    """Returns the last `time` columns of an attention mask as booleans, or None if they leave out no token."""
+    """Returns the last `time` columns of an attention mask as booleans, or None if they leave out no token.
+
+    Raises ValueError for another shape, and for values other than 0 and 1, such as numbers of documents.
+    """
     if mask is None:
         return None
     if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < time:
         raise ValueError(f"attention_mask must be [B = {rows}, at least T = {time}]; got {list(mask.shape)}")
-    keep = mask[:, -time:].bool()
-    return None if bool(keep.all()) else keep
+    columns = mask[:, -time:]
+    keep = columns.bool()
+    if bool((columns == 1).all()):
+        return None
+    if bool((columns != keep).any()):
+        raise ValueError("attention_mask must hold 0 and 1; position_ids or seq_idx tell where documents begin")
+    return keep
 
 
 def scattered(keep: Tensor, values: Tensor) -> Tensor:
