@@ -62,9 +62,9 @@ def compare_logits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from sympow.integrations.transformers.pretrained import load_pretrained
 
     path = Path(options.model)
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if path.suffix == ".gguf" else {
-        "pretrained_model_name_or_path": options.model
-    }  # fmt: skip
+    where: dict[str, Any] = {"pretrained_model_name_or_path": options.model, "trust_remote_code": False}
+    if path.suffix == ".gguf":
+        where |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     theirs = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
     tokens = AutoTokenizer.from_pretrained(**where)(options.text.read_text(), return_tensors="pt").input_ids
     ours = load_pretrained(options.model).model

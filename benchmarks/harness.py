@@ -28,7 +28,7 @@ def score(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     import sympow.integrations.transformers  # noqa: F401  (registers the models with the Auto classes)
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.eos_token is None:  # the harness puts it in front of texts, and pads with it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(options.end)
     tasks = TaskManager(include_path=[str(each) for each in (TASKS, *options.include)], include_defaults=False)

@@ -22,8 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(arguments)
         from sympow.cli import commands
+        from sympow.layers import trust_code
 
-        code = getattr(commands, options.command.replace("-", "_"))(options)
+        with trust_code(getattr(options, "trust_code", False)):
+            code = getattr(commands, options.command.replace("-", "_"))(options)
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:  # a reader such as `head` has closed the pipe
@@ -327,6 +329,9 @@ def parser() -> argparse.ArgumentParser:
     docs.add_argument("--row-tokens", metavar="N", type=_positive, help=about.ROW_TOKENS)
     docs.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
     docs.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
+
+    for reader in (evaluate, hits, probe, passkey, generate, read, serve, export, distill):
+        reader.add_argument("--trust-code", action="store_true", help=about.TRUST_CODE)
 
     demo = command("demo", "Train two small models, compare them, and continue a text with one.", about.DEMO)
     demo.add_argument(

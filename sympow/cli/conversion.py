@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from sympow.conversion import parse_pattern, swap_mixers
-from sympow.data import DataConfig
+from sympow.data import BPETokenizer, DataConfig
 from sympow.models import LanguageModel
 from sympow.training import RunConfig, TrainingConfig
 from sympow.training.run_folder import new_folder, write_run_folder
@@ -24,6 +25,8 @@ def convert_model(
         p: as for `parse_pattern` and `swap_mixers`.
         window: as for `parse_pattern` and `swap_mixers`.
 
+    A line on stderr says if the model's tokenizer does not keep texts as they are.
+
     Returns the folder and the model. Raises the errors of these functions, and FileNotFoundError for a model without a
     tokenizer.
     """
@@ -37,4 +40,6 @@ def convert_model(
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
     written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)
+    if BPETokenizer(pretrained.tokenizer).normalizes:
+        print(f"the tokenizer of {source} puts texts into the Unicode form NFC", file=sys.stderr)
     return written, model

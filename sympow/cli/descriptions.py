@@ -12,6 +12,8 @@ RUN = "Use the model in this run's folder, or in this checkpoint."
 
 SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging Face transformers."
 
+TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: refuse)."
+
 DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there is one (default: auto)."
 
 AR_HITS = """Measures mean loss and perplexity on held-out text. Tokens are split by whether the bigram that ends in
@@ -45,10 +47,10 @@ command needs the extra `serve`; docs/serving.md has examples."""
 EXPORT = """Writes the model of a run, with its tokenizer, as a folder that from_pretrained of Hugging Face
 transformers reads after `import sympow.integrations.transformers`."""
 
-CONVERT = """Reads Llama, SmolLM, Qwen2 or Qwen3 and replaces the softmax attention of its layers by power attention or
-by window attention. A pattern of power, window and softmax gives the kind of each layer; softmax keeps the layer as it
-is. All other weights are kept. The result is a run's folder with the model's tokenizer, for `sympow distill`,
-generate, read, evaluate and export."""
+CONVERT = """Reads a pretrained model, such as Llama or Qwen, and replaces the softmax attention of its layers by power
+attention or by window attention; docs/conversion.md lists the models. A pattern of power, window and softmax gives the
+kind of each layer; softmax keeps the layer as it is. All other weights are kept. The result is a run's folder with the
+model's tokenizer, for `sympow distill`, generate, read, evaluate and export."""
 
 DISTILL = """Trains a converted model in three stages. The first stage trains every layer's attention on that of the
 teacher, the second the predictions on those of the teacher, the third the model on text. key=value sets a field of the

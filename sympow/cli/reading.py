@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sympow.cli.places import standard_input
-from sympow.data import encode_stream
+from sympow.data import Tokenizer, encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context_file import (
     ContextHeader,
@@ -92,7 +92,7 @@ def read_text(
     part = out.with_name(f"{out.name}.part")
     start = Context.begin(run.model) if before is None else load_context(before, run.model)
     with _opened(text) as file, Progress("reading", "token", done=start.tokens, quiet=quiet) as progress:
-        pieces = _Pieces(encode_stream(run.tokenizer, file))
+        pieces = _Pieces(_encoded(run.tokenizer, file, begins=not start.tokens))
         finished = _header(out, run, dtype)
         if finished is not None:
             taken = _taken(pieces, start, finished)
@@ -119,6 +119,16 @@ def read_text(
     save_context(out, run.model, context, dtype=dtype)
     part.unlink(missing_ok=True)
     return Reading(context.tokens, None)
+
+
+def _encoded(tokenizer: Tokenizer, file: TextIO, begins: bool) -> Iterator[np.ndarray]:
+    """Yields the tokens of a file; with `begins`, behind the tokens that begin a text, unless the file is empty."""
+    start = np.array(tokenizer.start if begins else (), dtype=np.int64)
+    for tokens in encode_stream(tokenizer, file):
+        if len(start) and tokens[: len(start)].tolist() != start.tolist():
+            yield start
+        start = start[:0]
+        yield tokens
 
 
 def _read(

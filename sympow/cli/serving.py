@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sympow.data import Tokenizer, load_tokenizer
-from sympow.data.tokenizer_files import end_tokens
+from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.models import LanguageModel
 from sympow.ops.cost import format_bytes
 from sympow.ops.memory import check_memory
@@ -100,7 +99,7 @@ def load_served(path: str, device: torch.device) -> Served:
     """
     folder = Path(path)
     config = folder / "config.json"
-    if config.is_file() and "model_type" in _json(config):
+    if config.is_file() and "model_type" in json_object(config):
         from sympow.integrations.transformers.folders import load_exported  # which imports transformers
 
         return Served(load_exported(folder).to(device), load_tokenizer(folder), folder)
@@ -127,6 +126,3 @@ def api_keys(file: str | None) -> tuple[str, ...]:
         raise ValueError(f"{file} holds no API keys: one a line is expected")
     return keys
 
-
-def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))

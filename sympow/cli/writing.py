@@ -11,7 +11,7 @@ import torch
 
 from sympow.cli.places import standard_input
 from sympow.cli.runs import check_tokenizers
-from sympow.data import StreamDecoder
+from sympow.data import StreamDecoder, encode_text
 from sympow.models import Context, Drafts, ModelDrafts, stream
 from sympow.models.generation import StreamOptions
 from sympow.ops.cost import format_bytes
@@ -39,7 +39,9 @@ def write_text(
         raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
     if not prompt and (context is None or not context.tokens):
         raise ValueError("the prompt is empty; a model continues a text of at least one token")
-    tokens = torch.from_numpy(run.tokenizer.encode(prompt).astype("int64"))[None]
+    begins = context is None or not context.tokens
+    ids = encode_text(run.tokenizer, prompt) if begins else run.tokenizer.encode(prompt)
+    tokens = torch.from_numpy(ids.astype("int64"))[None]
     decoder = StreamDecoder(run.tokenizer)
     started = time.perf_counter()
     options: StreamOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}

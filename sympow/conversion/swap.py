@@ -49,7 +49,8 @@ def swap_mixers(
     remove the magnitudes of the heads' outputs. Parts that the teacher's layers have too keep their weights.
 
     Args:
-        teacher: a model of the llama body in which all layers have softmax attention.
+        teacher: a model of the llama body in which all layers have softmax attention, to all tokens or in windows. A
+            layer with windows does not get wider ones.
         pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer; or a
             text for `parse_pattern`.
         p: the power of power layers.
@@ -62,15 +63,14 @@ def swap_mixers(
     pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
     if not pattern or any(kind not in KINDS for kind in pattern):
         raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
-    kept = config.mixers[0]
-    if config.body != "llama" or any(mixer.name != "softmax" for mixer in config.mixers) or len(config.mixers) > 1:
+    if config.body != "llama" or any(mixer.name not in ("softmax", "window") for mixer in config.mixers):
         names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
         raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")
-    own = {"softmax": {}, "window": {"window": window}, "power": _power_options(kept.options, p)}
-    mixers = {kind: MixerConfig(kind, kept.options | own[kind]) for kind in dict.fromkeys(pattern)}
-    kinds = [pattern[layer % len(pattern)] for layer in range(config.n_layers)]
-    alike = kinds if len(set(kinds)) > 1 else kinds[:1]
-    student = LanguageModel(replace(config, mixers=tuple(mixers[kind] for kind in alike)), seed=0)
+    mixers = [
+        _swapped(config.mixer(layer), pattern[layer % len(pattern)], p, window) for layer in range(config.n_layers)
+    ]
+    alike = mixers if any(mixer != mixers[0] for mixer in mixers) else mixers[:1]
+    student = LanguageModel(replace(config, mixers=tuple(alike)), seed=0)
     student.to(teacher.embedding.weight)  # before weights are copied: afterwards it would round them
     weights = teacher.state_dict()
     with torch.no_grad():
@@ -79,10 +79,20 @@ def swap_mixers(
                 parameter.add_(weights.get(name, torch.zeros(())))  # beside the initial score
             elif name in weights:
                 parameter.copy_(weights[name])
-        for block in student.blocks:
+        for layer, block in enumerate(student.blocks):
             if isinstance(block.mixer, PowerAttention):
-                _make_neutral(block.mixer, kept.options)
+                _make_neutral(block.mixer, config.mixer(layer).options)
     return student.train(teacher.training)
+
+
+def _swapped(kept: MixerConfig, kind: str, p: int, window: int) -> MixerConfig:
+    """Returns the mixer of the given kind in place of the mixer `kept`."""
+    options = {name: value for name, value in kept.options.items() if name != "window"}
+    if kind == "softmax":
+        return kept
+    if kind == "window":
+        return MixerConfig(kind, options | {"window": min(window, kept.options.get("window", window))})
+    return MixerConfig(kind, options | _power_options(options, p))
 
 
 def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:

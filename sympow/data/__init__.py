@@ -15,6 +15,7 @@ from sympow.data.tokens import (
     StreamDecoder,
     Tokenizer,
     encode_stream,
+    encode_text,
     load_tokenizer,
 )
 from sympow.data.zarr_corpus import ZarrCorpus
@@ -39,6 +40,7 @@ __all__ = [
     "build_kernel_corpus",
     "default_cache_dir",
     "encode_stream",
+    "encode_text",
     "load_tokenizer",
     "open_corpus",
     "plot_document_lengths",

@@ -28,7 +28,7 @@ import numpy as np
 from sympow.data.claim import locked
 from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
-from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, load_tokenizer
+from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer
 
 ROW_TOKENS = 65_536
 VOCAB_SIZE = 16_384
@@ -130,7 +130,7 @@ def write_corpus(
         tokenizer = _tokenizer(partial / TOKENIZER_FILE, source, documents, vocab_size, tokenizer)
         with _Writer(partial, documents, row_tokens) as writer:
             for document, text in source.texts(documents, writer.finished):
-                writer.add(document, tokenizer.encode(text))
+                writer.add(document, encode_text(tokenizer, text))
             counts = writer.finish()
         known = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
         summary = read_summary(partial) | {"tokenizer": known} | counts

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +43,49 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder to fill. It becomes the folder `path` when the block ends, and is removed if the block raises.
+
+    A kill leaves a hidden folder beside `path`, which the next call removes. Raises OSError as the file system does.
+
+    Args:
+        path: a folder that does not exist, or is empty.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"):
+        if not _runs(other.name.removeprefix(f".{path.name}.").partition(".")[0]):
+            shutil.rmtree(other, ignore_errors=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.unfinished")
+    partial.mkdir()
+    try:
+        yield partial
+        if path.exists() and (os.path.ismount(path) or path.samefile(Path.cwd())):  # cannot be replaced
+            for each in sorted(partial.iterdir(), key=lambda each: each.name == "config.json"):
+                shutil.move(each, path / each.name)
+            partial.rmdir()
+        else:
+            if path.exists():
+                path.rmdir()
+            partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(path.parent)
+
+
+def _runs(process: str) -> bool:
+    """Tells whether a process with this number may run."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OSError):
+        return True
+    return True
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from sympow.data.corpus import TokenCorpus
 from sympow.data.files import atomic_write, default_cache_dir, digest, remove_leftovers
 from sympow.data.text_files import Reader, TextFile, classify, describe, find_files, without_compression
-from sympow.data.tokens import BPETokenizer, Tokenizer
+from sympow.data.tokens import BPETokenizer, Tokenizer, encode_text
 
 # The largest number of characters from which merges are learned. More text takes minutes and hardly changes a
 # vocabulary of thousands.
@@ -210,7 +210,9 @@ def tokenize_documents(
     `<fingerprint>.offsets.npy`; the fingerprint is that of the texts (`hashes`, as from `measure_documents`)
     and of the tokenizer. Raises ValueError if there are no tokens, OSError if the cache cannot be written.
     """
-    fingerprint = digest([_CACHE_VERSION, tokenizer.fingerprint, *hashes])
+    # Earlier versions did not put the start before texts, and their caches of such tokenizers are not used.
+    start = [f"start {list(tokenizer.start)}"] if tokenizer.start else []
+    fingerprint = digest([_CACHE_VERSION, tokenizer.fingerprint, *start, *hashes])
     folder = cache_dir or default_cache_dir()
     tokens_file, offsets_file = folder / f"{fingerprint}.tokens.npy", folder / f"{fingerprint}.offsets.npy"
     cached = _load_cached(tokens_file, offsets_file)
@@ -328,7 +330,7 @@ def _write_tokens(
     with atomic_write(tokens_file) as file:
         _write_header(file, dtype, 0)
         for document in documents:
-            tokens = np.ascontiguousarray(tokenizer.encode(document.read()), dtype=dtype)
+            tokens = np.ascontiguousarray(encode_text(tokenizer, document.read()), dtype=dtype)
             file.write(tokens.data)
             offsets.append(offsets[-1] + len(tokens))
         if not offsets[-1]:

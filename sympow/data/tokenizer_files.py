@@ -16,8 +16,19 @@ BESIDE = (CONFIG, GENERATION, SPECIAL, "chat_template.jinja")
 
 
 def read_beside(folder: Path) -> dict[str, str]:
-    """Returns the texts of those of `BESIDE` that a folder has, by name."""
-    return {name: (folder / name).read_text(encoding="utf-8") for name in BESIDE if (folder / name).is_file()}
+    """Returns the texts of those of `BESIDE` that a folder has, by name. Raises as `beside_text`."""
+    return {name: beside_text(folder / name) for name in BESIDE if (folder / name).is_file()}
+
+
+def beside_text(file: Path) -> str:
+    """Returns the text of one of `BESIDE`. Raises ValueError naming a file that is no UTF-8 text or no JSON object."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error.reason}") from None
+    if file.suffix == ".json":
+        json_object(file)
+    return text
 
 
 def write_beside(files: Mapping[str, str], folder: Path) -> None:
@@ -54,7 +65,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
     """Returns the tokens that end a text: those of `generation_config.json`, or the tokenizer's eos_token.
 
-    Raises ValueError for an eos_token_id that is no token of the tokenizer.
+    Raises ValueError naming a file that is no JSON object, and for an `eos_token_id` that is no token of the
+    tokenizer.
     """
     named = _content(folder / GENERATION).get("eos_token_id")
     if named is not None:
@@ -69,5 +81,19 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> set[int]:
     return set(tokens) if len(tokens) == 1 else set()
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """Reads a file that holds a JSON object.
+
+    Raises ValueError naming the file for other content, OSError if the file cannot be read.
+    """
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object; got {type(content).__name__}")
+    return content
+
+
 def _content(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json_object(file) if file.is_file() else {}

@@ -1,8 +1,9 @@
 """Tokenizers: bytes, and byte-level BPE by Hugging Face `tokenizers`.
 
 Each token is a fixed string of bytes. Decoding joins these bytes and reads them as UTF-8, so a stream can be decoded
-token by token without showing half a character. Encoding and decoding are lossless, with one exception: if the
-vocabulary of a BPE lacks single bytes, as that of SmolLM2 does, characters with such a byte become U+FFFD.
+token by token without showing half a character. Encoding and decoding are lossless, with two exceptions. If the
+vocabulary of a BPE lacks single bytes, as that of SmolLM2 does, characters with such a byte become U+FFFD. The
+tokenizers of Qwen put texts into the form NFC, which writes a letter and its accent as one character.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from sympow.data.byte_level import EXPECTED, check_byte_level, cuts_at_lines, normalizes
 from sympow.data.files import digest, write_text
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -26,8 +28,15 @@ _BYTES_TAG = {"type": "sympow.bytes", "version": 1}
 class Tokenizer(Protocol):
     """Turns text into tokens and back. This is the interface of all tokenizers.
 
-    `token_bytes[i]` are the bytes of token `i`. `fingerprint` changes if the bytes of any token change.
+    `token_bytes[i]` are the bytes of token `i`. `fingerprint` changes if the bytes of any token change. `start` are the
+    tokens that every text begins with, such as a token for the beginning; `encode` does not add them, `encode_text`
+    does.
     """
+
+    @property
+    def start(self) -> Sequence[int]:
+        """Returns the tokens that every text begins with, possibly none."""
+        ...
 
     @property
     def name(self) -> str:
@@ -72,6 +81,7 @@ class ByteTokenizer:
     vocab_size = 256
     fingerprint = digest(["bytes"])
     token_bytes = tuple(bytes([i]) for i in range(256))
+    start = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of a text, uint8, 1-D. A lone surrogate becomes a question mark."""
@@ -92,9 +102,11 @@ class BPETokenizer:
     `train` and `load` make one.
 
     Args:
-        serialized: the text of a `tokenizer.json`. It must contain a byte-level BPE that adds no space to the text.
-            Its vocabulary must contain all bytes, except bytes that only control characters or characters above
-            U+FFFF use. Truncation and padding in the file are switched off, and no special tokens are added.
+        serialized: the text of a `tokenizer.json`. It must contain a byte-level BPE that keeps the text, or puts it
+            into the form NFC (`normalizes` then is True), and that takes no merge by chance. Its vocabulary must
+            contain all bytes, except bytes that only control characters or characters above U+FFFF use. Truncation
+            and padding in the file are switched off. Tokens that its post-processor puts before a text are `start`;
+            it must put none behind a text.
 
     Raises ValueError for a text that does not meet these conditions.
     """
@@ -103,23 +115,35 @@ class BPETokenizer:
         tokenizers = _tokenizers()
         try:
             spec = json.loads(serialized)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"expected the text of a tokenizer.json, got what is no JSON: {error}") from None
-        _check_byte_level(spec)
+        try:
+            check_byte_level(spec)
+        except RecursionError as error:
+            raise ValueError(f"{EXPECTED}, got {_one_line(error)}") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"expected a byte-level BPE tokenizer.json, got {_one_line(error)}") from None
+            raise ValueError(f"{EXPECTED}, got {_one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._lacking = _lacking_bytes(vocabulary)
+        if max(vocabulary.values()) >= len(serialized):  # an id without gaps takes several characters
+            raise ValueError(
+                f"{EXPECTED}, got the id {max(vocabulary.values()):,} in a file of {len(serialized):,} characters"
+            )
         self.token_bytes = _token_bytes(vocabulary)
         self.vocab_size = len(self.token_bytes)
         self.name = f"bpe{self.vocab_size}"
         self._serialized = self._tokenizer.to_str()
         self.fingerprint = digest([self._serialized])
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
+        self.start = _start(self._tokenizer)
+        if any(token >= self.vocab_size for token in self.start):
+            raise ValueError(f"{EXPECTED}, got a start of {self.start} outside its {self.vocab_size} tokens")
+        self.normalizes = normalizes(spec)
+        self.cuts_at_lines = cuts_at_lines(spec)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
@@ -163,7 +187,8 @@ class BPETokenizer:
         text = data.decode("utf-8")
         if self._lacking is not None and self._lacking.search(data):
             text = "".join("\ufffd" if self._lacking.search(each.encode()) else each for each in text)
-        encodings = self._tokenizer.encode_batch_fast(list(cut_text(text)), add_special_tokens=False)
+        pieces = list(cut_text(text)) if self.cuts_at_lines else [text] if text else []
+        encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         return np.concatenate(
             [np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)]
         )
@@ -213,22 +238,39 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise FileNotFoundError(f"tokenizer file does not exist: {file}")
     try:
         spec = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"tokenizer file {file} is not JSON: truncated, or not a tokenizer.json") from None
     if spec == _BYTES_TAG:
         return ByteTokenizer()
     return BPETokenizer.load(file)
 
 
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Returns the tokens of a text from its beginning: those of `encode`, behind the tokenizer's `start`.
+
+    A text that begins with the start itself does not get it twice.
+    """
+    tokens, start = tokenizer.encode(text), list(tokenizer.start)
+    if not start or tokens[: len(start)].tolist() == start:
+        return tokens
+    return np.concatenate([np.array(start, dtype=tokens.dtype), tokens])
+
+
 def encode_stream(tokenizer: Tokenizer, text: TextIO, size: int = 1 << 20) -> Iterator[np.ndarray]:
     r"""Encodes a text that is read `size` characters at a time. The arrays together are the tokens of the whole text.
 
-    Memory is bounded if lines of the text end in "\n"; otherwise, also with "\r\n", the whole text is in memory.
+    Memory is bounded if lines of the text end in "\n"; otherwise, also with "\r\n", the whole text is in memory. It is
+    also in memory for a tokenizer that is not known to cut at these line ends (`BPETokenizer.cuts_at_lines`). The
+    tokenizer's `start` is not added.
 
     Raises ValueError for a size below 1.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1 character; got {size}")
+    if isinstance(tokenizer, BPETokenizer) and not tokenizer.cuts_at_lines:
+        if whole := text.read():
+            yield tokenizer.encode(whole)
+        return
     rest = ""
     while block := text.read(size):
         rest += block
@@ -276,21 +318,13 @@ def _join(token_bytes: Sequence[bytes], ids: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def _check_byte_level(spec: Any) -> None:
-    """Refuse every tokenizer whose tokens are not fixed strings of bytes."""
-
-    def part(name: str) -> dict:
-        value = spec.get(name) if isinstance(spec, dict) else None
-        return value if isinstance(value, dict) else {}
-
-    expected = "expected a byte-level BPE tokenizer.json"
-    model, decoder, splitter = part("model"), part("decoder"), part("pre_tokenizer")
-    if model.get("type", "BPE") != "BPE" or "merges" not in model:
-        raise ValueError(f"{expected}, got model type {model.get('type')!r}")
-    if decoder.get("type") != "ByteLevel":
-        raise ValueError(f"{expected}, got decoder type {decoder.get('type')!r}")
-    if any(step.get("add_prefix_space") for step in splitter.get("pretokenizers", [splitter])):
-        raise ValueError(f"{expected} that keeps the text as it is, got add_prefix_space=true")
+def _start(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the tokens that the post-processor puts before a text. Raises ValueError if it puts others elsewhere."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    count = len(whole) - len(plain)
+    if count < 0 or whole[count:] != plain:
+        raise ValueError(f"{EXPECTED} that adds tokens before a text only, got {whole} for {plain}")
+    return tuple(whole[:count])
 
 
 def _byte_characters() -> dict[str, int]:

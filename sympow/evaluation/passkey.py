@@ -109,14 +109,15 @@ def passkey_text(tokenizer: Words, key: str, context: int, depth: float) -> tupl
         tokenizer.encode(text).astype(np.int64) for text in (NEEDLE.format(key=key), QUESTION, f" {key}")
     )
     filler = tokenizer.encode(FILLER).astype(np.int64)
-    room = context - len(needle) - len(question) - len(answer)
+    start = np.array(getattr(tokenizer, "start", ()), dtype=np.int64)  # the tokens that begin every text
+    room = context - len(start) - len(needle) - len(question) - len(answer)
     if room < 0:
         raise ValueError(f"a passkey needs a context of at least {context - room} tokens, got {context}")
     before = round(depth * room)
     # the filler is cut at the start and the end of the text, so that sentences beside the number are complete
     front = np.tile(filler, before // len(filler) + 1)[len(filler) - before % len(filler) :]
     behind = np.resize(filler, room - before) if room > before else filler[:0]
-    return np.concatenate([front, needle, behind, question]), answer
+    return np.concatenate([start, front, needle, behind, question]), answer
 
 
 def native(model: LanguageModel) -> Continue:

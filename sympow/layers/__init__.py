@@ -8,7 +8,7 @@ from sympow.layers.contract import ContractError, check_contract
 from sympow.layers.linear import LinearAttention
 from sympow.layers.power import PowerAttention
 from sympow.layers.power_delta import PowerDeltaAttention
-from sympow.layers.registry import check_mixer, make_mixer
+from sympow.layers.registry import check_mixer, make_mixer, trust_code
 from sympow.layers.short_convolution import ShortConvolution
 from sympow.layers.softmax import SoftmaxAttention
 from sympow.layers.state import MixerState
@@ -31,4 +31,5 @@ __all__ = [
     "check_contract",
     "check_mixer",
     "make_mixer",
+    "trust_code",
 ]

@@ -6,8 +6,10 @@ d model width.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
@@ -23,6 +25,7 @@ from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
 from sympow.ops.constants import kept
 from sympow.ops.devices import check_float64
 from sympow.ops.gated_norm import gated_norm
+from sympow.ops.rope_scaling import magnitude
 from sympow.ops.types import OutOfRangeError
 
 
@@ -36,6 +39,7 @@ class HeadOptions(TypedDict, total=False):
     max_length: float | None
     rotary_fraction: float
     rope_base: float | None
+    rope_scaling: Mapping[str, Any] | None
     qk_norm: bool
     qk_norm_eps: float
     bias: bool
@@ -67,6 +71,9 @@ class AttentionMixer(Mixer):
         rotary_fraction: share of the channels of every query and key that are rotated. They are the first channels;
             their number is rounded down to an even number, and is at least 2.
         rope_base: N of the standard rule, 10,000 if None; for this rule only.
+        rope_scaling: changes the frequencies of the standard rule for a longer context, as `rope_parameters` of
+            Hugging Face transformers does: {"rope_type": "linear", "factor": 4}. The other types are "llama3", "yarn"
+            and "factors"; see `sympow.ops.rope_scaling.check_scaling`. None: no change.
         qk_norm: RMSNorm over the channels of every query and key, before the rotation.
         qk_norm_eps: the number that the norm of queries and keys adds to the mean square.
         bias: biases in the input and output projections.
@@ -96,6 +103,7 @@ class AttentionMixer(Mixer):
         max_length: float | None = None,
         rotary_fraction: float = 1.0,
         rope_base: float | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         bias: bool = True,
@@ -141,7 +149,12 @@ class AttentionMixer(Mixer):
         # Refuses wrong options here and not at the first use. The check runs on the CPU even if modules are made on the
         # meta device, because arithmetic on that device imports torch._dynamo.
         turned = (2, None) if rotation == "none" else (head_dim, self.rotary_dim)
-        rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], device="cpu")
+        if rotation == "none" and rope_scaling is not None:
+            raise ValueError("rope_scaling is of the rotation; got rotation='none'")
+        rotary_frequencies(turned[0], frequencies, max_length, rope_base, turned[1], rope_scaling, device="cpu")
+        self.rope_scaling = None if rope_scaling is None else dict(rope_scaling)
+        self._scaling_key = None if rope_scaling is None else json.dumps(self.rope_scaling)
+        self._magnitude = magnitude(rope_scaling)
         self._split = [n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * value_dim]
         self.convolution = (
             DepthwiseConvolution(d_model, short_convolution, identity=True) if short_convolution else None
@@ -283,8 +296,10 @@ class AttentionMixer(Mixer):
             return self.heads(x)
         turned = (self.projected(x), *self._turns(x, position), self.n_heads, self.n_kv_heads)
         if self.q_norm is None or self.k_norm is None:
-            return rotate_heads(*turned)
-        return rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
+            q, k, v = rotate_heads(*turned)
+        else:
+            q, k, v = rotate_heads(*turned, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps or 0.0)
+        return self._magnified(q), k, v
 
     def first_position(self, x: Tensor) -> int:
         """Returns the position of the first token of x [B, T, ...] in its row: 0 unless the row is split."""
@@ -300,7 +315,16 @@ class AttentionMixer(Mixer):
         if self.rotation == "none":
             return q, k
         q, k = rotate_alike((q, k), *self._turns(q, position))
-        return q, k
+        return self._magnified(q), k
+
+    def _magnified(self, q: Tensor) -> Tensor:
+        """Multiplies the rotated channels of q by the square of the rotation's magnitude: once for q and once for k."""
+        if self._magnitude == 1:
+            return q
+        factor = self._magnitude**2
+        if self.rotary_dim is None:
+            return q * factor
+        return torch.cat([q[..., : self.rotary_dim] * factor, q[..., self.rotary_dim :]], dim=-1)
 
     def _turns(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
         """Returns positions and frequencies of the tokens of x [B, T, ...], see `rotate`."""
@@ -312,10 +336,11 @@ class AttentionMixer(Mixer):
             position = position[:, None].double()
             if x.shape[1] > 1:
                 position = position + torch.arange(x.shape[1], dtype=torch.float64, device=x.device)
-        # A graph of torch.compile keeps its own constants, and torch.compile warns of caches.
-        frequencies = rotary_frequencies if torch.compiler.is_compiling() else _frequencies
         key = (self.head_dim, self.frequencies, self.max_length, self.rope_base, self.rotary_dim)
-        return position, frequencies(*key, device=x.device)
+        # A graph of torch.compile keeps its own constants, and torch.compile warns of caches.
+        if torch.compiler.is_compiling():
+            return position, rotary_frequencies(*key, self.rope_scaling, device=x.device)
+        return position, _frequencies(*key, self._scaling_key, device=x.device)
 
     def extra_repr(self) -> str:
         """Returns the options that `repr` of the module shows."""
@@ -343,10 +368,12 @@ def _frequencies(
     max_length: float | None,
     base: float | None,
     rotary_dim: int | None,
+    scaling: str | None,
     *,
     device: torch.device,
 ) -> Tensor:
     # Kept outside the module, whose .to(dtype) would take a buffer's float64; made outside inference mode, so
     # that training can use it afterwards.
     with torch.inference_mode(False):
-        return rotary_frequencies(key_dim, rule, max_length, base, rotary_dim, device=device)
+        read = None if scaling is None else json.loads(scaling)
+        return rotary_frequencies(key_dim, rule, max_length, base, rotary_dim, read, device=device)

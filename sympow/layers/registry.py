@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from sympow.layers.base import Mixer
@@ -13,6 +16,8 @@ from sympow.layers.other_names import option_hint
 # `sympow.layers.catalogue` enters the mixers of this package. Those of FLA need the extra `fla` and a GPU.
 MIXERS: dict[str, type[Mixer]] = {}
 FLA_MIXERS: dict[str, type[Mixer]] = {}
+
+_TRUSTED: ContextVar[bool] = ContextVar("sympow_trusted", default=False)
 
 
 def _is_number(value: object) -> bool:
@@ -34,7 +39,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def mixer_class(name: str) -> type[Mixer]:
     """Finds a mixer of this package by its name, or a user's mixer by its import path, "package.module:Class".
 
-    The module is imported at that moment, so that a config means the same in every process that can import it.
+    The module is imported at that moment, so that a config means the same in every process that can import it. Configs
+    from files are checked by `check_trusted` first.
 
     Raises ValueError for an unknown name, and if the object at the path is not a subclass of `Mixer`; ImportError if
     the module cannot be imported.
@@ -55,6 +61,44 @@ def is_import_path(name: object) -> bool:
     """Tells whether `name` is written as "package.module:attribute"."""
     module, colon, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+class UntrustedCodeError(ValueError):
+    """Says that a config from a file names code that the caller has not allowed to be imported."""
+
+
+@contextmanager
+def trust_code(trusted: bool = True) -> Iterator[None]:
+    """Lets the block read configs whose mixers are named by import path, and import the modules of these mixers.
+
+    Outside of such a block, a config that is read from a file may name a mixer by import path only if the program has
+    already imported the module of the mixer. A `MixerConfig` that a program makes itself needs no such block.
+
+    Args:
+        trusted: False changes nothing.
+    """
+    token = _TRUSTED.set(trusted or _TRUSTED.get())
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def check_trusted(name: object, options: object) -> None:
+    """Raises UntrustedCodeError if reading a mixer's config would import a module that the caller has not allowed.
+
+    Args:
+        name: the mixer, as a config in a file names it.
+        options: its options, which may name another mixer as "mixer", with its own "options".
+    """
+    module = name.partition(":")[0] if isinstance(name, str) and is_import_path(name) else None
+    if module is not None and not _TRUSTED.get() and module not in sys.modules:
+        raise UntrustedCodeError(
+            f"the config names the mixer {name!r} by its import path, and importing runs code: if you trust it, allow "
+            f"it by --trust-code, trust_remote_code=True or sympow.layers.trust_code(), or import {module} first"
+        )
+    if isinstance(options, Mapping) and "mixer" in options:
+        check_trusted(options["mixer"], options.get("options"))
 
 
 def imported(path: str, what: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from sympow.fields import read_fields, with_lists
 from sympow.layers import check_mixer
-from sympow.layers.registry import check_complete, fill_options, options_of_older
+from sympow.layers.registry import check_complete, check_trusted, fill_options, options_of_older
 
 Body = Literal["gpt2", "llama", "rwkv7"]
 
@@ -40,8 +40,14 @@ class MixerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MixerConfig:
-        """Reads what `to_dict` gives. Raises ValueError for a field that is missing or unknown."""
-        return cls(**read_fields(cls, data, "mixer"))
+        """Reads what `to_dict` gives.
+
+        Raises ValueError for a field that is missing or unknown, UntrustedCodeError for a mixer whose module is
+        imported within `sympow.layers.trust_code` only.
+        """
+        values = read_fields(cls, data, "mixer")
+        check_trusted(values.get("name"), values.get("options"))
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,8 @@ def save_context(
     try:
         with _replacing(path) as temporary:
             save_file(tensors, temporary, metadata={_KEY: json.dumps(content, separators=(",", ":"))})
+            (temporary.parent / "mode").touch()
+            shutil.copymode(temporary.parent / "mode", temporary)  # the library writes for the owner alone
             _seal(temporary)
     except (OSError, _safetensors().SafetensorError) as error:
         reason = (

@@ -92,12 +92,14 @@ def power_delta_rule(
     dtype = torch.promote_types(q.dtype, torch.float32)
     if 0 in q.shape[:2]:
         after = initial_state if initial_state is not None else _zeros(sequences, k, v, p)
-        zero = sum(x[:0].sum().to(dtype) for x in (q, k, v, beta, log_g, after) if x is not None)
+        zero = after[:0].sum()
+        for x in (q, k, v, beta, log_g):
+            zero = zero if x is None else zero + x[:0].sum().to(dtype)
         return DeltaOutput(empty(q, v) + zero.to(v.dtype), after + zero.to(after.dtype) if return_state else None)
     with without_autocast(q):
         if qk_norm:
             q, k = (unit(x) for x in (q, k))
-        options = {"p": p, "chunk_size": chunk_size, "return_state": return_state}
+        options: dict[str, Any] = {"p": p, "chunk_size": chunk_size, "return_state": return_state}
         if cu_seqlens is None:
             return DeltaOutput(*run(q, k, v, beta, log_g, initial_state, **options))
         if initial_state is None and not return_state and (run is not _reference):

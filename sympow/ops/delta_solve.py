@@ -157,7 +157,7 @@ def _chunk(k: Tensor, beta: Tensor, log_g: Tensor | None, span: slice, p: int) -
     ones = keys.new_ones(len(keys), 1, keys.shape[2])
     if sums is None:
         return Chunk(keys, own, weights, ones, ones)
-    weights *= _decays(sums, *keys.shape[::2], keys)
+    weights *= _decays(sums, len(keys), keys.shape[2], keys)
     past, kept = sums.total().exp(), sums.of(lambda x: x[:, -1:]).since(sums).exp()
     return Chunk(keys, own, weights, past[:, None].to(k.dtype), kept[:, None].to(k.dtype))
 

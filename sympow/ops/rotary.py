@@ -7,9 +7,9 @@ accumulated in float64 and reduced to a fraction of a turn before sine and cosin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, pi, tau
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from sympow.ops.availability import has_kernels
 from sympow.ops.first_order import first_order
+from sympow.ops.rope_scaling import check_scaling, scaled
 
 
 class Rotation(NamedTuple):
@@ -42,6 +43,7 @@ def rotary_frequencies(
     max_length: float | None = None,
     base: float | None = None,
     rotary_dim: int | None = None,
+    scaling: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -55,6 +57,8 @@ def rotary_frequencies(
         base: N of the standard rule, 10,000 if None; only for this rule.
         rotary_dim: the number of channels that are rotated, even and at most K. The first rotary_dim / 2 pairs have the
             frequencies of a key of rotary_dim channels, the others 0. None: all channels are rotated.
+        scaling: changes the frequencies of the standard rule for a longer context; see
+            `sympow.ops.rope_scaling.check_scaling`. None: they are not changed.
         device: of the result.
     """
     if key_dim < 2 or key_dim % 2:
@@ -73,7 +77,13 @@ def rotary_frequencies(
     if not 2 <= turning <= key_dim or turning % 2:
         raise ValueError(f"rotary_dim must be even, from 2 to {key_dim}; got {rotary_dim}")
     exponent = torch.arange(turning // 2, dtype=torch.float64, device=device) * (2 / turning)
-    return F.pad(first * n**-exponent, (0, (key_dim - turning) // 2))
+    frequencies = first * n**-exponent
+    if scaling is not None:
+        if rule != "standard":
+            raise ValueError(f"a scaled rotation is of the standard rule; got {rule=}")
+        check_scaling(scaling, turning // 2)
+        frequencies = scaled(frequencies, scaling, n)
+    return F.pad(frequencies, (0, (key_dim - turning) // 2))
 
 
 def rotary_positions(beta: Tensor, start: Tensor | None = None) -> Tensor:

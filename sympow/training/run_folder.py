@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sympow.data.claim import locked
-from sympow.data.files import write_text
+from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
+from sympow.models.weight_shapes import check_shapes
 from sympow.training.checkpoint import (
     Checkpoint,
+    CheckpointError,
     is_checkpoint,
     latest,
     load_checkpoint,
@@ -153,18 +155,20 @@ def write_run_folder(
         tokenizer: the text of the tokenizer.json; None for a run without a tokenizer.
         beside: the files beside the tokenizer.json, see `sympow.data.tokenizer_files.read_beside`.
 
+    The folder appears when it is complete, so that a kill leaves none that the next call would refuse.
+
     Raises FileExistsError if the folder is not empty, CheckpointError if the disk refuses to write.
     """
-    path = new_folder(run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        write_text(path / "tokenizer.json", tokenizer)
-    write_beside(beside or {}, path)
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
-    save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
-    write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")  # last: without it it is no run
-    return path
+    folder = new_folder(run_dir)
+    with whole_folder(folder) as path:
+        if tokenizer is not None:
+            write_text(path / "tokenizer.json", tokenizer)
+        write_beside(beside or {}, path)
+        weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        empty: dict[str, Any] = {"optimizer": {}, "data": {}, "rng": {}}
+        save_checkpoint(Checkpoint(config.to_dict(), weights, step=step, tokens=0, seconds=0.0, **empty), path, 1)
+        write_text(path / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+    return folder
 
 
 def new_folder(path: str | os.PathLike[str]) -> Path:
@@ -209,6 +213,11 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         file = path
     checkpoint = load_checkpoint(file)
     config = RunConfig.from_dict(checkpoint.config)
+    shapes = {name: tuple(each.shape) for name, each in checkpoint.model.items() if isinstance(each, torch.Tensor)}
+    try:
+        check_shapes(config.model, shapes)
+    except ValueError as error:
+        raise CheckpointError(f"{file} does not fit the model: {error}") from None
     model = LanguageModel(config.model, seed=config.training.seed)
     restore_model(model, checkpoint.model, file)
     older = _is_older(checkpoint.config)

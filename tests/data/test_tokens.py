@@ -6,10 +6,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, encode_stream, load_tokenizer
+from sympow.data import BPETokenizer, ByteTokenizer, StreamDecoder, encode_stream, encode_text, load_tokenizer
 from sympow.data.tokens import cut_text
 
 TEXTS = ["def power(x, p):\n    return x ** p\n\n\n" * 20, "naïve café, 力, 🙂 and {} again\n" * 20]
@@ -117,6 +118,64 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
     assert loaded.vocab_size == 301
     assert loaded.encode(TEXTS[0]).tolist() == BPE.encode(TEXTS[0]).tolist()
     assert loaded.decode([300, *BPE.encode("a")]) == "<|endoftext|>a"
+    assert loaded.start == (300,) and ByteTokenizer().start == BPE.start == ()
+    for text in ("a", "<|endoftext|>a"):
+        assert encode_text(loaded, text).tolist() == [300, *BPE.encode("a")]
+    assert encode_text(loaded, "").tolist() == [300] and encode_text(BPE, "").tolist() == []
+    template["single"] = single[::-1]
+    with pytest.raises(ValueError, match=r"that adds tokens before a text only, got \[\d+, 300\] for \[\d+\]"):
+        BPETokenizer(json.dumps(content))
+
+
+ADDED = {"id": 300, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern, behavior="Isolated", invert=False):
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
+    return {"type": "Sequence", "pretokenizers": [step, LEVEL]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cut"),
+    [
+        ({}, True),
+        ({"normalizer": {"type": "NFC"}}, True),
+        ({"pre_tokenizer": split(QWEN)}, True),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Digits", "individual_digits": True}, LEVEL | {"use_regex": True}]}}, True),
+        ({"pre_tokenizer": split(QWEN, "Removed", invert=True)}, True),
+        ({"pre_tokenizer": LEVEL}, False),
+        ({"pre_tokenizer": split(r"[a-z]+\n[a-z]+|.")}, False),
+        ({"pre_tokenizer": split(QWEN, "MergedWithPrevious")}, False),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Punctuation", "behavior": "Contiguous"}, LEVEL]}}, False),
+        ({"added_tokens": [ADDED | {"content": "b\na"}]}, False),
+        ({"added_tokens": [ADDED | {"content": "a", "lstrip": True}]}, False),
+        ({"added_tokens": [ADDED | {"content": "<x>"}]}, True),
+    ],
+)  # fmt: skip
+def test_long_texts_have_the_tokens_of_the_library(changes, cut):
+    """Also where a tokenizer's pieces, merges or added tokens span lines."""
+    text = json.dumps(spec(**changes))
+    own, library = BPETokenizer(text), tokenizers.Tokenizer.from_str(text)
+    assert own.cuts_at_lines is cut
+    draw = random.Random(1)
+    for words in (["ab\nab"], ["a", "b\n", "b\na", "x1\n", "<x>\n", " ", "!\n", "\n\n", "é\n"]):
+        long = "".join(draw.choice(words) for _ in range(40_000))
+        expected = library.encode(long, add_special_tokens=False).ids
+        assert own.encode(long).tolist() == expected
+        pieces = list(encode_stream(own, io.StringIO(long, newline=""), 10_000))
+        assert np.concatenate(pieces).tolist() == expected and (len(pieces) > 1) is cut
+
+
+def test_the_form_nfc_is_told():
+    own = BPETokenizer(json.dumps(spec(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]})))
+    assert own.normalizes and not BPE.normalizes
+    assert own.decode(own.encode("cafe\u0301")) == "caf\xe9"
 
 
 def without_a_byte(character: str = "!") -> dict:
@@ -145,8 +204,26 @@ def test_rare_bytes_may_lack_and_their_characters_are_replaced(tmp_path):
         (json.dumps(spec(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True})), "add_prefix_space"),
         (json.dumps(spec(model=without_a_byte())), "all bytes of ordinary text, got one without 1 of them"),
         (json.dumps(spec(model={"type": "BPE", "merges": 3})), "expected a byte-level BPE tokenizer.json"),
+        (json.dumps(spec(model=spec()["model"] | {"dropout": 0.1})), "without chance, got dropout = 0.1"),
+        (json.dumps(spec(model=spec()["model"] | {"end_of_word_suffix": "</w>"})), "got end_of_word_suffix = '</w>'"),
+        (json.dumps(spec(model=spec()["model"] | {"vocab": spec()["model"]["vocab"] | {"zz": 2**31 - 1}})),
+         r"got the id 2,147,483,647 in a file of [\d,]+ characters"),
+        (json.dumps(spec(normalizer={"type": "Lowercase"})), "keeps the text as it is, got the normalizer 'Lowercase'"),
+        (json.dumps(spec(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]})),
+         "got the normalizer 'Strip'"),
+        (json.dumps(spec(normalizer=[1])), r"got a normalizer that holds \[1\]"),
+        (json.dumps(spec(pre_tokenizer=None)), "got 0 pre-tokenizers of the type 'ByteLevel'"),
+        (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": [1]})), "a pre_tokenizer that holds 1"),
+        (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": {"a": 1}})), "with pretokenizers = {'a'"),
+        (json.dumps(spec(pre_tokenizer={"type": "Sequence"})), "with pretokenizers = None"),
+        (json.dumps(spec(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, LEVEL]})),
+         "got the pre-tokenizer 'Whitespace'"),
+        (json.dumps(spec(pre_tokenizer=split(" ", "Removed"))), "got the pre-tokenizer 'Split'"),
+        (json.dumps(spec(pre_tokenizer=split("[a-z]+", "Removed", invert=True))), "got the pre-tokenizer 'Split'"),
+        (json.dumps(spec(pre_tokenizer=split(QWEN, "Removed"))), "got the pre-tokenizer 'Split'"),
+        ("[" * 100_000, "is not JSON"),
     ],
-)
+)  # fmt: skip
 def test_foreign_files_are_refused_in_one_line(tmp_path, content, message):
     file = tmp_path / "tokenizer.json"
     file.write_text(content)

@@ -63,6 +63,127 @@ def test_any_chunks_of_a_prompt_are_one_forward(native, tokens, cuts):
     assert_close(torch.cat(parts, 1), native(tokens), **CLOSE)
 
 
+LENGTHS = ((7, 1, 1, 12), (21,), (1, 20), (9, 12))  # of the documents in each row
+
+
+def restarting(lengths=LENGTHS):
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+
+def each_document_alone(native, tokens, lengths=LENGTHS):
+    rows = []
+    for row, parts in zip(tokens, lengths, strict=True):
+        rows.append(torch.cat([native(document[None])[0] for document in row.split(parts)]))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def test_documents_do_not_see_each_other_where_positions_start_again(native, tokens):
+    model, expected = from_native(native), each_document_alone(native, tokens)
+    out = model(tokens, position_ids=restarting())  # as Trainer evaluates
+    assert_close(out.logits, expected, **CLOSE)
+    assert out.past_key_values is None
+    with pytest.raises(ValueError, match=r"packed documents \(position_ids that start again\) are computed without a"):
+        model(tokens, position_ids=restarting(), use_cache=True)
+    with pytest.raises(ValueError, match="packed documents"):
+        model(tokens, position_ids=restarting(), past_key_values=SympowCache(model.config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["offset", "seq_idx", "embeddings", "mask of ones", "one row for all"])
+def test_other_forms_of_positions_that_start_again(form, tokens):
+    native, model, lengths = small_model("hybrid"), hybrid(), LENGTHS
+    given = {"input_ids": tokens, "position_ids": restarting()}
+    if form == "offset":
+        given["position_ids"] += 3
+    elif form == "seq_idx":
+        numbers = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+        given = {"input_ids": tokens, "seq_idx": torch.stack(numbers).int()}
+    elif form == "embeddings":
+        given = {"inputs_embeds": model.model.embedding(tokens), "position_ids": restarting()}
+    elif form == "mask of ones":
+        given["attention_mask"] = torch.ones_like(tokens)
+    else:
+        lengths = (LENGTHS[0],) * len(tokens)
+        given["position_ids"] = restarting()[:1]
+    for use_cache in (None, False):
+        out = model(**given, use_cache=use_cache)
+        assert_close(out.logits, each_document_alone(native, tokens, lengths), **CLOSE)
+
+
+@torch.no_grad()
+def test_positions_that_start_again_in_padded_rows(native, tokens):
+    """Padding at any place, whose positions do not count."""
+    model, mask = from_native(native), torch.zeros_like(tokens)
+    mask[0, 5:] = mask[1, :15] = 1
+    mask[2, 2:9] = mask[2, 12:20] = 1
+    mask[3] = 1
+    positions = torch.where(mask.bool(), torch.arange(21), 1)
+    kept = [list(row.nonzero()[:, 0]) for row in mask]
+    lengths = ((4, 12), (1, 1, 13), (7, 8), (20, 1))
+    for row, (places, parts) in enumerate(zip(kept, lengths, strict=True)):
+        positions[row, places] = torch.cat([torch.arange(length) for length in parts])
+    given = tokens.masked_fill(mask == 0, VOCAB + 5)
+    logits = model(given, attention_mask=mask, position_ids=positions).logits
+    for row, (places, parts) in enumerate(zip(kept, lengths, strict=True)):
+        expected = [native(document[None])[0] for document in tokens[row, places].split(parts)]
+        assert_close(logits[row, places], torch.cat(expected), **CLOSE)
+
+
+@torch.no_grad()
+def test_positions_that_do_not_start_again_change_nothing(native, tokens):
+    """Those that `generate` passes: of left padding, and of tokens after a cache."""
+    model = from_native(native)
+    mask, given = left_padded(tokens)
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    for use_cache in (False, True):
+        out = model(given, attention_mask=mask, position_ids=positions, use_cache=use_cache)
+        assert_close(out.logits, model(given, attention_mask=mask, use_cache=use_cache).logits, **CLOSE)
+    first = model(tokens[:, :9], position_ids=torch.arange(9)[None])
+    for later in (torch.arange(9, 21)[None], torch.arange(12)[None].expand(4, 12)):
+        cache = copy.deepcopy(first.past_key_values)
+        out = model(tokens[:, 9:], position_ids=later, past_key_values=cache)
+        assert_close(out.logits, native(tokens)[:, 9:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([[0, 1, 3, 4]]), "position_ids must count up by 1 within a document"),
+        (torch.arange(3)[None], r"position_ids must be \[B = 1, T = 4\]; got \[1, 3\]"),
+        (torch.arange(4), r"position_ids must be \[B = 1, T = 4\]; got \[4\]"),
+        (torch.arange(4).expand(3, 1, 4), r"position_ids must be \[B = 1, T = 4\]; got \[3, 1, 4\]"),
+    ],
+)
+def test_positions_that_cannot_be_read_are_refused(positions, message):
+    with pytest.raises(ValueError, match=message):
+        hybrid()(torch.arange(4)[None], position_ids=positions)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 2, 2]], [[0.0, 0.0, -1e9, 0.0]], [[1, 0.5, 1, 1]]])
+def test_masks_of_other_kinds_are_refused(mask):
+    with pytest.raises(ValueError, match="attention_mask must hold 0 and 1"):
+        hybrid()(torch.arange(4)[None], attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_position_ids": False,
+                         "return_seq_idx": True}, {"position_ids_start": 2}])  # fmt: skip
+def test_the_collator_that_flattens_packs_documents(options):
+    """In evaluation as well as in training, with the gradients of documents alone."""
+    model, documents = hybrid(), [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8]]
+    collated = transformers.DataCollatorWithFlattening(**options)([{"input_ids": each} for each in documents])
+    alone = [model(torch.tensor([each]), use_cache=False).logits[0] for each in documents]
+    loss = torch.nn.functional.cross_entropy(
+        torch.cat([logits[:-1] for logits in alone]), torch.tensor([each for part in documents for each in part[1:]])
+    )
+    expected = torch.autograd.grad(loss, model.lm_head.weight)[0]
+    for training in (False, True):
+        out = model.train(training)(**collated)
+        assert_close(out.logits[0], torch.cat(alone), **CLOSE)
+        assert_close(out.loss, loss, **CLOSE)
+        assert_close(torch.autograd.grad(out.loss, model.lm_head.weight)[0], expected, **CLOSE)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_padded_rows_are_each_alone(native, tokens, use_cache):

@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sympow.cli import main
-from sympow.data import BPETokenizer, load_tokenizer
+from sympow.data import BPETokenizer, DataConfig, load_tokenizer, open_corpus
 from sympow.data.tokenizer_files import end_tokens, tokenizer_config, write_beside
 from sympow.integrations.transformers.folders import from_transformers
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields
-from sympow.serving.http import ChatTemplate
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
+from sympow.serving import Engine
+from sympow.serving.http import ChatTemplate, Service
 from sympow.training import load_model, read_metrics
 from sympow.training.checkpoint import latest_step
 
@@ -113,6 +114,55 @@ def test_special_tokens_and_the_chat_template_go_along(folder, capsys):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Be?"
 
 
+@pytest.fixture
+def begun(folder, tmp_path):
+    """The small Llama with a tokenizer as that of Llama 3: it puts a token before every text."""
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    spec = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    number = len(spec["model"]["vocab"])
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    spec["added_tokens"] = [{"id": number, "content": "<begin>"} | special]
+    first, text = {"SpecialToken": {"id": "<begin>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, text],
+                "special_tokens": {"<begin>": {"id": "<begin>", "ids": [number], "tokens": ["<begin>"]}}}  # fmt: skip
+    spec["post_processor"] = {"type": "Sequence", "processors": [level, template]}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(spec))
+    chat = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"bos_token": "<begin>", "chat_template": chat}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "hf" / "generation_config.json").write_text("{}")
+    assert main(["convert", f"{tmp_path}/hf", "--out", f"{tmp_path}/run", "--pattern", "softmax"]) == 0
+    return tmp_path
+
+
+def test_texts_begin_as_in_transformers(begun, folder, capsys, monkeypatch):
+    """In generate, read, completions, evaluation and training; chats begin as their template says."""
+    tokenizer, ours = AutoTokenizer.from_pretrained(begun / "hf"), load_tokenizer(begun / "run")
+    prompt = "To be or"
+    ids = tokenizer(prompt).input_ids
+    assert ids[0] == ours.start[0] and tokenizer.decode(ids[0]) == "<begin>" and ids[1:] == ours.encode(prompt).tolist()
+    model = AutoModelForCausalLM.from_pretrained(begun / "hf")
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    command = ["generate", f"{begun}/run", "--max-new-tokens", "8", "--temperature", "0"]
+    assert main([*command, "--prompt", prompt]) == 0
+    plain = capsys.readouterr().out
+    assert plain.removeprefix(prompt).rstrip("\n") == ours.decode(expected.tolist()).rstrip("\n")
+    (begun / "text.txt").write_text(prompt)
+    assert main(["read", f"{begun}/run", f"{begun}/text.txt", "--out", f"{begun}/text.ctx", "--quiet"]) == 0
+    assert f"{len(ids)} tokens" in capsys.readouterr().out
+    assert main([*command, "--context", f"{begun}/text.ctx"]) == 0  # and not at the place where it goes on
+    assert prompt + capsys.readouterr().out == plain
+    engine = Engine(load_model(begun / "run").model, ours, slots=1)
+    service = Service(engine, ours, "run", ChatTemplate.of(begun / "run"))
+    assert service.tokens_of(prompt, begins=True).tolist() == ids
+    chat = service.template.render([{"role": "user", "content": prompt}])
+    assert chat == f"<begin>{prompt}" and service.tokens_of(chat).tolist() == ids
+    corpus = open_corpus(DataConfig(kind="text", path=f"{folder}/text", held_out=0.5), tokenizer=ours)
+    for split in (corpus.train, corpus.held_out):
+        assert all(split[i][0] == ids[0] for i in range(len(split)))
+
+
 def test_a_text_ends_where_the_tokenizer_says(folder, capsys):
     command = ["generate", str(folder / "swapped"), "--prompt", "To be", "--max-new-tokens", "60"]
     assert main([*command, "--temperature", "0"]) == 0
@@ -187,3 +237,88 @@ def test_what_cannot_be_done_is_refused_in_one_line(folder, arguments, message, 
     assert main([word.format(folder) for word in arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sympow")]  # others are bars
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_killed_conversion_leaves_nothing_in_the_way(folder, tmp_path):
+    """Neither of the folder of a run nor of an exported one, of which a part has been written."""
+    convert = ["convert", f"{folder}/hf", "--out", f"{tmp_path}/new"]
+    export = ["export", f"{folder}/swapped", "--out", f"{tmp_path}/hf"]
+    for words, name in ((convert, "sympow.training.run_folder.save_checkpoint"),
+                        (export, "sympow.integrations.transformers.folders.write_beside")):  # fmt: skip
+        module, _, function = name.rpartition(".")
+        code = (
+            f"import os, {module} as module\nfrom sympow.cli import main\n"
+            f"module.{function} = lambda *_: os._exit(9)\nmain({words!r})"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 9
+        (leftover,) = tmp_path.iterdir()
+        assert leftover.name.startswith(".") and any(leftover.iterdir())
+        assert main(words) == 0
+        (made,) = tmp_path.iterdir()
+        assert made.name == Path(words[-1]).name
+        shutil.rmtree(made)
+
+
+def test_everyone_may_read_what_a_user_may_share(folder, tmp_path):
+    """Files of weights and contexts have the mode of other files, also where that is stricter."""
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            assert main(["export", f"{folder}/swapped", "--out", f"{tmp_path}/{mask}", "--max-shard-size", "60KB"]) == 0
+            (tmp_path / "text.txt").write_text(TEXT)
+            words = ["read", f"{folder}/swapped", f"{tmp_path}/text.txt", "--out", f"{tmp_path}/{mask}.ctx", "--quiet"]
+            assert main(words) == 0
+        finally:
+            os.umask(before)
+        files = [*(tmp_path / str(mask)).iterdir(), tmp_path / f"{mask}.ctx"]
+        assert len(list((tmp_path / str(mask)).glob("*.safetensors"))) > 1
+        assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(mode)}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is no JSON"),
+        ("tokenizer_config.json", b"[1]", "tokenizer_config.json must hold a JSON object; got list"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json is no UTF-8 text"),
+        ("generation_config.json", b"[1]", "generation_config.json must hold a JSON object; got list"),
+        ("special_tokens_map.json", b"3", "special_tokens_map.json must hold a JSON object; got int"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is no UTF-8 text"),
+        ("tokenizer.json", b"3", "expected a byte-level BPE"),
+    ],
+)
+def test_damaged_files_beside_the_weights_are_named(folder, tmp_path, file, content, message, capsys):
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / file).write_bytes(content)
+    assert main(["convert", f"{tmp_path}/hf", "--out", f"{tmp_path}/new"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("sympow: error:") and message in error and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', '{"eos_token_id": true}', '{"eos_token_id": -1}', "[1]"],
+)
+def test_end_tokens_that_are_none_are_refused(folder, tmp_path, content, capsys):
+    shutil.copytree(folder / "swapped", tmp_path / "run")
+    (tmp_path / "run" / "generation_config.json").write_text(content)
+    assert main(["generate", f"{tmp_path}/run", "--prompt", "To be", "--max-new-tokens", "2"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "generation_config.json" in error
+
+
+@pytest.mark.parametrize(("pre", "said", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False),
+                                                     ("qwen2", None, False), ("qwen2", True, True)])  # fmt: skip
+def test_texts_begin_as_a_gguf_file_says(pre, said, begins, tmp_path):
+    """The words of Llama 3 that are tokens need no merges."""
+    BPETokenizer.train([TEXT], 280).save(tmp_path)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokens = [*made["model"]["vocab"], "<begin>", "abcdef"]
+    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * (len(tokens) - 2) + [3, 1],
+              "merges": [" ".join(pair) for pair in made["model"]["merges"]],
+              "bos_token_id": len(tokens) - 2}  # fmt: skip
+    fields |= {} if said is None else {"add_bos_token": said}
+    text = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "file")
+    tokenizer = BPETokenizer(text)
+    assert tokenizer.start == ((len(tokens) - 2,) if begins else ())
+    assert (tokenizer.encode("abcdef").tolist() == [len(tokens) - 1]) is (pre == "llama-bpe")

@@ -7,13 +7,14 @@ import os
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sympow.cli import main
 from sympow.cli.serving import load_served
 from sympow.data import ByteTokenizer, DataConfig
 from sympow.data.tokens import BPETokenizer
 from sympow.integrations.transformers import SympowForCausalLM, from_transformers, to_transformers
+from sympow.integrations.transformers.folders import from_native, load_exported
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 from sympow.training import Checkpoint, RunConfig, TrainingConfig, load, load_model, save_checkpoint
 from sympow.training.run_folder import open_run_folder
@@ -138,3 +139,25 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must hold a model of type 'sympow'; got 'llama'"):
         from_transformers(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layers": 10**9}, "do not fit its config.json: the config has 1,000,000,000 layers, the weights are of 2"),
+        ({"vocab_size": 2**40}, r"'embedding.weight' has shape \[16, 8\], the model needs \[1099511627776, 8\]"),
+        ({"mlp_ratio": 2**40}, r"'blocks.0.mlp_in.weight' has shape"),
+        ({"mixers": [{"name": "power", "options": {"head_dim": 2**40}}]}, "has head_dim = 1,099,511,627,776"),
+    ],
+)
+def test_a_config_that_is_larger_than_its_weights_is_refused(tmp_path, changes, message):
+    model = ModelConfig(vocab_size=16, d_model=8, n_layers=2, n_heads=2)
+    from_native(LanguageModel(model, seed=0)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["model"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for load_model_of in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained, load_exported):
+        with pytest.raises(ValueError, match=message) as error:
+            load_model_of(tmp_path)
+        assert "\n" not in str(error.value)

@@ -1,15 +1,22 @@
 """Checkpoints of transformers in native form: the same logits, tokenizers beside them, and refusals in one line."""
 
+import io
 import json
+import pickle
+import struct
 import sys
 
+import numpy
 import pytest
 import torch
 import transformers
 from torch.testing import assert_close
 
+from sympow.conversion import swap_mixers
 from sympow.data import BPETokenizer
 from sympow.integrations.transformers.pretrained import load_pretrained
+from sympow.integrations.transformers.scoring import load_causal_lm
+from sympow.models import ModelConfig
 
 SHAPE = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -21,6 +28,18 @@ KINDS = {
     "Llama with biases": ("Llama", {"attention_bias": True}),
     "Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("Qwen3", {"head_dim": 10, "rms_norm_eps": 1e-3}),
+    "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 10}),
+    "Mistral without a window": ("Mistral", {"sliding_window": None}),
+    "SmolLM3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": None}),
+    "SmolLM3, its own layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "pad_token_id": None}),
+    "Seed-OSS": ("SeedOss", {"head_dim": 12, "pad_token_id": None}),
+    "Seed-OSS with all biases": ("SeedOss", {"attention_out_bias": True, "attention_bias": False}),
+    "Granite": ("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.05, "residual_multiplier": 0.22,
+                            "logits_scaling": 0.7, "tie_word_embeddings": True, "attention_bias": True}),
+    "Granite, untied": ("Granite", {"embedding_multiplier": 3, "logits_scaling": 0.25}),
+    "Phi-3": ("Phi3", {"sliding_window": 11, "pad_token_id": None}),
+    "Phi-4": ("Phi3", {"pad_token_id": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
 }
 
 
@@ -44,36 +63,54 @@ def folder(tmp_path):
     return tmp_path / "hf"
 
 
-@pytest.fixture
-def gguf_file(folder):
-    """A GGUF file of a small Qwen2 whose rows of queries and keys are in the order of transformers."""
+def rows_of_llama(weight, heads):
+    """The rows of a projection in the order of a GGUF file: rows that are rotated as a pair are neighbours."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def write_gguf(file, model, tokenizer, more=lambda writer: None):
+    """Writes a GGUF file of a small model; `more` adds fields and tensors."""
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    file, vocabulary = folder / "tiny.gguf", json.loads((folder / "tokenizer.json").read_text())["model"]
+    kind, config, vocabulary = model.config.model_type, model.config, json.loads(tokenizer.read_text())["model"]
     tokens = [*vocabulary["vocab"], *(f"<{i}>" for i in range(300 - len(vocabulary["vocab"])))]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 3)
-    writer = gguf.GGUFWriter(file, "qwen2")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, kind)
     writer.add_context_length(64)
     writer.add_embedding_length(48)
     writer.add_feed_forward_length(80)
-    writer.add_block_count(3)
+    writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(6)
     writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e4)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(300)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 300)
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    for name, weight in pretrained("Qwen2").state_dict().items():
-        if name != "lm_head.weight":
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+    if kind == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            weight = rows_of_llama(weight, 6 if "q_proj" in name else 2)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.numpy())
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.fixture
+def gguf_file(folder):
+    """A GGUF file of a small Qwen2 whose rows of queries and keys are in the order of transformers."""
+    file = folder / "tiny.gguf"
+    write_gguf(file, pretrained("Qwen2"), folder / "tokenizer.json")
     return file
 
 
@@ -89,6 +126,279 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
         found = load_pretrained(source)
         assert_close(found.model(tokens), expected, rtol=0, atol=1e-4)
         assert found.tokenizer is None and found.context == 64
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ROTATIONS = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3,
+    "llama3, other factors": LLAMA3 | {"low_freq_factor": 2.5, "high_freq_factor": 17.0, "factor": 32},
+    "yarn": YARN,
+    "yarn, not truncated": YARN | {"truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn with its magnitude": YARN | {"attention_factor": 1.7},
+    "yarn with mscale": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
+    "yarn with one mscale": YARN | {"mscale": 2.0},
+    "yarn of the lengths": YARN | {"factor": None},
+}
+
+
+def loud(kind, **changes):
+    """A model whose attention depends on positions."""
+    model = pretrained(kind, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(6)
+    return model
+
+
+@pytest.mark.parametrize("theta", [1e4, 31.0])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@torch.no_grad()
+def test_scaled_rotations_are_those_of_transformers(rotation, theta, tmp_path):
+    """Also after the model has been written as a run, and token by token."""
+    tokens = torch.randint(300, (2, 60), generator=torch.Generator().manual_seed(2))
+    plain = loud("Llama", rope_parameters={"rope_type": "default", "rope_theta": theta})(tokens).logits
+    model = loud("Llama", rope_parameters=ROTATIONS[rotation] | {"rope_theta": theta})
+    expected = model(tokens).logits
+    assert (expected - plain).abs().max() > 0.1
+    model.save_pretrained(tmp_path)
+    for source in (model, tmp_path):
+        found = load_pretrained(source).model
+        assert_close(found(tokens), expected, rtol=0, atol=1e-4)
+    state, parts = found.init_state(2), []
+    for token in tokens.split(1, dim=1):
+        logits, state = found.step(token, state)
+        parts.append(logits)
+    assert_close(torch.stack(parts, 1), expected, rtol=0, atol=1e-4)
+    assert ModelConfig.from_dict(json.loads(json.dumps(found.config.to_dict()))) == found.config
+
+
+def gguf_rotation(rotation, width):
+    """What a converter writes for a rotation: factors of frequencies for "llama3", otherwise fields."""
+    import gguf
+
+    def more(writer):
+        if rotation["rope_type"] == "llama3":
+            config = transformers.LlamaConfig(**SHAPE, head_dim=width, rope_parameters=rotation | {"rope_theta": 1e4})
+            scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)
+            plain = 1e4 ** -(torch.arange(0, width, 2) / width)
+            writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+            return
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rotation["rope_type"]))
+        writer.add_rope_scaling_factor(rotation["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rotation.get("original_max_position_embeddings", 16))
+        writer.add_rope_scaling_finetuned(True)
+
+    return more
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("rotation", [None, "linear", "llama3", "yarn"])
+@torch.no_grad()
+def test_rotations_of_gguf_files(kind, rotation, folder):
+    pytest.importorskip("gguf")
+    tokens = torch.randint(300, (2, 60), generator=torch.Generator().manual_seed(2))
+    scaled = ROTATIONS.get(rotation, {"rope_type": "default"})
+    model = loud(kind, rope_parameters=scaled | {"rope_theta": 1e4})
+    more = (lambda writer: None) if rotation is None else gguf_rotation(scaled, getattr(model.config, "head_dim", 8))
+    write_gguf(folder / "tiny.gguf", model, folder / "tokenizer.json", more)
+    found = load_pretrained(folder / "tiny.gguf").model
+    assert_close(found(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda w: w.add_tensor("blk.1.attn_q_norm.weight", numpy.ones(8, "f4")), "has the weight blk.1.attn_q_norm"),
+        (lambda w: w.add_tensor("blk.0.attn_q.bias", numpy.ones(48, "f4")), "attn_k.bias is missing"),
+        (lambda w: w.add_tensor("blk.1.attn_q.bias", numpy.ones(48, "f4")), "has the weight blk.1.attn_q.bias"),
+        (lambda w: w.add_tensor("blk.3.attn_norm.weight", numpy.ones(48, "f4")), "has the weight blk.3.attn_norm"),
+        (lambda w: w.add_tensor("rope_freqs.weight", numpy.ones(3, "f4")), "factors of a scaled rotation must be 4"),
+        (lambda w: w.add_tensor("rope_freqs.weight", numpy.zeros(4, "f4")), "factors of a scaled rotation must be 4"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "a scaled rotation of the type 'longrope'"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "yarn"), "scaled by yarn needs the number 'factor'"),
+        (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), "yarn_log_multiplier = 0.1"),
+        (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "llama.rope.scale_linear = 4.0, which is not known"),
+        (lambda w: w.add_uint32("llama.attention.sliding_window", 8), "llama.attention.sliding_window = 8, which"),
+        (lambda w: w.add_uint32("llama.expert_count", 8), "llama.expert_count = 8, which is not known"),
+        (lambda w: w.add_rope_dimension_count(4), "embed_tokens|lacks weights of its config: blk.0.attn_q.weight"),
+        (lambda w: (w.add_rope_dimension_count(4), w.add_key_length(8)), "llama.rope.dimension_count = 4; known is"),
+    ],
+)
+def test_gguf_files_that_are_another_model_are_refused(more, message, folder):
+    pytest.importorskip("gguf")
+    write_gguf(folder / "tiny.gguf", pretrained("Llama"), folder / "tokenizer.json", more)
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(folder / "tiny.gguf")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("block_count", 10**9, "1,000,000,000 layers and"),
+        ("block_count", 4, "lacks weights of its config: blk.3.attn_q.weight is missing"),
+        ("embedding_length", 2**31, "has a hidden_size of 2147483648, which is no multiple"),
+        ("embedding_length", 6 * 2**28, "lacks weights of its config: token_embd.weight has the shape"),
+        ("vocab_size", 2**31, "lacks weights of its config: token_embd.weight has the shape"),
+        ("feed_forward_length", 2**31, "lacks weights of its config: blk.0.ffn_gate.weight has the shape"),
+        ("attention.head_count", 0, "has num_attention_heads = 0"),
+    ],
+)
+def test_sizes_of_a_gguf_file_are_compared_with_it(gguf_file, field, value, message):
+    key = f"qwen2.{field}".encode() + struct.pack("<I", 4)
+    data = gguf_file.read_bytes()
+    at = data.index(key) + len(key)
+    gguf_file.write_bytes(data[:at] + struct.pack("<I", value) + data[at + 4 :])
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(gguf_file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["fields", "tensors", "tokens", "string", "shape"])
+def test_a_gguf_file_that_names_more_than_it_holds_is_refused(gguf_file, place):
+    data, many = gguf_file.read_bytes(), struct.pack("<Q", 2**40)
+    tokens = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    at = {"tensors": 8, "fields": 16, "tokens": tokens, "string": 24,
+          "shape": data.index(b"token_embd.weight") + len("token_embd.weight") + 4}[place]  # fmt: skip
+    gguf_file.write_bytes(data[:at] + many + data[at + 8 :])
+    with pytest.raises(ValueError, match=r"is not a whole GGUF file|has the shape") as error:
+        load_pretrained(gguf_file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda w: w.add_bos_token_id(300), "expected a special token below 300 in a GGUF file; got 300"),
+        (lambda w: w.add_string("tokenizer.ggml.eos_token_id", "x"), "expected a special token below 300"),
+        (lambda w: w.add_uint32("tokenizer.chat_template", 3), "expected a text as tokenizer.chat_template; got 3"),
+        (lambda w: w.add_name("a mistral"), None),  # the name of a model changes nothing
+    ],
+)
+def test_special_tokens_of_a_gguf_file_are_checked(more, message, folder):
+    pytest.importorskip("gguf")
+    model = pretrained("Llama")
+    write_gguf(folder / "tiny.gguf", model, folder / "tokenizer.json", more)
+    if message is None:
+        tokens = torch.arange(40)[None]
+        with torch.no_grad():
+            assert_close(load_pretrained(folder / "tiny.gguf").model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(folder / "tiny.gguf")
+    assert "\n" not in str(error.value)
+
+
+def test_python_files_of_a_folder_are_never_run(folder, monkeypatch):
+    """Neither with a "y" on the terminal, nor of a known or an unknown architecture."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    rewritten(folder, auto_map=auto)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto}))
+    load_pretrained(folder)  # of the weights alone
+    rewritten(folder, model_type="evil")
+    with pytest.raises(ValueError, match="is of the architecture 'evil'"):
+        load_pretrained(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load_causal_lm(folder)
+    assert "\n" not in str(error.value) and not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"\x80\x04N.", "config.json is no JSON"),
+        ("config.json", b"[1]", "config.json must hold a JSON object; got list"),
+        ("config.json", b"{", "config.json is no JSON"),
+        ("config.json", b"[" * 100_000, "config.json is no JSON"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "merges": [], "vocab": {}}, "decoder": {"type": "ByteLevel"}, '
+                           b'"pre_tokenizer": {"type": "Sequence", "pretokenizers": [1]}}', "tokenizer.json of"),
+        ("model.safetensors", b"\x80\x04N.", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused_in_one_line(folder, file, content, message):
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pickle_in_place_of_weights_is_refused(folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    (folder / "model.safetensors").unlink()
+    for content in (Evil(), {"model.embed_tokens.weight": 3}, [1]):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=r"hf cannot be read|must hold weights by name") as error:
+            load_pretrained(folder)
+        assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match="hf cannot be read"):
+        load_pretrained(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@torch.no_grad()
+def test_weights_in_the_format_of_pytorch_and_in_shards(folder):
+    tokens = torch.arange(40)[None]
+    model, state = pretrained("Llama"), pretrained("Llama").state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    assert_close(load_pretrained(folder).model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+    wide = state | {"model.norm.weight": torch.ones(1).expand(2**40)}
+    torch.save(wide, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load_pretrained(folder)
+    (folder / "pytorch_model.bin").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert_close(load_pretrained(folder).model(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "../other.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="expected a file beside it"):
+        load_pretrained(folder)
+
+
+def test_a_weight_that_the_config_does_not_know_is_refused(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has the weight model.layers.0.self_attn.q_norm.weight, which its config"):
+        load_pretrained(folder)
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
+    load_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "SmolLM3", "Granite", "Phi-4"])
+@torch.no_grad()
+def test_layers_are_swapped_as_they_are(kind):
+    """A pattern keeps the windows and the layers without rotation, and narrows windows only."""
+    teacher = load_pretrained(pretrained(kind)).model
+    tokens = torch.randint(300, (2, 37), generator=torch.Generator().manual_seed(2))
+    assert_close(swap_mixers(teacher, "softmax")(tokens), teacher(tokens), rtol=0, atol=1e-5)
+    mixed = swap_mixers(teacher, "window,power,softmax", window=12)
+    first, second, third = (mixed.config.mixer(layer) for layer in range(3))
+    kept = teacher.config.mixer(2)
+    assert first.name == "window" and first.options["window"] == (9 if kind == "Mistral" else 12)
+    assert second.name == "power" and "window" not in second.options and third == kept
+    rotations = [block.mixer.rotation for block in mixed.blocks]
+    assert rotations == [block.mixer.rotation for block in teacher.blocks]
+    assert rotations.count("none") == (1 if kind == "SmolLM3" else 0)
+    whole, state, parts = mixed(tokens), mixed.init_state(2), []
+    for token in tokens.split(1, dim=1):
+        logits, state = mixed.step(token, state)
+        parts.append(logits)
+    assert_close(torch.stack(parts, 1), whole, rtol=0, atol=1e-4)
 
 
 def test_the_tokenizer_comes_along(folder):
@@ -110,7 +420,36 @@ def rewritten(folder, **changes):
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"the layers of .* are quantized \(gptq\)"),
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu'; the llama body has 'silu'"),
         ({"mlp_bias": True}, "has mlp_bias = True; the llama body has False"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "has a scaled rotation"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         "has a scaled rotation of the type 'dynamic'; sympow reads default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+         "has a scaled rotation of the type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
+         "cannot be read"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "factor of a scaled rotation"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         "rotates a part of the channels only"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layers with another attention"),
+        ({"num_attention_heads": 0}, "has num_attention_heads = 0; expected an integer of at least 1"),
+        ({"num_key_value_heads": 4}, "has 6 heads, which is no multiple of its 4 key/value heads"),
+        ({"hidden_size": "32"}, "has hidden_size = '32'; expected an integer of at least 1"),
+        ({"dtype": "floatx"}, "has dtype = 'floatx'; expected the name of a dtype of torch"),
+        ({"torch_dtype": "float16x"}, "has torch_dtype = 'float16x'"),
+        ({"rms_norm_eps": -1.0}, "has rms_norm_eps = -1.0; expected a number between 0 and 1"),
+        ({"tie_word_embeddings": "yes"}, "has tie_word_embeddings = 'yes'; expected true or false"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "has rope_theta = 'x'"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "has residual_multiplier = 0; expected a pos"),
+        ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window = 0; expected an integer of at least 1"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 2, 1]}, "has no_rope_layers = "),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "has 3 layers, and no_rope_layers of 1"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "type 'su'"),
+        ({"rope_parameters": [1]}, r"has the rotation \[1\]"),
+        ({"model_type": ["llama"]}, r"is of the architecture \['llama'\]"),
+        ({"vocab_size": 2**40}, "embed_tokens.weight has the shape"),
+        ({"intermediate_size": 2**40}, "mlp.gate_proj.weight has the shape"),
+        ({"num_hidden_layers": 10**12}, "it has 1,000,000,000,000 layers and 30 weights"),
+        ({"num_hidden_layers": 2}, "has the weight model.layers.2.*, which its config does not know"),
+        ({"attention_bias": True}, "q_proj.bias is missing"),
         ({"num_hidden_layers": 4}, "lacks weights of its config: model.layers.3"),
     ],
 )

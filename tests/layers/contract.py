@@ -6,6 +6,7 @@ import torch
 from sympow.layers import MIXERS, Mixer
 
 D_MODEL, HEADS = 24, 4
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 OPTIONS: dict[str, list[dict]] = {
@@ -21,7 +22,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"normalize": False, "impl": "reference", "rotation": "data", "position_rate": 1.0},
         {"short_convolution": 0, "head_norm": False, "output_gate": False},
         {"short_convolution": 1, "output_gate": False, "rotary_fraction": 0.5, "rotation": "data"},
-        {"output_gate_bias": True, "head_norm": False, "rotary_fraction": 1.0},
+        {"output_gate_bias": True, "head_norm": False, "rotary_fraction": 1.0, "rope_scaling": YARN},
     ],
     "power_delta": [
         {},
@@ -37,7 +38,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"rotation": "none", "qk_norm": True, "bias": False},
         {"short_convolution": 4, "head_norm": True, "output_gate": True},
         {"output_gate": True, "rotary_fraction": 0.7},
-        {"rope_base": 5e5, "out_bias": False},
+        {"rope_base": 5e5, "out_bias": False, "rotary_fraction": 0.5, "rope_scaling": YARN},
         {"qk_norm": True, "qk_norm_eps": 1e-3},
         {"gate": True, "short_convolution": 4, "head_norm": True, "output_gate": True},
         {"gate": True, "gate_bias": (0, 2), "n_kv_heads": 2, "value_dim": 30},

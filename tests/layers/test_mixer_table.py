@@ -12,7 +12,8 @@ LINES = (Path(__file__).resolve().parents[2] / "docs/mixers.md").read_text().spl
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
 ROWS = {cells[0]: cells[1:] for cells in CELLS[1:]}  # after the heading
 HEADS = {
-    "n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "rope_base", "rotary_fraction",
+    "n_kv_heads", "head_dim", "value_dim", "rotation", "frequencies", "max_length", "rope_base", "rope_scaling",
+    "rotary_fraction",
     "qk_norm", "qk_norm_eps", "bias", "out_bias", "short_convolution", "head_norm", "output_gate", "output_gate_bias",
 }  # fmt: skip
 REQUIRED = {

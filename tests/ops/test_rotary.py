@@ -24,6 +24,47 @@ def test_frequencies():
     assert conformal.tolist() == pytest.approx([2 * pi, 2 * pi / 10])
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+          "original_max_position_embeddings": 100}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 100}
+
+
+def test_scaled_frequencies():
+    """By hand: pairs turn 15.9, 1.6, 0.16 and 0.016 times in 100 tokens; the last have no frequency."""
+    plain = rotary_frequencies(10, rotary_dim=8)
+    assert (rotary_frequencies(10, rotary_dim=8, scaling={"rope_type": "linear", "factor": 4}) * 4).equal(plain)
+    factors = {"rope_type": "factors", "factors": [1, 2, 3.0, 4]}
+    assert rotary_frequencies(8, scaling=factors).tolist() == pytest.approx([1, 0.05, 0.01 / 3, 0.00025])
+    kept = (10 / (2 * pi) - 1) / 3
+    between = 0.1 / 8 + (0.1 - 0.1 / 8) * kept
+    assert rotary_frequencies(8, scaling=LLAMA3).tolist() == pytest.approx([1, between, 0.01 / 8, 0.001 / 8])
+    exact = YARN | {"truncate": False, "beta_fast": 10 / (2 * pi), "beta_slow": 0.1 / (2 * pi)}  # pairs 1 to 3
+    assert rotary_frequencies(8, scaling=exact).tolist() == pytest.approx([1, 0.1, 0.01 * (1 + 0.25) / 2, 0.001 / 4])
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({}, "one of linear, llama3, yarn, factors; got None"),
+        ({"rope_type": "dynamic", "factor": 2}, "one of linear, llama3, yarn, factors; got 'dynamic'"),
+        ({"rope_type": "linear"}, "a rotation scaled by linear needs the number 'factor'"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "scaled by linear has no number 'beta_fast'"),
+        ({"rope_type": "linear", "factor": 0}, "factor of a scaled rotation must be positive and finite; got 0"),
+        ({"rope_type": "linear", "factor": True}, "must be positive and finite; got True"),
+        ({"rope_type": "linear", "factor": float("inf")}, "must be positive and finite; got inf"),
+        (LLAMA3 | {"low_freq_factor": 4}, "high_freq_factor of a scaled rotation must be greater than low_freq_factor"),
+        (YARN | {"truncate": 1}, "truncate of a scaled rotation must be true or false; got 1"),
+        ({"rope_type": "factors", "factors": [1, 2, 3]}, "factors of a scaled rotation must be 4 positive numbers"),
+        ({"rope_type": "factors", "factors": [1, 2, 3, -1]}, "factors of a scaled rotation must be 4 positive numbers"),
+    ],
+)
+def test_scalings_that_are_none_are_refused(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        rotary_frequencies(8, scaling=scaling)
+    with pytest.raises(ValueError, match="a scaled rotation is of the standard rule"):
+        rotary_frequencies(8, "conformal", max_length=9, scaling=YARN)
+
+
 @pytest.mark.parametrize("rule", ["standard", "conformal"])
 @pytest.mark.parametrize("carried", [False, True])
 def test_phase_at_a_million_tokens(rule, carried):

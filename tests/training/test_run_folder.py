@@ -3,11 +3,15 @@
 import errno
 import fcntl
 import os
+from dataclasses import replace
 
 import pytest
 
-from sympow.training import run, train
-from sympow.training.run_folder import clear_run_folder, open_run_folder
+from sympow.data import DataConfig
+from sympow.models import LanguageModel, ModelConfig
+from sympow.training import RunConfig, TrainingConfig, latest, load_checkpoint, load_model, run, save_checkpoint, train
+from sympow.training.checkpoint import CheckpointError
+from sympow.training.run_folder import clear_run_folder, open_run_folder, write_run_folder
 
 
 def names(folder) -> list[str]:
@@ -62,3 +66,32 @@ def test_a_config_of_something_else_is_left_alone(tmp_path, make_config, restart
     with pytest.raises(FileNotFoundError, match=r"its config\.json is of no run, so nothing in it is removed"):
         clear_run_folder(tmp_path)
     assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}' and len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layers": 10**9}, "the config has 1,000,000,000 layers, the weights are of 2"),
+        ({"n_layers": 3}, "the config has 3 layers, the weights are of 2"),
+        ({"vocab_size": 2**40}, r"'embedding.weight' has shape \[16, 8\], the model needs \[1099511627776, 8\]"),
+        ({"d_model": 2**40}, r"'embedding.weight' has shape"),
+        ({"mlp_ratio": 2**40}, r"'blocks.0.mlp_in.weight' has shape \[32, 8\], the model needs"),
+        ({"n_heads": 2**40}, "the config has n_heads = 1,099,511,627,776, and no axis of a weight is longer than 32"),
+        ({"options": {"head_dim": 2**40}}, "the config has head_dim = 1,099,511,627,776"),
+        ({"options": {"value_dim": 30}}, r"'blocks.0.mixer.qkv\S*' has shape"),
+    ],
+)
+def test_a_config_that_is_larger_than_its_weights_is_refused(tmp_path, changes, message):
+    """Before memory is allocated: in the config of a checkpoint too, which needs no folder."""
+    model = ModelConfig(vocab_size=16, d_model=8, n_layers=2, n_heads=2)
+    run = RunConfig("small", model, DataConfig(), TrainingConfig())
+    folder = write_run_folder(tmp_path / "run", run, LanguageModel(model, seed=0), tokenizer=None)
+    checkpoint = load_checkpoint(latest(folder))
+    mixer = {"name": "power", "options": changes.get("options", {})}
+    stored = checkpoint.config["model"] | {"mixers": [mixer]} | {k: v for k, v in changes.items() if k != "options"}
+    larger = replace(checkpoint, config=checkpoint.config | {"model": stored})
+    save_checkpoint(larger, folder, 1)
+    for path in (folder, latest(folder)):
+        with pytest.raises(CheckpointError, match=message) as error:
+            load_model(path)
+        assert "\n" not in str(error.value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from sympow.layers.registry import UntrustedCodeError
 from sympow.models import ModelConfig, preset
 
 
@@ -22,6 +23,9 @@ class SympowConfig(PreTrainedConfig):
     Other keyword arguments are those of `transformers.PreTrainedConfig`. `vocab_size` and `tie_word_embeddings`
     replace the values in `model`.
 
+    A config.json may name mixers by import path. Such a model is only checked when it is made, because the check would
+    import the modules of the mixers; `sympow.layers.trust_code` says who may do this.
+
     Raises ValueError for a model that `ModelConfig` refuses.
     """
 
@@ -37,7 +41,13 @@ class SympowConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         model = preset("mini", vocab_size=256) if self.model is None else self.model
-        self.model = (model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)).to_dict()
+        if isinstance(model, ModelConfig):
+            self.model = model.to_dict()
+        else:
+            try:
+                self.model = ModelConfig.from_dict(model).to_dict()
+            except UntrustedCodeError:
+                self.model = dict(model)
         super().__post_init__(**kwargs)
 
     @property

@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from sympow.data import load_tokenizer
-from sympow.data.files import naming, write_text
-from sympow.data.tokenizer_files import CONFIG, end_tokens, read_beside, tokenizer_config, write_beside
+from sympow.data.files import naming, whole_folder, write_text
+from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_beside, tokenizer_config, write_beside
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.reading import reading
@@ -40,31 +40,28 @@ def to_transformers(
         max_shard_size: of a file of weights, as in `PreTrainedModel.save_pretrained`.
 
     Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty, OSError where the
-    disk takes no more. After an error nothing is left of the folder, so that the call can be repeated.
+    disk takes no more. After an error or a kill there is no folder, so that the call can be repeated.
     """
     loaded = load_model(run_folder)
     folder = new_folder(out)
     source = loaded.run_dir / _TOKENIZER
     if not source.is_file() and loaded.config.data.tokenizer != "none":
         raise FileNotFoundError(f"{source} is missing: the run's config names a tokenizer, saved there")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        _write(loaded, source, folder, max_shard_size)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with whole_folder(folder) as partial:
+        _write(loaded, source, partial, max_shard_size, out=folder)
     return folder
 
 
-def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int | str) -> None:
+def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int | str, out: Path) -> None:
+    """Fills the folder, which is to become `out`; the latter is in the messages of errors."""
     model = from_native(loaded.model)
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)
     try:
-        with naming(folder):
+        with naming(out):
             model.save_pretrained(folder, max_shard_size=max_shard_size)
     except SafetensorError as error:
-        raise OSError(f"cannot write {folder}: {error}") from error
+        raise OSError(f"cannot write {out}: {error}") from error
     run: dict[str, Any] = {"step": loaded.step, "config": loaded.config.to_dict()}
     if source.is_file():
         text = source.read_text(encoding="utf-8")
@@ -74,6 +71,8 @@ def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int 
         settings = tokenizer_config(loaded.run_dir) | settings
         write_beside(read_beside(loaded.run_dir) | {CONFIG: json.dumps(settings, indent=2) + "\n"}, folder)
     write_text(folder / RUN_FILE, json.dumps(run, indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):  # which the library writes for the owner alone
+        shutil.copymode(folder / RUN_FILE, file)
 
 
 def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
@@ -93,10 +92,10 @@ def from_transformers(folder: str | os.PathLike[str], out: str | os.PathLike[str
     for name in ("config.json", RUN_FILE):
         if not (source / name).is_file():
             raise FileNotFoundError(f"{source} is no folder of to_transformers: it has no {name}")
-    kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = json_object(source / "config.json").get("model_type")
     if kind != SympowConfig.model_type:
         raise ValueError(f"{source} must hold a model of type {SympowConfig.model_type!r}; got {kind!r}")
-    run = json.loads((source / RUN_FILE).read_text(encoding="utf-8"))
+    run = json_object(source / RUN_FILE)
     target = new_folder(out)
     model = load_exported(source)
     config = RunConfig.from_dict(run["config"])

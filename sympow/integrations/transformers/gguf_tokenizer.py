@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.tokenizer_files import CONFIG, GENERATION
+from sympow.integrations.transformers.gguf_file import read_header
 
 _BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _WORDS = (
@@ -25,16 +26,12 @@ def gguf_fields(file: Path) -> dict[str, Any]:
     Raises ImportError without the packages that reading a GGUF file needs, ValueError for a file that is cut or of
     another kind.
     """
-    try:
-        import accelerate  # noqa: F401  (transformers needs it to read the weights)
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError(f"reading {file} needs gguf and accelerate: pip install 'sympow[gguf]' ({error})") from None
-    try:
-        fields = GGUFReader(file).fields  # the reader looks for all tensors in the file
-        return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer")}
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is not a whole GGUF file ({error})") from None
+    return tokenizer_fields(read_header(file).fields)
+
+
+def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the fields of a GGUF file that describe the tokenizer."""
+    return {name: value for name, value in fields.items() if name.startswith("tokenizer")}
 
 
 def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -42,19 +39,25 @@ def gguf_beside(fields: Mapping[str, Any]) -> dict[str, str]:
 
     Args:
         fields: the result of `gguf_fields`.
+
+    Raises ValueError for a special token or a template that is none.
     """
     numbers = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
     numbers["pad"] = fields.get("tokenizer.ggml.padding_token_id")
-    numbers = {kind: int(number) for kind, number in numbers.items() if number is not None}
-    settings = {f"{kind}_token": fields["tokenizer.ggml.tokens"][number] for kind, number in numbers.items()}
+    numbers = {kind: number for kind, number in numbers.items() if number is not None}
+    settings = {f"{kind}_token": _token(fields, number) for kind, number in numbers.items()}
     if "tokenizer.chat_template" in fields:
         settings["chat_template"] = fields["tokenizer.chat_template"]
+        if not isinstance(settings["chat_template"], str):
+            raise ValueError(f"expected a text as tokenizer.chat_template; got {settings['chat_template']!r}")
     generation = {f"{kind}_token_id": number for kind, number in numbers.items()}
     return {CONFIG: json.dumps(settings, indent=2) + "\n", GENERATION: json.dumps(generation, indent=2) + "\n"}
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
     """Makes the text of a tokenizer.json of the byte-level BPE in a GGUF file of SmolLM, Llama 3 or Qwen2.
+
+    Texts begin with the token for the beginning if the file says so, and also if it says nothing and is of Llama 3.
 
     Args:
         fields: the result of `gguf_fields`.
@@ -73,6 +76,11 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
             f"{name} has a tokenizer of the kind {kind!r}, {value('pre')!r}; known are byte-level BPEs of {known}"
         )
     tokens, types = value("tokens"), value("token_type")
+    for field, of in (("tokens", str), ("merges", str), ("token_type", int)):
+        if not isinstance(value(field), list) or not all(isinstance(each, of) for each in value(field)):
+            raise ValueError(f"{name} has no list of {of.__name__} as tokenizer.ggml.{field}")
+    if len(types) != len(tokens):
+        raise ValueError(f"{name} has {len(tokens)} tokens and the types of {len(types)}")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [i for i, each in enumerate(types) if each in (_CONTROL, _USER_DEFINED)]
     model = {
@@ -83,7 +91,7 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": False,
+        "ignore_merges": value("pre") == "llama-bpe",
         "vocab": {token: i for i, token in enumerate(tokens)},
         "merges": value("merges"),
     }
@@ -94,11 +102,45 @@ def gguf_tokenizer(fields: Mapping[str, Any], name: str) -> str:
         "added_tokens": [{"id": i, "content": tokens[i]} | plain for i in added],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitter},
-        "post_processor": None,
+        "post_processor": _post_processor(fields),
         "decoder": _BYTES | {"add_prefix_space": True},
         "model": model,
     }
     return json.dumps(spec, ensure_ascii=False)
+
+
+def _token(fields: Mapping[str, Any], number: Any) -> str:
+    """Returns the text of a token. Raises ValueError for a number that is none of a token."""
+    tokens = fields.get("tokenizer.ggml.tokens", ())
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
+        raise ValueError(f"expected a special token below {len(tokens)} in a GGUF file; got {number!r}")
+    return str(tokens[number])
+
+
+def _post_processor(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the part of a tokenizer.json that puts tokens before and behind a text; None if there are none."""
+
+    def token(name: str, usual: bool) -> list[str]:
+        number = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if number is None or not fields.get(f"tokenizer.ggml.add_{name}_token", usual):
+            return []
+        return [_token(fields, number)]
+
+    first, last = token("bos", fields.get("tokenizer.ggml.pre") == "llama-bpe"), token("eos", False)
+    if not first and not last:
+        return None
+    texts = {"single": ["A"], "pair": ["A", "B"]}
+    parts = {
+        kind: [
+            *({"SpecialToken": {"id": each, "type_id": 0}} for each in first),
+            *({"Sequence": {"id": each, "type_id": 0}} for each in names),
+            *({"SpecialToken": {"id": each, "type_id": 0}} for each in last),
+        ]
+        for kind, names in texts.items()
+    }
+    numbers = {each: fields["tokenizer.ggml.tokens"].index(each) for each in first + last}
+    special = {each: {"id": each, "ids": [number], "tokens": [each]} for each, number in numbers.items()}
+    return {"type": "TemplateProcessing", **parts, "special_tokens": special}
 
 
 def _splitters() -> dict[str, list[dict[str, Any]]]:

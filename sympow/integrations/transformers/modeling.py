@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -14,13 +16,16 @@ from transformers.utils import can_return_tuple
 
 from sympow.integrations.transformers.cache import CACHE, SympowCache, moved, one_cache
 from sympow.integrations.transformers.configuration import SympowConfig
-from sympow.integrations.transformers.padding import kept, scattered
+from sympow.integrations.transformers.padding import document_starts, kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
+from sympow.integrations.transformers.weight_files import stored_shapes
 from sympow.integrations.transformers.weights import Undrawn, is_loaded, native_name, weights
-from sympow.layers import MixerState
+from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
+from sympow.layers.registry import UntrustedCodeError
 from sympow.models import LanguageModel
 from sympow.models.bodies import Block
+from sympow.models.weight_shapes import check_shapes
 
 
 class SympowBlock(GradientCheckpointingLayer):
@@ -57,6 +62,34 @@ class SympowPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # no assisted generation: a state cannot take tokens back
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """Loads a model as `transformers.PreTrainedModel.from_pretrained` does.
+
+        With `trust_remote_code=True`, the modules of mixers that config.json names by import path are imported.
+
+        Raises ValueError for a config.json that names such a mixer without this argument (see
+        `sympow.layers.trust_code`), and for one that describes a larger model than the weights in a folder.
+        """
+        with trust_code(bool(kwargs.get("trust_remote_code"))):
+            plain = not any(kwargs.get(each) for each in ("subfolder", "variant", "ignore_mismatched_sizes"))
+            if plain and pretrained_model_name_or_path is not None and os.path.isdir(pretrained_model_name_or_path):
+                cls._check_sizes(pretrained_model_name_or_path, kwargs.get("config"))
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+
+    @classmethod
+    def _check_sizes(cls, folder: str | os.PathLike[str], config: Any) -> None:
+        found = stored_shapes(folder)
+        if found is None:
+            return
+        config = config if isinstance(config, SympowConfig) else SympowConfig.from_pretrained(config or folder)
+        try:
+            check_shapes(config.model_config, {native_name(name): shape for name, shape in found.items()})
+        except UntrustedCodeError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from None
+
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights as `LanguageModel.reset_parameters` does, except weights that were loaded.
 
@@ -81,7 +114,8 @@ class SympowModel(SympowPreTrainedModel):
     Tokens that `attention_mask` leaves out are not read. They have no effect on keys, values, gates, convolutions or
     token shifts, and positions do not count them. Without a cache, the remaining tokens are computed as packed
     documents, one for each sequence. With a cache, sequences that read different numbers of tokens are stepped in
-    groups (`SympowCache`). `position_ids` are not read.
+    groups (`SympowCache`). Rows in which `position_ids` start again hold several documents, which do not see each
+    other.
 
     Args:
         config: the configuration of the model.
@@ -116,6 +150,7 @@ class SympowModel(SympowPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         cache: SympowCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -124,12 +159,16 @@ class SympowModel(SympowPreTrainedModel):
         Args:
             input_ids: int64 [B, T], T >= 1. Exactly one of `input_ids` and `inputs_embeds` is given.
             attention_mask: [B, S >= T], 0 for tokens to leave out; the last T columns are those of the tokens.
-            position_ids: not read; the position of a token is the number of tokens read before it.
+            position_ids: [B or 1, T]; a position that is not greater than the one before it begins a document. Without
+                such a position they change nothing: the position of a token is the number of tokens read before it.
             past_key_values: the cache to continue; it is changed.
             inputs_embeds: [B, T, d], instead of `input_ids`.
-            use_cache: whether to return a cache; None: as the configuration says, but not in training.
+            use_cache: whether to return a cache; None: as the configuration says, but not in training and not of
+                packed documents.
             output_hidden_states: whether to return the input of every block, and the output of the last norm.
-            cu_seq_lens_q: the bounds of packed documents, as `cu_seqlens` of `LanguageModel.forward`.
+            cu_seq_lens_q: the bounds of packed documents, as `cu_seqlens` of `LanguageModel.forward`. Then
+                `position_ids` and `seq_idx` are not read.
+            seq_idx: [B or 1, T], a number for each document, which changes where another document begins.
             cache: the name of `past_key_values` from transformers 5.24 on.
             **kwargs: not read; transformers passes further arguments.
 
@@ -138,22 +177,27 @@ class SympowModel(SympowPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds")
         past_key_values = one_cache(past_key_values, cache)
-        use_cache = self._uses_cache(use_cache, past_key_values)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         given = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
         rows, time = given.shape[:2]
         keep = kept(attention_mask, rows, time)
+        starts = None if cu_seq_lens_q is not None else document_starts(position_ids, seq_idx, keep, rows, time)
+        packed = cu_seq_lens_q is not None or starts is not None
+        if packed and use_cache is None and past_key_values is None and (starts is not None or rows == 1):
+            use_cache = False  # what is packed by bounds lies in one row
+        use_cache = self._uses_cache(use_cache, past_key_values)
         if input_ids is not None and keep is not None:
             input_ids = input_ids.masked_fill(~keep, 0)  # a padding token may lie outside the vocabulary
         x = self._embedded(input_ids) if inputs_embeds is None else self._normed(inputs_embeds)
         if use_cache:
-            if cu_seq_lens_q is not None:
-                raise ValueError("packed documents (cu_seq_lens_q) are computed without a cache: use_cache=False")
+            if packed:
+                how = "cu_seq_lens_q" if cu_seq_lens_q is not None else "position_ids that start again"
+                raise ValueError(f"packed documents ({how}) are computed without a cache: use_cache=False")
             past_key_values = SympowCache(self.config) if past_key_values is None else past_key_values
             hidden = self._continue(x, input_ids, keep, past_key_values, output_hidden_states)
         else:
-            hidden = self._whole(x, input_ids, keep, cu_seq_lens_q, output_hidden_states)
+            hidden = self._whole(x, input_ids, keep, cu_seq_lens_q, starts, output_hidden_states)
         last = self.final_norm(hidden[-1])
         return BaseModelOutputWithPast(
             last_hidden_state=last,
@@ -188,16 +232,36 @@ class SympowModel(SympowPreTrainedModel):
         return use_cache
 
     def _whole(
-        self, x: Tensor, tokens: Tensor | None, keep: Tensor | None, cu_seqlens: Tensor | None, every: bool
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        keep: Tensor | None,
+        cu_seqlens: Tensor | None,
+        starts: Tensor | None,
+        every: bool,
     ) -> list[Tensor]:
-        """Returns the output of the last block for whole sequences; with `every`, after the inputs of all blocks."""
+        """Returns the output of the last block for whole sequences; with `every`, after the inputs of all blocks.
+
+        `starts` is the result of `document_starts`.
+        """
         if keep is not None and cu_seqlens is not None:
             raise ValueError("give one of attention_mask and cu_seq_lens_q")
+        if starts is not None:
+            keep = torch.ones_like(starts) if keep is None else keep
+            begins = starts[keep].nonzero()[:, 0].to(torch.int32)
+            bounds = F.pad(begins, (0, 1), value=int(keep.sum()))
+            return self._packed(x, tokens, keep, bounds.to(x.device), every)
         if keep is None or (self._causal and bool((keep[:, 1:] <= keep[:, :-1]).all())):
             # Padding is at the end of sequences, and does not change the tokens before it.
             return self._through(x, tokens, cu_seqlens, every)
         counts = keep.sum(1, dtype=torch.int32)
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        return self._packed(x, tokens, keep, bounds, every)
+
+    def _packed(
+        self, x: Tensor, tokens: Tensor | None, keep: Tensor, bounds: Tensor, every: bool
+    ) -> list[Tensor]:
+        """Computes the kept tokens of all rows as documents with the bounds, an int32 tensor; see `_whole`."""
         packed = self._through(x[keep][None], None if tokens is None else tokens[keep][None], bounds, every)
         return [scattered(keep, part[0]) for part in packed]
 
@@ -334,7 +398,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             output_hidden_states: as for `SympowModel.forward`.
             logits_to_keep: how many of the last tokens to compute logits for, 0 for all; or their indices.
             cache: as for `SympowModel.forward`.
-            **kwargs: `cu_seq_lens_q` as for `SympowModel.forward`; others are not read.
+            **kwargs: `cu_seq_lens_q` and `seq_idx` as for `SympowModel.forward`; others are not read.
         """
         past_key_values = one_cache(past_key_values, cache)
         logits = None
@@ -351,6 +415,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cu_seq_lens_q=kwargs.get("cu_seq_lens_q"),
+            seq_idx=kwargs.get("seq_idx"),
             return_dict=True,
         )
         which = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,4 +1,4 @@
-"""Checkpoints of Llama, SmolLM, Qwen2 and Qwen3 as native models in the llama body with softmax attention."""
+"""Checkpoints of Llama, SmolLM, Qwen2, Qwen3 and others as native models in the llama body with softmax attention."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 
 from sympow.data import BPETokenizer
-from sympow.data.tokenizer_files import BESIDE
-from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_fields, gguf_tokenizer
+from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
+from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_config, read_header, rope_parameters
+from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
 from sympow.integrations.transformers.reading import reading
-from sympow.models import LanguageModel, MixerConfig, ModelConfig
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""The `model_type` of what can be read; SmolLM and SmolLM2 are of type "llama"."""
+from sympow.integrations.transformers.sources import (
+    IN_GGUF,
+    check_fields,
+    check_shapes,
+    described,
+    in_names_of_models,
+    layers_of,
+    name_in_gguf,
+    rope_scaling,
+    unfused,
+)
+from sympow.integrations.transformers.weight_files import stored_shapes
+from sympow.models import LanguageModel, ModelConfig
 
 
 class Pretrained(NamedTuple):
@@ -50,29 +60,46 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
 
     Raises FileNotFoundError for a file that is missing, ValueError for a file that is cut, for another architecture,
     for layers that are quantized, for a tokenizer that is no byte-level BPE, for one with more tokens than the model,
-    and for weights that do not fit the config. Config and tokenizer are checked before the weights are read.
+    and for weights that do not fit the config. Config, tokenizer, and the sizes of weights are checked before a weight
+    is read. Python files beside the weights are never run.
     """
     if isinstance(source, PreTrainedModel):
         config = source.config
-        _check_config(config, type(source).__name__)
-        model, tokenizer, beside = source, None, {}
+        check_fields(config.to_dict(), type(source).__name__)
+        model, tokenizer, beside, name = source, None, {}, type(source).__name__
+        rotation = _rotation(config, {}, name)
     else:
-        where = _place(source)
-        fields = gguf_fields(Path(source)) if "gguf_file" in where else None
+        where, name = _place(source), str(source)
+        header = read_header(Path(source)) if "gguf_file" in where else None
+        if header is not None:
+            check_fields({"model_type": header.fields.get("general.architecture")}, name, IN_GGUF)
+        stored = model_config(header) if header is not None else _stored_config(source, where)
+        check_fields(stored, name)
         with reading(source):
-            config = AutoConfig.from_pretrained(**where)
-        _check_config(config, str(source))
+            found = header.shapes if header is not None else stored_shapes(source)
+        if found is not None:
+            _check_layers(stored, found, name)
+        with reading(source):
+            config = AutoConfig.for_model(**stored) if header is not None else AutoConfig.from_pretrained(**where)
+        check_fields(config.to_dict(), name)
+        rotation = _rotation(config, {} if header is None else rope_parameters(header), name)
+        fields = None if header is None else tokenizer_fields(header.fields)
         tokenizer, beside = _tokenizer(source, where, fields), _beside(source, fields)
         if tokenizer is not None:
-            check_tokenizer(tokenizer, config.vocab_size, str(source))
+            check_tokenizer(tokenizer, config.vocab_size, name)
+        if header is not None:
+            shapes = {key: shape for key, shape in header.shapes.items() if key != ROPE_FACTORS}
+            check_shapes(((name_in_gguf(key), shape) for key, shape in described(config)), shapes, name)
+        elif found is not None:
+            check_shapes(described(config), in_names_of_models(found, config.tie_word_embeddings), name)
         with reading(source):
             model, report = AutoModelForCausalLM.from_pretrained(
-                **where, dtype=torch.float32, output_loading_info=True
+                **where, config=config, dtype=torch.float32, output_loading_info=True
             )
         missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
-    native = _native(config, model.state_dict(), str(source) if tokenizer is not None else type(model).__name__)
+    native = _native(config, rotation, model.state_dict(), name)
     return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
 
 
@@ -98,17 +125,19 @@ def check_tokenizer(tokenizer: str, vocab_size: int, name: str) -> None:
 def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the arguments by which `from_pretrained` finds a folder, a GGUF file or an id."""
     path = Path(source)
+    # Without `trust_remote_code`, transformers asks on the terminal whether to run the folder's Python files.
+    local = {"local_files_only": True, "trust_remote_code": False}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"no GGUF file at {path}")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} | local
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} is no model of transformers: it has no config.json")
-        return {"pretrained_model_name_or_path": str(path), "local_files_only": True}
+        return {"pretrained_model_name_or_path": str(path)} | local
     if path.is_absolute() or len(path.parts) > 2 or str(source).startswith("."):
         raise FileNotFoundError(f"no model at {path}")
-    return {"pretrained_model_name_or_path": str(source)}
+    return {"pretrained_model_name_or_path": str(source), "trust_remote_code": False}
 
 
 def _tokenizer(
@@ -132,44 +161,68 @@ def _beside(source: str | os.PathLike[str], fields: Mapping[str, Any] | None) ->
         return gguf_beside(fields)
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     files = {name: cached_file(str(source), name, **optional) for name in BESIDE}
-    return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items() if file is not None}
+    return {name: beside_text(Path(file)) for name, file in files.items() if file is not None}
 
 
-def _check_config(config: Any, name: str) -> None:
-    if config.model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{name} is of the architecture {config.model_type!r}; sympow reads {known}")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        method = values.get("quant_method", "an unknown method")
-        raise ValueError(f"the layers of {name} are quantized ({method}); give the model in full precision, or as GGUF")
-    rope = dict(config.rope_parameters)
-    expected = {
-        "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "pretraining_tp": 1,
-    }  # fmt: skip
-    for field, value in expected.items():
-        if getattr(config, field, value) not in (value, None):
-            raise ValueError(f"{name} has {field} = {getattr(config, field)!r}; the llama body has {value!r}")
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{name} has a scaled rotation, {rope}; only the plain one of all channels is known here")
+def _stored_config(source: str | os.PathLike[str], where: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of config.json in a folder, or of an id on the Hub.
+
+    Raises ValueError for a file that is no JSON object, FileNotFoundError where there is none.
+    """
+    options = {key: value for key, value in where.items() if key == "local_files_only"}
+    with reading(source):
+        file = cached_file(str(source), "config.json", **options)
+    if file is None:
+        raise FileNotFoundError(f"{source} has no config.json")
+    return json_object(Path(file))
 
 
-def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageModel:
-    """Makes the native model of a config, with weights by their names in transformers."""
+def _check_layers(stored: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError for more layers than a file has weights: transformers makes a list of them."""
+    if stored.get("num_hidden_layers", 1) > len(found):
+        raise ValueError(
+            f"{name} lacks weights of its config: it has {stored['num_hidden_layers']:,} layers and "
+            f"{len(found):,} weights"
+        )
+
+
+def _rotation(config: Any, scaling: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the mixers' options of the rotation, of `config` with `scaling` in place of its own."""
+    rope = {**config.rope_parameters, **scaling}
+    options: dict[str, Any] = {"rope_base": float(rope["rope_theta"])}
+    turning = _head_dim(config)
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1:
+        options["rotary_fraction"], turning = share, int(share * turning)
+        if turning < 2 or turning % 2:
+            raise ValueError(f"{name} rotates {turning} channels of a head; expected an even number of at least 2")
+    found = rope_scaling(rope, config.max_position_embeddings, turning, name)
+    return options if found is None else options | {"rope_scaling": found}
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tensor], name: str) -> LanguageModel:
+    """Makes the native model of a config, with weights by their names in transformers.
+
+    `rotation` holds the mixers' options of the rotation.
+    """
     for key, weight in weights.items():
         if not weight.is_floating_point() or weight.is_meta:
             kind = "on the meta device" if weight.is_meta else f"quantized ({str(weight.dtype).removeprefix('torch.')})"
             raise ValueError(f"{name} cannot be read: its weight {key} is {kind}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights, head_dim = unfused(config, weights), _head_dim(config)
+    turning = int(rotation.get("rotary_fraction", 1.0) * head_dim)
     first = "model.layers.0.self_attn."
-    options = {
+    options: dict[str, Any] = {
         "head_dim": head_dim,
-        "rope_base": float(config.rope_parameters["rope_theta"]),
         "bias": f"{first}q_proj.bias" in weights,
         "out_bias": f"{first}o_proj.bias" in weights,
         "qk_norm": f"{first}q_norm.weight" in weights,
         "qk_norm_eps": config.rms_norm_eps,
+        **rotation,
     }
     native = LanguageModel(
         ModelConfig(
@@ -177,7 +230,7 @@ def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageMo
             d_model=config.hidden_size,
             n_layers=config.num_hidden_layers,
             n_heads=config.num_attention_heads,
-            mixers=(MixerConfig("softmax", options),),
+            mixers=layers_of(config, options),
             body="llama",
             n_kv_heads=config.num_key_value_heads,
             mlp_hidden=config.intermediate_size,
@@ -186,12 +239,17 @@ def _native(config: Any, weights: Mapping[str, Tensor], name: str) -> LanguageMo
         ),
         seed=0,
     )
-    native.load_state_dict(_renamed(weights, native.config, head_dim))
+    native.load_state_dict(_renamed(weights, native.config, head_dim, turning))
     return native.eval()
 
 
-def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) -> dict[str, Tensor]:
-    """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them."""
+def _renamed(
+    weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int, turning: int
+) -> dict[str, Tensor]:
+    """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them.
+
+    `turning` is the number of channels of a head that are rotated.
+    """
     ours = {"embedding.weight": weights["model.embed_tokens.weight"], "final_norm.weight": weights["model.norm.weight"]}
     if not config.tie_embeddings:
         ours["head.weight"] = weights["lm_head.weight"]
@@ -209,25 +267,30 @@ def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int) 
             projections = [weights.get(f"{there}self_attn.{each}_proj.{kind}") for each in "qkv"]
             q, k, v = projections
             if q is not None and k is not None and v is not None:
-                qkv = [neighbouring_pairs(q, head_dim), neighbouring_pairs(k, head_dim), v]
+                qkv = [*(neighbouring_pairs(each, head_dim, turning) for each in (q, k)), v]
                 ours[f"{here}mixer.qkv.{kind}"] = torch.cat(qkv)
         for each in "qk":
             norm = weights.get(f"{there}self_attn.{each}_norm.weight")
             if norm is not None:
-                ours[f"{here}mixer.{each}_norm.weight"] = neighbouring_pairs(norm, head_dim)
+                ours[f"{here}mixer.{each}_norm.weight"] = neighbouring_pairs(norm, head_dim, turning)
         gate_up = [weights[f"{there}mlp.{each}_proj.weight"] for each in ("gate", "up")]
         ours[f"{here}mlp_in.weight"] = torch.cat(gate_up)
     return ours
 
 
-def neighbouring_pairs(rows: Tensor, head_dim: int) -> Tensor:
+def neighbouring_pairs(rows: Tensor, head_dim: int, turning: int | None = None) -> Tensor:
     """Orders the rows of heads, in which rows of the two halves are rotated as pairs, so that neighbours are pairs.
 
     Args:
         rows: [heads * head_dim, ...].
-        head_dim: rows of a head, even.
+        head_dim: rows of a head.
+        turning: the first rows of a head, which are rotated, an even number; None: all of them.
 
     Returns:
-        The rows in another order: row m of a head's first half at 2 m, row m of its second half at 2 m + 1.
+        The rows in another order: of those that are rotated, row m of the first half at 2 m, and row m of the second
+        half at 2 m + 1.
     """
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    turning = head_dim if turning is None else turning
+    order = torch.arange(head_dim)
+    order[:turning] = order[:turning].view(2, -1).t().flatten()
+    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)

@@ -59,5 +59,5 @@ def load_causal_lm(path: str | os.PathLike[str], device: torch.device | str = "c
     Raises the errors of `reading`, such as ValueError for a file of weights that is cut.
     """
     with reading(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True, trust_remote_code=False)
     return ScoredCausalLM(model.to(device)).eval()

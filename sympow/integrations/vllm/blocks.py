@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from sympow.integrations.vllm.attention import keeps_cache
 from sympow.integrations.vllm.ranks import rank_config
 from sympow.integrations.vllm.states import Page, keeps_state, page_of
+from sympow.layers import trust_code
 from sympow.models import ModelConfig
 from sympow.models.bodies import BODIES
 from sympow.models.bodies.base import PreNormBlock
+
+
+def trusted_config(model_config: Any) -> ModelConfig:
+    """Returns the model in vLLM's `ModelConfig`. With `trust_remote_code`, modules of mixers are imported.
+
+    Raises ValueError for a mixer that is named by import path without it; see `sympow.layers.trust_code`.
+    """
+    with trust_code(bool(model_config.trust_remote_code)):
+        return model_config.hf_config.model_config
 
 
 def rank_blocks(config: ModelConfig, ranks: int) -> list[PreNormBlock]:

@@ -7,7 +7,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from sympow.integrations.vllm.attention import keeps_cache
-from sympow.integrations.vllm.blocks import common_page, rank_blocks
+from sympow.integrations.vllm.blocks import common_page, rank_blocks, trusted_config
 
 
 class SympowModelConfig(VerifyAndUpdateConfig):
@@ -21,13 +21,13 @@ class SympowModelConfig(VerifyAndUpdateConfig):
         model = vllm_config.model_config
         if model.quantization is not None:
             raise ValueError(f"models of sympow are served in float32 or bfloat16; got {model.quantization=}")
-        blocks = rank_blocks(model.hf_config.model_config, vllm_config.parallel_config.tensor_parallel_size)
+        blocks = rank_blocks(trusted_config(model), vllm_config.parallel_config.tensor_parallel_size)
         common_page(blocks, current_platform.device_type, model.dtype)
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         """Sets the heads from which vLLM computes page sizes. Pages of caches and of states have the same size."""
-        for block in rank_blocks(model_config.hf_config.model_config, 1):
+        for block in rank_blocks(trusted_config(model_config), 1):
             if keeps_cache(block.mixer):
                 model_config.model_arch_config.total_num_kv_heads = block.mixer.n_kv_heads
                 model_config.model_arch_config.head_size = block.mixer.head_dim

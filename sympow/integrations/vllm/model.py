@@ -21,10 +21,9 @@ from vllm.platforms import current_platform
 
 from sympow.integrations.transformers.modeling import native_name
 from sympow.integrations.vllm.attention import CachedAttention, keeps_cache
-from sympow.integrations.vllm.blocks import common_page, rank_blocks
+from sympow.integrations.vllm.blocks import common_page, rank_blocks, trusted_config
 from sympow.integrations.vllm.ranks import rank_part
 from sympow.integrations.vllm.states import Page, PagedMixer
-from sympow.models import ModelConfig
 from sympow.models.bodies import BODIES
 from sympow.models.bodies.base import PreNormBlock
 
@@ -65,7 +64,7 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        config: ModelConfig = vllm_config.model_config.hf_config.model_config
+        config = trusted_config(vllm_config.model_config)
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.d_model)
         self.embedding_norm = BODIES[config.body].norm(config) if BODIES[config.body].norms_embedding else None
         blocks, device = rank_blocks(config, get_tensor_model_parallel_world_size()), torch.get_default_device()
@@ -144,5 +143,5 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
 
 def _page(vllm_config: VllmConfig) -> Page:
     """Returns what a page of this rank holds."""
-    config, ranks = vllm_config.model_config.hf_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    config, ranks = trusted_config(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     return common_page(rank_blocks(config, ranks), current_platform.device_type, vllm_config.model_config.dtype)

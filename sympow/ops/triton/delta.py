@@ -1,8 +1,9 @@
 """The delta rule by Triton kernels: prediction errors and their gradients, see `sympow.ops.delta_solve`.
 
-Within a chunk, blocks of tokens are solved one after another by one program a head. What the tokens of a block take from
-one another is computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij, (I + D o
-A)^-1 is D o (I + A)^-1. Between chunks the state is read and written by the kernels of power attention. So are output and gradients.
+Within a chunk, blocks of tokens are solved one after another by one program a head. What the tokens of a block take
+from one another is computed before, for all blocks at once and without gates: with (D o A)_ij = d_i / d_j A_ij,
+(I + D o A)^-1 is D o (I + A)^-1. Between chunks the state is read and written by the kernels of power attention. So are
+output and gradients.
 
 Log decays are sums of two float32 numbers, `high` and `low` [B, T, G], relative to the start of a chunk. The difference
 of two of them keeps its digits behind a gate that has decayed everything.
@@ -33,6 +34,7 @@ from sympow.ops.triton.registration import operator
 from sympow.ops.types import PowerState
 
 BLOCK = 64  # tokens that are solved together
+CHECKED = (64,)  # padded key dims whose results and gradients were checked on a GPU
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
 _GROUP = 8  # blocks that one program solves; what earlier groups return for them is computed by many programs
@@ -524,12 +526,11 @@ class _Chunks:
         numbers = {"first": span.start, "T": self.time, "count": span.stop - span.start, "G": self.groups}
         numbers |= {"group": group, "blocks": blocks}
         own = {"k": self.k, "beta": self.beta, "high": high, "low": low, "corrections": self.corrections}
-        arguments, tensors = numbers | self._constants(), own | tensors
-        names = kernel.arg_names
-        arguments = {name: x for name, x in arguments.items() if name in names or name == "num_warps"}
-        tensors = {name: x for name, x in tensors.items() if name in names}
+        names = (*kernel.arg_names, "num_warps")
+        arguments = {name: x for name, x in (numbers | self._constants()).items() if name in names}
+        given = {name: x for name, x in (own | tensors).items() if name in names}
         grid = (blocks, self.batch, self.groups) if parallel else (self.batch, self.groups)
-        launch_kernel(kernel, grid, arguments, **tensors)
+        launch_kernel(kernel, grid, arguments, **given)
 
     def own_value_gradient(self, q: Tensor, dout: Tensor) -> Tensor:
         """Returns what the output gradients of each chunk say of its own updates, float32 [B, T, G, V]."""
@@ -618,7 +619,10 @@ def _tf32(dtype: torch.dtype) -> bool:
 
 def unsupported(q: Tensor, v: Tensor, p: int, has_state: bool) -> str | None:
     """Returns why the kernels cannot do this call, as the end of a sentence; None if they can."""
-    return power.unsupported(q, p, has_state)
+    refusal = power.unsupported(q, p, has_state)
+    if refusal is None and q.is_cuda and power.padded_key_dim(q.shape[3]) not in CHECKED:
+        refusal = f"has the delta rule on GPUs for key dims padded to {CHECKED[0]} (33 to 64); got K = {q.shape[3]}"
+    return refusal
 
 
 def delta_rule(
@@ -681,8 +685,8 @@ def power_delta_backward(
         end = last if dlast is not None else None
         dout = dout.to(q.dtype).contiguous()
         found = rule.backward(_Backend, q, k, beta, log_g, state, errors, update, end, dout, dlast, options)
-    dq, dk, dv, dbeta, dlog_g, ds = (None if x is None else x.contiguous() for x in found)
-    return dq, dk, dv, dbeta, *(beta.new_empty(0) if x is None else x for x in (dlog_g, ds))
+    dq, dk, dv, dbeta, dlog_g, ds = (beta.new_empty(0) if x is None else x.contiguous() for x in found)
+    return dq, dk, dv, dbeta, dlog_g, ds
 
 
 def _like_forward(q, k, v, beta, log_g, state, p, chunk, final):

@@ -84,7 +84,7 @@ class _Routes:
         if not given:
             raise ApiError(400, "prompt: expected at least one; got an empty list", param="prompt")
         service.check_choices(body, len(given))
-        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt) for prompt in given])
+        prompts = await asyncio.to_thread(lambda: [service.tokens_of(prompt, begins=True) for prompt in given])
         new = _DEFAULT_NEW if body.max_tokens is None else body.max_tokens
         inbox = Inbox()
         requests = service.requests(body, prompts, inbox, new=new, param="max_tokens", logprobs=body.logprobs)

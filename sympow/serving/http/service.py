@@ -9,11 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sympow.data import Tokenizer
+from sympow.data import Tokenizer, encode_text
 from sympow.serving.engine import Engine, EngineClosedError, QueueFullError
 from sympow.serving.http.chat import ChatTemplate
 from sympow.serving.http.errors import ApiError
@@ -96,15 +97,19 @@ class Service:
             raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", code="no_chat_template")
         return self.template
 
-    def tokens_of(self, prompt: str | Sequence[int], param: str = "prompt") -> Tensor:
+    def tokens_of(self, prompt: str | Sequence[int], param: str = "prompt", begins: bool = False) -> Tensor:
         """Returns a prompt as int64 tokens [T]. Raises ApiError 400 for an empty or too long prompt.
 
         Args:
             prompt: a text, or tokens.
             param: the field of the request that it is from, for errors.
+            begins: whether a text gets the tokens that the tokenizer puts before every text. A chat template writes
+                these itself.
         """
         text = isinstance(prompt, str)
-        ids = self.tokenizer.encode(prompt).astype("int64") if isinstance(prompt, str) else prompt
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = (encode_text(self.tokenizer, prompt) if begins else self.tokenizer.encode(prompt)).astype("int64")
         if not len(ids):
             raise ApiError(400, "the prompt is empty; a model continues at least one token", param=param)
         if len(ids) > self.limits.prompt_tokens:

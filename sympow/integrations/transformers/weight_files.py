@@ -1,0 +1,85 @@
+"""The names and shapes of weights in files, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+
+
+def stored_shapes(source: str | os.PathLike[str]) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of the weights in a folder, or of an id on the Hub, by name; None if there are no weights.
+
+    Of the files that transformers would read, only the headers are read. Files in the format of PyTorch are read
+    without memory for their tensors, and run no code.
+
+    Raises ValueError for an index that names files elsewhere, and for weights that are larger than their files; the
+    errors of safetensors and PyTorch for files that are cut.
+    """
+    for whole in _WHOLE:
+        file = _file(source, whole)
+        if file is not None:
+            return _shapes([file])
+        index = _file(source, f"{whole}.index.json")
+        if index is not None:
+            return _shapes([_shard(source, index, name) for name in _shards(index)])
+    return None
+
+
+def _file(source: str | os.PathLike[str], name: str) -> Path | None:
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(str(source), name, **optional)
+    return None if found is None else Path(found)
+
+
+def _shards(index: Path) -> list[str]:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index} must hold a JSON object with a weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index} names the file {name!r}; expected a file beside it")
+    return sorted(set(names.values()))
+
+
+def _shard(source: str | os.PathLike[str], index: Path, name: str) -> Path:
+    file = _file(source, name)
+    if file is None:
+        raise FileNotFoundError(f"{index} names the file {name}, which is missing")
+    return file
+
+
+def _shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        else:
+            found = _shapes_of_archive(file)
+        shapes |= found
+    return shapes
+
+
+def _shapes_of_archive(file: Path) -> dict[str, tuple[int, ...]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a warning about pickles, of files that are refused then
+        content: Any = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
+        raise ValueError(f"{file} must hold weights by name")
+    memory = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in content.values()}
+    if sum(memory.values()) > file.stat().st_size:
+        raise ValueError(f"{file} names weights of {sum(memory.values()):,} bytes, more than it holds")
+    for name, each in content.items():
+        if each.numel() * each.element_size() > each.untyped_storage().nbytes():
+            raise ValueError(f"the weight {name} in {file} is larger than its memory")
+    return {name: tuple(each.shape) for name, each in content.items()}
