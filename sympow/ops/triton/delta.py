@@ -26,6 +26,7 @@ from sympow.ops.feature_map import spow_dim
 from sympow.ops.triton import config, launch
 from sympow.ops.triton.call import Call
 from sympow.ops.triton.launcher import launch as launch_kernel
+from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.operators import Forward, from_public, is_elsewhere
 from sympow.ops.triton.operators import Options as PowerOptions
 from sympow.ops.triton.operators import backward as power_backward
@@ -620,7 +621,7 @@ def _tf32(dtype: torch.dtype) -> bool:
 def unsupported(q: Tensor, v: Tensor, p: int, has_state: bool) -> str | None:
     """Returns why the kernels cannot do this call, as the end of a sentence; None if they can."""
     refusal = power.unsupported(q, p, has_state)
-    if refusal is None and q.is_cuda and power.padded_key_dim(q.shape[3]) not in CHECKED:
+    if refusal is None and q.is_cuda and padded_key_dim(q.shape[3]) not in CHECKED:
         refusal = f"has the delta rule on GPUs for key dims padded to {CHECKED[0]} (33 to 64); got K = {q.shape[3]}"
     return refusal
 
