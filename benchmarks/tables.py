@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.code_hash import PARTS, code_hash
+from benchmarks.learning_tables import learning_table
 from benchmarks.mqar_tables import convolutions_table, equal_state_table, heads_table, seeds_table, widths_table
 from benchmarks.prose import wrapped
 from benchmarks.serving_tables import load_table, serving_table
@@ -22,8 +23,8 @@ from sympow.recall.results import read_results, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/speed.md", "results/training.md",
-         "serving.md", "transformers.md")  # fmt: skip
+NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "results/learning.md",
+         "results/speed.md", "results/training.md", "serving.md", "transformers.md")  # fmt: skip
 MISSING = "Not measured yet."
 LONG_TEXT_FROM = 1024  # the first end of a range of positions in the table of long text
 PAGES = [ROOT / "docs" / name for name in NAMES]
@@ -283,8 +284,9 @@ TABLES = {
     "mqar_hybrids_h200.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
-    "mqar_far_h100.csv": seeds_table,
+    "mqar_far_h200.csv": seeds_table,
     "mqar_windows_cpu.csv": seeds_table,
+    "learning.csv": learning_table,
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.json": training_table,
@@ -307,7 +309,9 @@ def of_results(name: str) -> str:
     path = RESULTS / name
     if not path.is_file():
         return MISSING
-    return TABLES[name](read_results(path) if path.suffix == ".csv" else json.loads(path.read_text()))
+    if path.suffix != ".csv":
+        return TABLES[name](json.loads(path.read_text()))
+    return TABLES[name](read_results(path) if name.startswith("mqar") else read_rows(path, ("commit", "corpus")))
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:

@@ -1,0 +1,88 @@
+"""The tables of docs/results/learning.md, from benchmarks/results/learning.csv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from sympow.recall.results import group
+
+Row = dict[str, Any]
+
+CONTROL = "softmax_gate"
+# By the names of `benchmarks.learning`, in the order of the table.
+LABELS = {
+    "softmax_gate": "softmax attention, gate",
+    "softmax": "softmax attention",
+    "power_delta": "delta rule, p = 2",
+    "power": "power attention, p = 2",
+    "window": "window of 1,024 tokens",
+    "hybrid_delta_gate": "five layers delta rule, one softmax, gate",
+    "hybrid_power_gate": "five layers power, one softmax, gate",
+    "hybrid_window_gate": "five layers window, one softmax, gate",
+}
+
+
+def learning_table(rows: Sequence[Row]) -> str:
+    """Returns a row for each setting, variant and optimizer: the best rate, its loss, and the ratio to the control.
+
+    The best rate is the one with the lowest mean loss among those with the most seeds. The ratio is the mean over the
+    seeds that the control has at its best rate, too, with the lowest and the highest. Then follows `search_table`.
+    """
+    every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
+    heading = "context | tokens | model | optimizer | rate | seeds | loss | times the control's | gain | rates tried"
+    lines = [f"| {heading} |"]
+    lines.append("|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
+    for (context, tokens, optimizer), same in sorted(group(rows, "context", "tokens", "optimizer").items()):
+        best = {variant: _best(own) for (variant,), own in group(same, "variant").items()}
+        for variant, label in LABELS.items():
+            if variant not in best:
+                continue
+            own = best[variant]
+            rates = sorted({row["learning_rate"] for row in same if row["variant"] == variant})
+            cells = [f"{context:,}", f"{tokens / 1e6:.0f}M", label, optimizer, f"{own[0]['learning_rate']:g}",
+                     str(len(own)), f"{mean(row['held_out_loss'] for row in own):.3f}",
+                     _ratio(own, best.get(CONTROL, [])), f"{mean(row['gain'] for row in own):.2f}",
+                     ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _about(rows), "", search_table(every)])
+
+
+def search_table(rows: Sequence[Row]) -> str:
+    """Returns a row for each option that was tried on the delta rule: its loss, less that without the option."""
+    rows = [row for row in rows if row["status"] == "done"]
+    base = {(row["context"], row["tokens"], row["learning_rate"], row["seed"]): row["held_out_loss"]
+            for row in rows if row["variant"] == "power_delta" and row["optimizer"] == "muon"}  # fmt: skip
+    lines = ["| change | context | tokens | rate | seed | loss | less that of the delta rule |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for row in rows:
+        setting = (row["context"], row["tokens"], row["learning_rate"], row["seed"])
+        if row["variant"].startswith("power_delta+") and setting in base:
+            context, tokens, rate, seed = setting
+            cells = [row["variant"].removeprefix("power_delta+"), f"{context:,}", f"{tokens / 1e6:.0f}M", f"{rate:g}",
+                     str(seed), f"{row['held_out_loss']:.3f}", f"{row['held_out_loss'] - base[setting]:+.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _best(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the best rate."""
+    by_rate = list(group(rows, "learning_rate").values())
+    most = max(len(each) for each in by_rate)
+    return min((each for each in by_rate if len(each) == most), key=lambda each: mean(x["held_out_loss"] for x in each))
+
+
+def _ratio(own: Sequence[Row], control: Sequence[Row]) -> str:
+    losses = {row["seed"]: row["held_out_loss"] for row in control}
+    ratios = [row["held_out_loss"] / losses[row["seed"]] for row in own if row["seed"] in losses]
+    if not ratios:
+        return "no pair"
+    if len(ratios) == 1:
+        return f"{ratios[0]:.3f} (one run)"
+    return f"{mean(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+
+
+def _about(rows: Sequence[Row]) -> str:
+    processors = ", ".join(sorted({row["processor"] for row in rows}))
+    return f"{len(rows)} runs; {processors}. The last column lists all rates of the model in the setting."

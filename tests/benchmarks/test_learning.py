@@ -1,0 +1,98 @@
+"""Learning runs: each is one of a kind, trained and kept once; the table, and what pages quote of it."""
+
+import sys
+from functools import partial
+from statistics import mean
+
+import numpy as np
+import pytest
+import zarr
+
+from benchmarks import learning, learning_tables
+from benchmarks.context_scaling import work
+from benchmarks.context_scaling.grid import DOCUMENT, SCALES
+from benchmarks.tables import ROOT
+from sympow.recall.results import group, read_rows
+from sympow.sweeps import run_jobs
+
+LENGTH = DOCUMENT // SCALES["toy"].shrink
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, documents in (("train", 4), ("heldout", 3)):
+        tokens = rng.integers(0, 256, (documents, LENGTH), dtype=np.uint16)
+        zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, LENGTH), zarr_format=2)
+    return tmp_path
+
+
+def call(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["learning", *map(str, words)])
+    return learning.main()
+
+
+def test_every_run_is_one_of_a_kind_and_can_be_made(tmp_path):
+    runs = list(dict.fromkeys(run for grid in learning.GRIDS.values() for run in grid))
+    assert len({run.name for run in runs}) == len(runs) > 50
+    for variant in {run.variant for run in runs}:
+        run = next(run for run in runs if run.variant == variant)
+        config = run.config(SCALES["full"], tmp_path, "cpu")
+        assert (config.training.optimizer, config.training.learning_rate) == (run.optimizer, run.learning_rate)
+
+
+def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(learning, "run_jobs", partial(run_jobs, executor=None))
+    monkeypatch.setattr(work, "commit", lambda: "123456789012")
+    monkeypatch.setattr(learning, "TABLE", tmp_path / "committed" / "learning.csv")
+    monkeypatch.setattr(learning, "POSITIONS", tmp_path / "committed" / "learning_positions.csv")
+    monkeypatch.setattr(learning, "RESULTS", tmp_path / "committed")
+    names = "softmax_gate:1024:4e-3:0:30146560:muon,power_delta:1024:4e-3:0:30146560:muon:2"
+    where = ("--corpus", corpus, "--out", tmp_path / "out", "--scale", "toy", "--device", "cpu")
+    words = ("run", "--names", names, *where)
+    assert call(monkeypatch, *words) == 0
+    assert call(monkeypatch, "merge", "--from", tmp_path / "out") == 0
+    rows = {row["variant"]: row for row in read_rows(tmp_path / "committed" / "learning.csv", ("commit", "corpus"))}
+    assert rows["power_delta"]["muon_rate"] == 2
+    assert rows["power_delta"]["gate_softmax_loss"] == rows["softmax_gate"]["held_out_loss"]
+    capsys.readouterr()
+    assert call(monkeypatch, *words) == 0
+    assert "0 of 2 runs to do" in capsys.readouterr().out
+    assert call(monkeypatch, "run", "--grids", "none", "--corpus", corpus, "--out", tmp_path / "out") == 2
+    assert "error: a grid is one of rates, adamw" in capsys.readouterr().err
+
+
+def row(variant: str, loss: float, rate: float = 4e-3, seed: int = 0) -> dict:
+    return {"variant": variant, "optimizer": "muon", "context": 1024, "tokens": 30_000_000, "learning_rate": rate,
+            "seed": seed, "held_out_loss": loss, "gain": 0.5, "status": "done", "scale": "full", "processor": "GPU"}
+
+
+def test_the_table_has_the_best_rate_of_most_seeds():
+    rows = [row("softmax_gate", 2.0), row("softmax_gate", 2.1, seed=1), row("power", 2.2), row("power", 2.2, seed=1),
+            row("power", 1.0, rate=8e-3), row("power_delta+beta=1", 2.5), row("power_delta", 2.25)]  # fmt: skip
+    table = learning_tables.learning_table(rows)
+    assert "| power attention, p = 2 | muon | 0.004 | 2 | 2.200 | 1.074 [1.048, 1.100] |" in table
+    assert "| delta rule, p = 2 | muon | 0.004 | 1 | 2.250 | 1.125 (one run) |" in table
+    assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in table
+
+
+def test_pages_quote_the_committed_rows():
+    rows = read_rows(learning.TABLE, ("commit", "corpus"))
+    rows = [row for row in rows if row["optimizer"] == "muon" and row["learning_rate"] == learning.BEST]
+
+    def ratio(variant: str, context: int, tokens: int) -> str:
+        same = group([row for row in rows if (row["context"], row["tokens"]) == (context, tokens)], "variant", "seed")
+        found = [x["held_out_loss"] / same["softmax_gate", seed][0]["held_out_loss"]
+                 for (name, seed), (x, *_) in same.items()
+                 if name == variant and ("softmax_gate", seed) in same]  # fmt: skip
+        return f"{mean(found):.2f}"
+
+    short, middle = 30_146_560, 100_139_008
+    power = [ratio("power", context, short) for context in (1024, 4096)]
+    delta = [ratio("power_delta", context, short) for context in (1024, 4096)]
+    window, later = (ratio(variant, 4096, middle) for variant in ("window", "power"))
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
+    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096." in readme
+    assert f"(`PowerDeltaAttention`) it is {delta[0]} and {delta[1]} times." in readme
+    assert f"({window} against {later} times after 100 million tokens, one run)" in readme
