@@ -516,8 +516,8 @@ class _Chunks:
         exact = "tf32x3" if self._precision == "tf32" and config.on_hopper(k.device) else "ieee"
         grid = (self.batch * blocks, self.groups)
         numbers = {"T": self.time, "G": self.groups}
-        numbers |= constants | {"FULL": exact}
-        launch_kernel(block_corrections, grid, numbers, k=self.k, beta=self.beta, out=self.corrections)
+        arguments: dict[str, Any] = numbers | constants | {"FULL": exact}
+        launch_kernel(block_corrections, grid, arguments, k=self.k, beta=self.beta, out=self.corrections)
 
     def groups_of(self, span: slice) -> list[tuple[int, int]]:
         """Returns the groups of blocks of the chunk at `span`: the first block and the number of blocks."""
