@@ -292,7 +292,7 @@ def _last_seam(text: str, start: int) -> int:
 
 
 def tokenizers_library() -> Any:
-    """Imports the package tokenizers. Raises ImportError naming the extra if it is not installed."""
+    """Returns the package tokenizers. Raises ImportError naming the extra if it is not installed."""
     try:
         import tokenizers
     except ImportError:
