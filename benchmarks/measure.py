@@ -168,8 +168,8 @@ def _device(name: str) -> str:
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes rows as CSV, a line for each row and a column for every name in any of them, whole or not at all.
 
-    None is an empty cell, and so is a name that a row lacks. Lists and dicts are JSON. A text that `read` would take for
-    another value, such as "1e5", is JSON, and so is one with line breaks.
+    None is an empty cell, and so is a name that a row lacks. Lists and dicts are JSON. So is a text that `read` would
+    take for another value, such as "1e5", and one with line breaks.
     """
     write_results(path, [{name: _cell(name, value) for name, value in row.items()} for row in rows])
 

@@ -7,7 +7,6 @@ A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NA
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -213,25 +212,26 @@ def training_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
-def ranks_table(result: dict) -> str:
+def ranks_table(rows: list[dict]) -> str:
     """Returns a row for each comparison of two runs."""
     lines = ["| run | against | steps | losses | largest difference | allowed |", "|---|---|---|---|---:|---:|"]
-    for row in result["rows"]:
+    for row in rows:
         steps = f"{row['first_step']} to {row['steps']}"
         losses = f"{row['first_loss']:.3f} to {row['last_loss']:.3f}"
         cells = [row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{measured_on([result])}."])
+    return "\n".join([*lines, "", f"{measured_on(rows)}."])
 
 
-def long_row_table(result: dict) -> str:
+def long_row_table(rows: list[dict]) -> str:
     """Returns losses by tenths of the row."""
+    (result,) = rows
     tenths = result["tenths"]
     lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
     lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
     run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, {result['peak_gib']} GiB"
     end = f"last tenth less the one before {result['rise_at_the_end']:+.4f} +- {result['standard_error']:.4f}"
-    return "\n".join([*lines, "", f"{run}; {end}; {measured_on([result])}."])
+    return "\n".join([*lines, "", f"{run}; {end}; {measured_on(rows)}."])
 
 
 def long_text_table(rows: list[dict]) -> str:
@@ -291,11 +291,11 @@ TABLES = {
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
     "training_h200.csv": training_table,
-    "training_ranks_h200.json": ranks_table,
-    "training_ranks_text_h200.json": ranks_table,
-    "training_ranks_recipe_h200.json": ranks_table,
-    "training_ranks_learning_h200.json": ranks_table,
-    "long_row_h200.json": long_row_table,
+    "training_ranks_h200.csv": ranks_table,
+    "training_ranks_text_h200.csv": ranks_table,
+    "training_ranks_recipe_h200.csv": ranks_table,
+    "training_ranks_learning_h200.csv": ranks_table,
+    "long_row_h200.csv": long_row_table,
     "long_text_h200.csv": long_text_table,
     "hf_generate_h200.csv": hf_generate_table,
     "serving_cpu.csv": serving_table,
@@ -310,8 +310,6 @@ def of_results(name: str) -> str:
     path = RESULTS / name
     if not path.is_file():
         return MISSING
-    if path.suffix == ".json":
-        return TABLES[name](json.loads(path.read_text()))
     return TABLES[name](read_results(path) if name.startswith("mqar") else read(path))
 
 
@@ -327,13 +325,12 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
 def stale(path: Path) -> list[str]:
     """Returns the commits of rows whose code has changed since the measurement. A row contains the hash of its code.
     For a row without a hash, the hash of the code at its commit is used. Rows of a commit that git does not know are
-    stale. Rows that name no commit, such as those of no measurement, are left out."""
-    found = json.loads(path.read_text()) if path.suffix == ".json" else read(path)
+    stale. Rows that name neither a commit nor a hash are left out."""
     named = "cpu" if path.stem.endswith("_cpu") else "cuda"
     runs = {
-        (row["commit"], row.get("code"), PARTS[_device(row.get("processor")) or named])
-        for row in (found if isinstance(found, list) else [found])
-        if row.get("commit")
+        (row.get("commit") or "unknown", row.get("code"), PARTS[_device(row.get("processor")) or named])
+        for row in read(path)
+        if row.get("commit") or row.get("code")
     }
     return sorted({commit for commit, code, part in runs if (code or code_hash(part, commit)) != code_hash(part)})
 
@@ -345,7 +342,7 @@ def _device(processor: str | None) -> str | None:
 
 def print_stale() -> int:
     """Prints the files of results with stale rows, and returns how many there are."""
-    files = sorted(path for path in RESULTS.rglob("*") if path.suffix in (".csv", ".json"))
+    files = sorted(RESULTS.rglob("*.csv"))
     found = {path.relative_to(RESULTS).as_posix(): commits for path in files if (commits := stale(path))}
     for name, commits in found.items():
         print(f"{name}: the code that it measured has changed since {', '.join(commits)}")
@@ -355,7 +352,9 @@ def print_stale() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
-    parser.add_argument("--stale", action="store_true", help="change nothing; exit 1 if the code of a file of results has changed")
+    parser.add_argument(
+        "--stale", action="store_true", help="change nothing; exit 1 if the code of results has changed"
+    )
     args = parser.parse_args()
     if args.stale:
         return int(print_stale() > 0)
