@@ -5,6 +5,7 @@ import time
 import pytest
 
 from benchmarks.measure import milliseconds, read, write
+from benchmarks.tables import RESULTS
 from sympow.recall import write_results
 
 
@@ -58,3 +59,10 @@ def test_a_file_that_is_no_table_is_refused(tmp_path):
     (tmp_path / "rows.csv").write_text("a,b\n1\n")
     with pytest.raises(ValueError, match=r"rows\.csv is no table of results: row 1 has not as many cells"):
         read(tmp_path / "rows.csv")
+
+
+def test_committed_results_are_rows_in_csv():
+    """One file is the description of a corpus, which has no rows."""
+    files = [path for path in RESULTS.rglob("*") if path.suffix in (".csv", ".json")]
+    assert [path.name for path in files if path.suffix == ".json"] == ["doc_corpus.json"]
+    assert all(read(path) for path in files if path.suffix == ".csv")
