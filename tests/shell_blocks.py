@@ -96,8 +96,10 @@ NOT_RUN = {
     "python -m benchmarks.zoology_trainer": "needs Zoology: tests/integrations/test_zoology.py",
     "python -m benchmarks.ar_hits": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_ar_hits.py",
+    "python -m benchmarks.learning": "trains in processes of its own: tests/benchmarks/test_learning.py",
     "python -m benchmarks.context_scaling": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_context_scaling.py",
+    "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/test_cli_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",
     "python -m benchmarks.long_text": "trains on documents of a million tokens: tests/benchmarks/test_long_text.py",

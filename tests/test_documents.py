@@ -266,7 +266,16 @@ def test_prose_is_told_from_code_and_tables():
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("*.md")), ids=lambda page: page.stem)
 def test_a_decision_fits_on_a_page(page):
-    assert len(page.read_text("utf-8").splitlines()) <= 65
+    assert len(page.read_text("utf-8").splitlines()) <= 90
+
+
+def test_the_tour_of_the_code_is_short_and_names_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    tour = page.partition("## A tour of the code\n")[2].partition("\n## ")[0]
+    assert 20 < len(tour.splitlines()) <= 40
+    names = re.findall(r"`([a-z_/0-9]+\.py)`", tour.partition("One call")[2])
+    assert len(names) > 20
+    assert [name for name in names if not (ROOT / "sympow" / name).exists()] == []
 
 
 def test_the_readme_is_short():

@@ -28,7 +28,7 @@ import numpy as np
 from sympow.data.claim import locked
 from sympow.data.files import digest, sync, write_text
 from sympow.data.text import BPE_TRAINING_CHARACTERS
-from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer
+from sympow.data.tokens import TOKENIZER_FILE, BPETokenizer, Tokenizer, encode_text, load_tokenizer, tokenizers_library
 
 ROW_TOKENS = 65_536
 VOCAB_SIZE = 16_384
@@ -149,7 +149,7 @@ def _check_packages(tokenizer: Tokenizer | None) -> None:
     except ImportError:
         raise ImportError("writing zarr corpora needs zarr: pip install 'sympow[train]'") from None
     if tokenizer is None:
-        BPETokenizer.train([], 256)  # which raises the error of a missing package
+        tokenizers_library()
 
 
 def join_small(sizes: Mapping[str, int], smallest: int, top: int = 0) -> dict[str, list[str]]:

@@ -112,7 +112,7 @@ class BPETokenizer:
     """
 
     def __init__(self, serialized: str):
-        tokenizers = _tokenizers()
+        tokenizers = tokenizers_library()
         try:
             spec = json.loads(serialized)
         except (ValueError, RecursionError) as error:
@@ -156,7 +156,7 @@ class BPETokenizer:
             raise ValueError(
                 f"a byte-level BPE vocabulary holds at least the 256 bytes, got vocab_size={vocab_size}"
             )
-        tokenizers = _tokenizers()
+        tokenizers = tokenizers_library()
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
@@ -291,7 +291,8 @@ def _last_seam(text: str, start: int) -> int:
     return 0
 
 
-def _tokenizers() -> Any:
+def tokenizers_library() -> Any:
+    """Returns the package tokenizers. Raises ImportError naming the extra if it is not installed."""
     try:
         import tokenizers
     except ImportError:

@@ -266,7 +266,9 @@ def state_options(
 
 def holds_numbers(weight: Any) -> bool:
     """Tells whether a tensor holds weights as numbers that products take: no packed or 8-bit weights."""
-    return isinstance(weight, Tensor) and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
+    if not isinstance(weight, Tensor) or weight.dtype.itemsize < 2:
+        return False
+    return weight.is_floating_point() or weight.is_complex()
 
 
 def own_weight(linear: nn.Module) -> Tensor | None:

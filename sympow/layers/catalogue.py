@@ -25,10 +25,10 @@ from sympow.layers.window import WindowAttention
 MIXERS.update(
     {
         "power": PowerAttention,
-        "power_delta": PowerDeltaAttention,
         "softmax": SoftmaxAttention,
         "linear": LinearAttention,
         "window": WindowAttention,
+        "power_delta": PowerDeltaAttention,
         "short_convolution": ShortConvolution,
         "long_convolution": LongConvolution,
         "base_conv": BaseConv,

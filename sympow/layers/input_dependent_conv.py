@@ -2,7 +2,9 @@
 
 The source has one filter for all tokens of a row: a lag that one token needs is applied to all tokens, and the lags of
 all tokens are added up. With `matching`, every lag is applied alone, and only to the tokens that match at that distance
-(the blocks of Zoology's H.38). Tokens that do not match get exactly zero, or a small weight.
+(the blocks of Zoology's H.38). Tokens that do not match get exactly zero, or a small weight. Recall needs this: with
+one filter a query gets the rows at the lags of all other queries too, added up in the same channels. The filters of the
+source stay the default, so that its results can be repeated.
 """
 
 from __future__ import annotations

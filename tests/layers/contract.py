@@ -71,7 +71,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"max_length": 9},
         {"max_length": 3, "filter": "explicit"},
         {"max_length": 9, "filter": "relu", "bands": 1, "residual": True},
-        {"max_length": 9, "frequency": 14.0, "decays": (0.3, 1.2)},
+        {"max_length": 9, "frequency": 3.0, "decays": (0.3, 1.2)},
     ],
     "h3": [{"state_dim": 8}, {"state_dim": 4, "head_dim": 3}],
     "liquid_s4": [{"state_dim": 8}],

@@ -71,7 +71,7 @@ def test_mixers_repeat_over_the_layers():
     ("call", "message"),
     [
         (lambda: MixerConfig("powr"), "a mixer is one of power, softmax, linear, window, .*; got 'powr'"),
-        (lambda: MixerConfig("power", {"chunk": 4}), "the power mixer has no option 'chunk'; it has p, gate, "),
+        (lambda: MixerConfig("power", {"chunk": 4}), "the power mixer has no option 'chunk'; it is called chunk_size"),
         (lambda: MixerConfig("short_convolution", {"mixer": "powr"}), "a mixer is one of .*; got 'powr'"),
         (lambda: ModelConfig(0, 32, 2, 2), "vocab_size must be an integer of at least 1; got 0"),
         (lambda: ModelConfig(9, 32, True, 2), "n_layers must be an integer of at least 1; got True"),

@@ -165,6 +165,7 @@ MLP = {"gpt2": {"mlp_in": [512], "mlp_out": [128]}, "llama": {"mlp_in": [384] * 
 HEADS = {"mixer.qkv": [128] * 3, "mixer.out": [128]}
 MATRICES: dict[str, tuple[dict, dict[str, list[int]]]] = {
     "power": ({"n_kv_heads": 2}, {"mixer.qkv": [128, 64, 64], "mixer.out": [128], "mixer.output_gate": [128]}),
+    "power_delta": ({"n_kv_heads": 2}, {"mixer.qkv": [128, 64, 64], "mixer.out": [128], "mixer.output_gate": [128]}),
     "softmax": ({"gate": True, "value_dim": 64}, {"mixer.qkv": [128, 128, 256], "mixer.out": [128]}),
     "linear": ({}, HEADS),
     "window": ({"window": 4, "short_convolution": 4}, HEADS),

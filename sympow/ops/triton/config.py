@@ -142,7 +142,7 @@ HOPPER_QUADRATIC = {
     128: Config(Launch(128, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), Launch(64, 32, 4, 3, 128), _NONE),
 }
 # The same for the gradient passes of `hopper.quadratic`. They have these K, and rows that are not packed, because the
-# positions of packed documents take registers (docs/log/0003-gpu-kernels.md). At K = 128 the passes do not fit.
+# positions of packed documents take registers (docs/decisions/0003-gpu-kernels.md). At K = 128 the passes do not fit.
 HOPPER_GRADIENTS = {64: Config(HOPPER_QUADRATIC[64].output, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), _NONE)}
 
 
