@@ -1,4 +1,4 @@
-"""Times the forms of power attention against each other: `python -m benchmarks.chunks --device cuda --json FILE`.
+"""Times the forms of power attention against each other: `python -m benchmarks.chunks --device cuda --csv FILE`.
 
 Contexts start at 256 tokens. The forms are the quadratic form, the chunked form at several chunk sizes, and
 impl="auto", which should choose the fastest form. On a GPU, the time of each pass by chunk size is measured too, at the
@@ -134,7 +134,7 @@ def main() -> int:
         for row in measure(case, chunks, args.device, passes and args.device == "cuda"):
             rows.append(row)
             print(line(row), flush=True)
-            write(args.json, rows)
+            write(args.csv, rows)
     print(chunks_table(rows), *advice(rows), sep="\n")
     if args.plot:
         plot(rows, args.plot)

@@ -116,13 +116,13 @@ def main() -> None:
     """Reads the options, measures, and writes two rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context_damage", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="writers that are killed (default: 100)")
-    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rows = [kill_writers(Path(folder) / "x.ctx", chosen.kills), spoil(Path(folder) / "y.ctx")]
     about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
-    write(chosen.json, [row | about for row in rows])
+    write(chosen.csv, [row | about for row in rows])
     for row in rows:
         print(row)
 

@@ -1,4 +1,4 @@
-"""Measures what rounding a context costs: `python -m benchmarks.context_files RUN --json FILE`.
+"""Measures what rounding a context costs: `python -m benchmarks.context_files RUN --csv FILE`.
 
 A model reads the beginning of held-out rows. Its context is saved and loaded with each dtype, and the loss on the next
 tokens is measured from the loaded state. Rows and tokens are the same for all dtypes, so all differences come from the
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--read", type=int, default=4096, help="tokens read before the file (default: 4096)")
     parser.add_argument("--predicted", type=int, default=256, help="tokens predicted behind it (default: 256)")
     parser.add_argument("--rows", type=int, default=8, help="held-out documents (default: 8)")
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
+    parser.add_argument("--csv", type=Path, help="write the rows to a file")
     options = parser.parse_args()
     rows = measure(options.run, options.read, options.predicted, options.rows)
     for row in rows:
@@ -104,8 +104,8 @@ def main() -> None:
             f"written in {row['write_seconds']:.3f} s, loaded in {row['load_seconds']:.3f} s"
         )
     print(f"after the last token alone, in place of all that was read: loss {rows[0]['loss_after_one_token']:.5f}")
-    if options.json:
-        write(options.json, [row | measured("cpu") for row in rows])
+    if options.csv:
+        write(options.csv, [row | measured("cpu") for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures what a context file saves: `python -m benchmarks.context_restore RUN --json FILE`.
+"""Measures what a context file saves: `python -m benchmarks.context_restore RUN --csv FILE`.
 
 A model reads held-out documents one after the other, and starts again with the first when they end. After each of the
 given numbers of tokens, its context is saved to a float32 file and loaded. The first tokens of the likeliest
@@ -93,7 +93,7 @@ def main() -> None:
                         help="read before a file is written (default: 1,000 to 1,000,000 by tens)")  # fmt: skip
     parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time (default: 1024)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
+    parser.add_argument("--csv", type=Path, help="write the rows to a file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = measure(options.run, options.tokens, options.chunk)
@@ -103,9 +103,9 @@ def main() -> None:
             f"restored in {row['restore_seconds']:.4f} s, "
             f"continued {'alike' if row['same_continuation'] else 'OTHERWISE'}"
         )
-    if options.json:
+    if options.csv:
         about = {"processor": processor("cpu"), "torch": torch.__version__, "commit": commit()}
-        write(options.json, [row | about for row in rows])
+        write(options.csv, [row | about for row in rows])
 
 
 if __name__ == "__main__":

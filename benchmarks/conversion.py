@@ -1,4 +1,4 @@
-"""Compares a converted model with its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --json FILE`.
+"""Compares a converted model with its teacher: `python -m benchmarks.conversion measure RUN --teacher DIR --csv FILE`.
 
 `logits` compares a pretrained model in transformers with its native form. `measure` takes a converted model before or
 after distillation and its teacher, on the same held-out rows: the gap at 2,048 tokens and after each stage, passkeys,
@@ -163,7 +163,7 @@ def main() -> None:
     one.add_argument("--position-rows", type=int, default=8, help="(default: 8)")
     one.add_argument("--device", default="auto", help="(default: auto)")
     for command in (logits, one):
-        command.add_argument("--json", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")
+        command.add_argument("--csv", type=Path, required=True, help=f"the rows, as a file of {RESULTS}")
     commands.add_parser("report", help="write docs/results/conversion.md and its figures")
     options = parser.parse_args()
     if options.command == "report":
@@ -177,7 +177,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for row in found:
         rows.append(row | about)
-        write(options.json, rows)  # each as it comes: what follows may take long
+        write(options.csv, rows)  # each as it comes: what follows may take long
         print(row, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --json FILE`.
+"""Measures how fast converted models decode: `python -m benchmarks.conversion_decoding --device cuda --csv FILE`.
 
 The models have the shape of SmolLM2-135M and random weights, which do not change the speed, so nothing has to be
 downloaded. The teacher is measured twice: with a cache that grows, and with a cache that has room for all tokens (a
@@ -107,7 +107,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for row in measure(chosen.shape, torch.device(chosen.device), chosen.contexts, chosen.batch, chosen.tokens):
         rows.append(row | about)
-        write(chosen.json, rows)
+        write(chosen.csv, rows)
         print(row, flush=True)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import read
 from benchmarks.prose import wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +50,7 @@ sympow distill hybrid --teacher teacher --out hybrid-distilled data.kind=zarr da
     data.held_out_path=docs/heldout.zarr data.tokenizer=docs data.pack=false training.steps=800 \\
     training.learning_rate=8e-4 training.min_lr_ratio=0.02 training.evaluate_every=200 \\
     distillation.layer_steps=200 distillation.text_steps=100
-python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --json {results}/student.json
+python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --csv {results}/student.csv
 ```
 
 The other students are distilled by the same command. `window-4096` has `training.context=4096
@@ -72,11 +71,8 @@ def write_report(results: Path = ROOT / RESULTS, page: Path = PAGE) -> Path:
 
 def read_rows(results: Path = ROOT / RESULTS) -> list[Row]:
     """Returns the rows of all files in a folder, those of `sympow passkey` as kind "depths"."""
-    rows = [row for file in sorted(results.glob("*.json")) for row in json.loads(file.read_text())]
-    for file in sorted(results.glob("*.csv")):
-        with file.open(newline="", encoding="utf-8") as lines:
-            rows += [{"kind": "depths", **row} for row in csv.DictReader(lines)]
-    return rows
+    files = sorted(results.glob("*.csv"))
+    return [{"kind": "depths", **row} for file in files for row in read(file)]
 
 
 def report(rows: list[Row]) -> str:
@@ -100,7 +96,7 @@ def _summary(rows: list[Row]) -> Iterator[str]:
                 if row["kind"] == "passkey" and row["run"] == name and row["model"] == "converted"]  # fmt: skip
         yield " ".join([f"- **{name}** ({layers}).", *gaps, *keys])
     beyond: dict[str, list[str]] = {}
-    for row in sorted(rows, key=lambda row: -row.get("rows", 0)):
+    for row in sorted(rows, key=lambda row: -(row.get("rows") or 0)):
         if row["kind"] == "positions" and row["model"] == "converted":
             *_, last = row["bins"]
             within = [each["loss"] for each in row["bins"] if each["end"] == 8192]
@@ -128,7 +124,7 @@ def _distilled(rows: list[Row]) -> dict[str, str]:
 
 def _with_source(rows: list[Row], table: Callable[[list[Row]], Iterator[str]]) -> str:
     sources = dict.fromkeys(
-        f"{row['processor']}; torch {row['torch']}, commit {row['commit']}" for row in rows if "processor" in row
+        f"{row['processor']}; torch {row['torch']}, commit {row['commit']}" for row in rows if row.get("processor")
     )
     return "\n".join([*table(rows), *(["", f"{' / '.join(sources)}."] if sources else [])])
 
@@ -277,7 +273,7 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "that grows, and with a cache that has room for all tokens from the start.\n\n"
         "```\n"
         "python -m benchmarks.conversion_decoding --device cuda \\\n"
-        "    --json benchmarks/results/conversion/decoding.json\n"
+        "    --csv benchmarks/results/conversion/decoding.csv\n"
         "```",
         "decoding",
         _decoding,
@@ -292,7 +288,7 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "sympow export teacher --out hf/teacher\n"
         "sympow export hybrid-distilled --out hf/hybrid-distilled\n"
         "python -m benchmarks.harness hf/teacher hf/hybrid-distilled --limit 20 --batch 4 \\\n"
-        "    --device cuda --json benchmarks/results/conversion/smollm2-harness.json\n"
+        "    --device cuda --csv benchmarks/results/conversion/smollm2-harness.csv\n"
         "```",
         "harness",
         _harness,

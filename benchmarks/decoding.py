@@ -1,4 +1,4 @@
-"""Times decoding after short and long contexts: `python -m benchmarks.decoding --json FILE`.
+"""Times decoding after short and long contexts: `python -m benchmarks.decoding --csv FILE`.
 
 With `--device cuda` a step of the op is timed, see `decoding_gpu.py`. Otherwise, and with `--models`, whole models are
 timed: the same model with power attention, with and without its block, and with softmax attention. Before a model is
@@ -143,7 +143,7 @@ def main() -> None:
         for case in decoding_gpu.CASES:
             rows.append(decoding_gpu.measure(case))
             print(decoding_gpu.line(rows[-1]), flush=True)
-            write(args.json, rows)
+            write(args.csv, rows)
         return
     torch.set_num_threads(args.threads)
     print(f"{'mixer':>15} {'context':>8} {'ms/token':>9} {'ratio':>6} {'state bytes':>12} {'err':>8}")
@@ -155,7 +155,7 @@ def main() -> None:
                 f"{row['mixer']:>15} {row['context']:>8} {timing} {row['state_bytes']:>12,} {row['err']:>8.1e}",
                 flush=True,
             )
-    write(args.json, rows)
+    write(args.csv, rows)
 
 
 if __name__ == "__main__":

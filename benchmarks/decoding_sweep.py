@@ -1,4 +1,4 @@
-"""Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --json FILE`, on a GPU.
+"""Times candidates for the launch of a decoding step: `python -m benchmarks.decoding_sweep --csv FILE`, on a GPU.
 
 There is a row for each step and each candidate of `config.DecodingLimits`, sorted by time. The kernels are first
 compiled by several processes at the same time. Every candidate is checked against float64 before it is timed. A
@@ -101,7 +101,7 @@ def main() -> None:
             shape = f"B {row['B']} H {row['H']} G {row['G']} K {row['K']} {row['state_dtype']}"
             limits = tuple(row[name] for name in ("elements", "programs", "tail", "warps", "registers", "stages"))
             print(f"{shape}: {limits}: {row['us']:.1f} us, {row['share_of_copy']:.0%} of a copy", flush=True)
-        write(arguments.json, rows)
+        write(arguments.csv, rows)
 
 
 if __name__ == "__main__":

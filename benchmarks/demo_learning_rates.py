@@ -1,4 +1,4 @@
-"""Trains both recipes of the demo at the same learning rates: `python -m benchmarks.demo_learning_rates --json FILE`.
+"""Trains both recipes of the demo at the same learning rates: `python -m benchmarks.demo_learning_rates --csv FILE`.
 
 The demo compares power attention with softmax attention, so each must have its best learning rate: this is how they
 were chosen. Every run is the demo's own (same data, steps, warmup and batch) but for the learning rate and the seed,
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo_learning_rates", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
     args = parser.parse_args()
     torch.set_num_threads(2)
     jobs = max(1, (os.cpu_count() or 2) // 2)
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         rows = list(pool.map(lambda r: run(r[2], r[0], r[1], Path(folder)), runs))
     about = {"processor": processor("cpu"), "commit": commit(), "torch": torch.__version__}
-    write(args.json, [row | about for row in rows])
+    write(args.csv, [row | about for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scores of lm-evaluation-harness (`pip install lm-eval`): `python -m benchmarks.harness FOLDER --json FILE`.
+"""Scores of lm-evaluation-harness (`pip install lm-eval`): `python -m benchmarks.harness FOLDER --csv FILE`.
 
 A folder is one of Hugging Face, such as `sympow export RUN --out FOLDER` writes. The tasks are those in
 benchmarks/harness_tasks; they need no network. `--include` adds a folder of others.
@@ -68,13 +68,13 @@ def main() -> None:
     parser.add_argument("--end", type=int, default=0, help="the token between texts, if none is named (default: 0)")
     parser.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
     parser.add_argument("--device", default="cpu", help="(default: cpu)")
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
+    parser.add_argument("--csv", type=Path, required=True, help="where the rows go")
     options = parser.parse_args()
     about = {"processor": processor(options.device), "torch": torch.__version__, "commit": commit()}
     rows: list[dict[str, Any]] = []
     for folder in options.folders:
         rows += [row | about for row in score(folder, options)]
-        write(options.json, rows)
+        write(options.csv, rows)
         print(*rows, sep="\n", flush=True)
 
 

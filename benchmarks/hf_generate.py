@@ -1,4 +1,4 @@
-"""Compares `generate` of transformers with that of sympow: `python -m benchmarks.hf_generate --device cuda --json
+"""Compares `generate` of transformers with that of sympow: `python -m benchmarks.hf_generate --device cuda --csv
 FILE`.
 
 Both have the same weights and decode greedily; the tokens must be equal in float32. A rate is that of the whole call,
@@ -87,7 +87,7 @@ def main() -> None:
         for batch in chosen.batches:
             device = torch.device(chosen.device)
             rows.append(measure(chosen.preset, chosen.vocab_size, device, batch, chosen.new_tokens, dtype) | about)
-            write(chosen.json, rows)
+            write(chosen.csv, rows)
             print(rows[-1], flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Times what a call costs the host: `python -m benchmarks.host --device cuda --json FILE`.
+"""Times what a call costs the host: `python -m benchmarks.host --device cuda --csv FILE`.
 
 On a GPU a call returns when its kernels are launched; where rows are short, the launching is what a user waits for.
 So `us` is the time until a call has returned, as called, without a CUDA graph. `wall_us` is the time of a call in a
@@ -189,7 +189,7 @@ def main() -> None:
             times = " ".join(f"{row[name]:>15.1f}" for name in names)
             print(f"{what:>22} {row['B']:>3} {row['T']:>6} {times} {row['ratio']:>6.2f} {row['err']:>8.1e}", flush=True)
             rows.append(row)
-            write(args.json, rows)  # a run that is stopped keeps what it has
+            write(args.csv, rows)  # a run that is stopped keeps what it has
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 A small model is first trained on shorter rows of Markov chains (`benchmarks.chains`), each row with another chain. So
 the curve of the loss has a meaning: it falls while the model reads the transitions of the row, and rises if its memory
 or its rotation fails beyond the length of training. Then the long row is computed; every block is recomputed in the
-backward. A training that was stopped continues. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.json and
+backward. A training that was stopped continues. `python -m benchmarks.long_row --out DIR` writes DIR/long_row.csv and
 .png.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.chains import Chains, options
-from benchmarks.measure import measured
+from benchmarks.measure import measured, write
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig, load_model, train
@@ -124,7 +123,7 @@ def main() -> int:
         | summary(losses)
         | {"curve": curve(losses)}
     )
-    (args.out / "long_row.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out / "long_row.csv", [result])
     plot(result, args.out / "long_row.png")
     finite = result["finite"] and math.isfinite(result["grad_norm"])
     print(f"{args.length:,} tokens, forward and backward: {result['seconds']:.1f} s, peak {result['peak_gib']} GiB, "

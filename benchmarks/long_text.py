@@ -6,7 +6,7 @@ forgotten all that stands before the row. Both losses are compared on the same t
 row. There the model that reads rows knows at least half a row, so that their difference is the part of the far context.
 The loss by position alone would not show it, because some parts of a document are harder than others.
 
-OUT/long_text.json holds a row for each range of positions: `loss` of whole documents; on the tokens in the second half
+OUT/long_text.csv holds a row for each range of positions: `loss` of whole documents; on the tokens in the second half
 of a row, `loss_late` of whole documents and `loss_in_rows`; `gain`, their difference, and `gain_half`, half of its 95%
 interval over the documents. OUT/long_text.png shows them. Rows of other contexts and seeds in OUT are kept. A training
 that was stopped continues.
@@ -18,7 +18,6 @@ that was stopped continues.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,7 +30,7 @@ import torch
 from benchmarks.context_scaling.data import name_of, read_data
 from benchmarks.context_scaling.paired import interval
 from benchmarks.context_scaling.work import fast_attention
-from benchmarks.measure import measured, write
+from benchmarks.measure import measured, read, write
 from sympow.data import Batches, Corpus
 from sympow.evaluation.context_loss import bin_edges, score_rows
 from sympow.models import LanguageModel
@@ -151,8 +150,8 @@ def main() -> int:
     key = {"trained_context": args.context, "seed": args.seed}
     about = key | {"tokens": config.training.steps * args.context, "documents": len(whole), "length": min(lengths)}
     about |= {"recipe": RECIPE, "corpus": name_of(documents.train), **measured(args.device)}
-    file = args.out / "long_text.json"
-    known = json.loads(file.read_text()) if file.is_file() else []
+    file = args.out / "long_text.csv"
+    known = read(file) if file.is_file() else []
     rows = [row for row in known if {name: row[name] for name in key} != key]
     rows += [about | row for row in by_position(whole, in_rows, args.context)]
     write(file, rows)

@@ -9,13 +9,17 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.code_hash import PARTS, code_hash
+from sympow.recall.results import read_cells, write_results
+
+TEXTS = ("commit", "code", "corpus", "torch")  # columns of text that may look like a number
 
 
 def milliseconds(
@@ -151,7 +155,7 @@ def options(module: str, doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
     parser.add_argument("--device", type=_device, choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads, for all that is timed (default: 2)")
-    parser.add_argument("--json", type=Path, required=True, help="file the rows are written to")
+    parser.add_argument("--csv", type=Path, required=True, help="file the rows are written to")
     return parser
 
 
@@ -161,5 +165,41 @@ def _device(name: str) -> str:
     return name
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows as CSV, a line for each row and a column for every name in any of them, whole or not at all.
+
+    None is an empty cell, and so is a name that a row lacks. Lists and dicts are JSON. So is a text that `read` would
+    take for another value, such as "1e5", and one with line breaks.
+    """
+    write_results(path, [{name: _cell(name, value) for name, value in row.items()} for row in rows])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file of `write`, or of `sympow.recall.write_results`; ValueError for another file.
+
+    Every row has all columns of the file. Cells of the columns TEXTS are text, whatever they look like.
+    """
+    return [{name: _value(name, text) for name, text in row.items()} for row in read_cells(path)]
+
+
+def _cell(name: str, value: Any) -> Any:
+    """Returns what the cell of a value holds."""
+    if isinstance(value, str):
+        plain = value and value.isprintable() and _value(name, value) == value
+        return value if plain else json.dumps(value)
+    return value if value is None or isinstance(value, bool) else json.dumps(value)
+
+
+def _value(name: str, text: str) -> Any:
+    """Returns the value of a cell."""
+    if not text or (name in TEXTS and not text.startswith('"')):
+        return text or None
+    if text in ("True", "False"):
+        return text == "True"
+    kinds: tuple[Callable[[str], Any], ...] = (json.loads, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,4 +1,4 @@
-"""Times power attention against its peers: `python -m benchmarks.ops --device cpu --json FILE`.
+"""Times power attention against its peers: `python -m benchmarks.ops --device cpu --csv FILE`.
 
 Every call is checked against float64 before it is timed. Outputs at sampled rows are compared with the quadratic form
 over all their keys. Gradients have too many pairs for that. They are compared with the same call in float64 at another
@@ -8,7 +8,6 @@ stops the run.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -30,6 +29,7 @@ from benchmarks.measure import (
     milliseconds,
     options,
     peak_extra_bytes,
+    read,
     write,
 )
 from benchmarks.peers import PEERS, supports
@@ -227,12 +227,12 @@ def main() -> None:
     parser.add_argument("--times", type=int, nargs="+", help="only cases of so many tokens; other rows are kept")
     parser.add_argument("--powers", type=int, nargs="+", help="only cases of these p; other rows are kept")
     parser.add_argument("--plot", type=Path, help="PNG of throughput against context")
-    parser.add_argument("--draw", action="store_true", help="measure nothing: draw --plot from the rows of --json")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw --plot from the rows of --csv")
     args = parser.parse_args()
     if args.draw:
         if not args.plot:
             parser.error("--draw needs --plot, the file to write")
-        plot(json.loads(args.json.read_text()), args.plot)
+        plot(read(args.csv), args.plot)
         return
     peers = (args.peers or {"cpu": "sdpa", "cuda": "cudnn"}[args.device]).split(",")
     unknown = [name for name in peers if name not in PEERS]
@@ -248,8 +248,8 @@ def main() -> None:
     if not chosen:
         parser.error(f"no case has --times {args.times} and --powers {args.powers}")
     rows: list[dict] = []
-    if chosen != cases and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    if chosen != cases and args.csv.exists():
+        rows = read(args.csv)
     cold = cold_start(CASES["cuda"][0]) if args.device == "cuda" and chosen == cases else None
     print(f"{'T':>7} {'K':>4} {'p':>2} {'mode':>17} {'ms':>10} {'peer ms':>10} {'ratio':>6} {'err':>8} {'extra MB':>8}")
     for mode in MODES:
@@ -261,7 +261,7 @@ def main() -> None:
             case = f"{row['T']:>7} {row['K']:>4} {row['p']:>2} {row['mode']:>17}"
             print(f"{case} {timing} {row['err']:>8.1e} {memory:>8} {row['peer']}", flush=True)
             rows.sort(key=_order)
-            write(args.json, rows)  # a run that is stopped keeps what it has
+            write(args.csv, rows)  # a run that is stopped keeps what it has
     if args.plot:
         plot(rows, args.plot)
 

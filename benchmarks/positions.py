@@ -1,6 +1,6 @@
 """Measures the error of the gradient of data-dependent positions in a model that has begun to learn.
 
-`python -m benchmarks.positions --device cuda --corpus FOLDER --json FILE` trains the recipe `scaling:power_data` on
+`python -m benchmarks.positions --device cuda --corpus FOLDER --csv FILE` trains the recipe `scaling:power_data` on
 rows of 65,536 tokens in bfloat16, and stops after 40 steps. There it records what every power layer gives to the op for
 one held-out row, and the gradient of the op's output. From these inputs it computes the gradient of the steps (M14) in
 two forms: by the op, whose sum starts again at every chunk (`sympow.ops.Rotation`), and through the gradients of
@@ -147,7 +147,7 @@ def main() -> None:
             rows.append(about | {"step_ms": round(ms, 2)} | measured(args.device))
 
     train_until_steps(run, args.scale, args.corpus, args.device, measure)
-    write(args.json, rows)
+    write(args.csv, rows)
     for row in rows:
         print(f"{row['form']}: errs by {row['worst_error']} at worst, forward and backward {row['step_ms']} ms")
 

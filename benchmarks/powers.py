@@ -1,4 +1,4 @@
-"""Times p = 3 and 4 with the backward, by chunk size: `python -m benchmarks.powers --device cuda --json FILE`.
+"""Times p = 3 and 4 with the backward, by chunk size: `python -m benchmarks.powers --device cuda --csv FILE`.
 
 Each shape and number of tokens has these rows: the quadratic form, chunks of some sizes, impl="auto" and, where values
 are as wide as keys, softmax attention by cuDNN. At the smallest number of tokens, a call is checked against float64, as
@@ -84,7 +84,7 @@ def table(rows: Sequence[dict]) -> list[str]:
                     cells[-1] += f" ({ms / last:.2f}x)"
                 if ms is not None and form == "auto":
                     cells[-1] += f" [{row['chunk']}]"
-                if ms is not None and "err" in row:
+                if ms is not None and row.get("err") is not None:
                     cells[-1] += f" {row['err']:.0e}"
                 last = ms
             passes = row.get("passes") or {}
@@ -108,7 +108,7 @@ def main() -> int:
     for case in cases:
         for time in times:
             rows += measure(replace(case, T=time), chunks, args.device, time == times[0], time == times[-1])
-            write(args.json, rows)
+            write(args.csv, rows)
             print(case.p, case.K, case.V, time, flush=True)
     print(*table(rows), sep="\n")
     return int(any("failure" in row for row in rows))

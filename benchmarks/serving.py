@@ -1,4 +1,4 @@
-"""The server under load: `python -m benchmarks.serving --device cpu --json FILE`.
+"""The server under load: `python -m benchmarks.serving --device cpu --csv FILE`.
 
 A server is started as a separate process, with an untrained model of bytes, which takes as much time as a trained
 model. Clients send requests over HTTP and measure the times. In the measurement of throughput, the first 16 answers are
@@ -271,7 +271,7 @@ async def measure(run: Path, chosen: Any, folder: Path) -> None:
 
     def told(new: list[dict]) -> None:
         rows.extend(row | {"model": chosen.preset} | measured(chosen.device) for row in new)
-        write(chosen.json, rows)
+        write(chosen.csv, rows)
         for row in new:
             print(json.dumps(row), flush=True)
 

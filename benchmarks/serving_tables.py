@@ -45,7 +45,7 @@ def _first_token(rows: list[dict]) -> Iterator[str]:
 def _memory(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         more, slots = (f"{row[name] / 1e6:,.1f} MB" for name in ("peak_extra_bytes", "bytes_of_all_slots"))
-        gpu = f"; on the GPU {row['gpu_bytes'] / 1e9:,.2f} GB at most, in all" if "gpu_bytes" in row else ""
+        gpu = f"; on the GPU {row['gpu_bytes'] / 1e9:,.2f} GB at most, in all" if row.get("gpu_bytes") else ""
         prompt = f"memory for a prompt of {row['prompt_tokens']:,} tokens"
         yield f"| {prompt} | {more} more than before, beside {slots} of slots{gpu} |"
 

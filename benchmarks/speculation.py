@@ -1,4 +1,4 @@
-"""Measures speculative decoding: `python -m benchmarks.speculation RUN --json FILE`, one row of text at a time.
+"""Measures speculative decoding: `python -m benchmarks.speculation RUN --csv FILE`, one row of text at a time.
 
 Prompts are parts of held-out documents ("documents"), or random tokens ("random"). Each prompt is continued without
 drafts and then with drafts, at temperature 0 and at temperature 1 with one seed, so that a machine that slows down does
@@ -111,7 +111,7 @@ def main() -> None:
                     f"{row['accepted']:,} of {row['proposed']:,} draft tokens accepted, "
                     f"distinct {row['distinct']:.2f}, same tokens for {row['same_tokens']} of {row['prompts']}"
                 )
-                write(arguments.json, rows)
+                write(arguments.csv, rows)
 
 
 if __name__ == "__main__":

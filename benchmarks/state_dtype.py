@@ -1,4 +1,4 @@
-"""Measures what a state in bfloat16 costs: `python -m benchmarks.state_dtype RUN --json FILE`.
+"""Measures what a state in bfloat16 costs: `python -m benchmarks.state_dtype RUN --csv FILE`.
 
 A model reads held-out documents one after the other, as in decoding: from step to step with one state, and as many
 tokens at a time as the tail has room for. There is a row for a float32 state, and one for a state in bfloat16
@@ -96,7 +96,7 @@ def main() -> None:
             f"{row['state_dtype']}, {row['state_bytes']:,} bytes: loss {row['loss']:.5f} ({row['more']:+.3%}), "
             f"of the last tenth {row['loss_of_last_tenth']:.5f} ({row['more_in_last_tenth']:+.3%})"
         )
-    write(arguments.json, rows)
+    write(arguments.csv, rows)
 
 
 if __name__ == "__main__":

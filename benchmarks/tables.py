@@ -7,7 +7,6 @@ A table is between the lines `<!-- table: NAME -->` and `<!-- end -->`, where NA
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +15,11 @@ from statistics import median
 
 from benchmarks.code_hash import PARTS, code_hash
 from benchmarks.learning_tables import learning_table
+from benchmarks.measure import read
 from benchmarks.mqar_tables import convolutions_table, equal_state_table, heads_table, seeds_table, widths_table
 from benchmarks.prose import wrapped
 from benchmarks.serving_tables import load_table, serving_table
-from sympow.recall.results import read_results, read_rows
+from sympow.recall.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -212,25 +212,26 @@ def training_table(rows: list[dict]) -> str:
     return "\n".join([*lines, "", f"{shape}; {measured_on(rows)}."])
 
 
-def ranks_table(result: dict) -> str:
+def ranks_table(rows: list[dict]) -> str:
     """Returns a row for each comparison of two runs."""
     lines = ["| run | against | steps | losses | largest difference | allowed |", "|---|---|---|---|---:|---:|"]
-    for row in result["rows"]:
+    for row in rows:
         steps = f"{row['first_step']} to {row['steps']}"
         losses = f"{row['first_loss']:.3f} to {row['last_loss']:.3f}"
         cells = [row["run"], row["against"], steps, losses, f"{row['difference']:.1e}", f"{row['allowed']:.0e}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{measured_on([result])}."])
+    return "\n".join([*lines, "", f"{measured_on(rows)}."])
 
 
-def long_row_table(result: dict) -> str:
+def long_row_table(rows: list[dict]) -> str:
     """Returns losses by tenths of the row."""
+    (result,) = rows
     tenths = result["tenths"]
     lines = [f"| {' | '.join(f'{10 * i}-{10 * (i + 1)}%' for i in range(len(tenths)))} |", "|" + "---:|" * len(tenths)]
     lines.append(f"| {' | '.join(f'{loss:.4f}' for loss in tenths)} |")
     run = f"{result['length']:,} tokens forward and backward in {result['seconds']:.1f} s, {result['peak_gib']} GiB"
     end = f"last tenth less the one before {result['rise_at_the_end']:+.4f} +- {result['standard_error']:.4f}"
-    return "\n".join([*lines, "", f"{run}; {end}; {measured_on([result])}."])
+    return "\n".join([*lines, "", f"{run}; {end}; {measured_on(rows)}."])
 
 
 def long_text_table(rows: list[dict]) -> str:
@@ -268,19 +269,19 @@ def hf_generate_table(rows: list[dict]) -> str:
 
 
 TABLES = {
-    "ops_cpu.json": ops_table,
-    "ops_h200.json": gpu_table,
-    "positions_h200.json": positions_table,
-    "host_h200.json": host_table,
-    "decoding_cpu.json": decoding_table,
-    "decoding_h200.json": decoding_gpu_table,
-    "decoding_models_h200.json": decoding_table,
-    "speculation_cpu.json": speculation_table,
-    "context_rounding_cpu.json": rounding_table,
-    "context_restore_cpu.json": restore_table,
-    "context_damage_cpu.json": damage_table,
-    "chunks_h200.json": chunks_table,
-    "chunks_no_gate_h200.json": chunks_table,
+    "ops_cpu.csv": ops_table,
+    "ops_h200.csv": gpu_table,
+    "positions_h200.csv": positions_table,
+    "host_h200.csv": host_table,
+    "decoding_cpu.csv": decoding_table,
+    "decoding_h200.csv": decoding_gpu_table,
+    "decoding_models_h200.csv": decoding_table,
+    "speculation_cpu.csv": speculation_table,
+    "context_rounding_cpu.csv": rounding_table,
+    "context_restore_cpu.csv": restore_table,
+    "context_damage_cpu.csv": damage_table,
+    "chunks_h200.csv": chunks_table,
+    "chunks_no_gate_h200.csv": chunks_table,
     "mqar_hybrids_h200.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
@@ -289,18 +290,18 @@ TABLES = {
     "learning.csv": learning_table,
     "mqar_heads_h200.csv": heads_table,
     "mqar_widths_h200.csv": widths_table,
-    "training_h200.json": training_table,
-    "training_ranks_h200.json": ranks_table,
-    "training_ranks_text_h200.json": ranks_table,
-    "training_ranks_recipe_h200.json": ranks_table,
-    "training_ranks_learning_h200.json": ranks_table,
-    "long_row_h200.json": long_row_table,
-    "long_text_h200.json": long_text_table,
-    "hf_generate_h200.json": hf_generate_table,
-    "serving_cpu.json": serving_table,
-    "serving_h200.json": serving_table,
-    "serving_load_cpu.json": load_table,
-    "serving_memory_cpu.json": serving_table,
+    "training_h200.csv": training_table,
+    "training_ranks_h200.csv": ranks_table,
+    "training_ranks_text_h200.csv": ranks_table,
+    "training_ranks_recipe_h200.csv": ranks_table,
+    "training_ranks_learning_h200.csv": ranks_table,
+    "long_row_h200.csv": long_row_table,
+    "long_text_h200.csv": long_text_table,
+    "hf_generate_h200.csv": hf_generate_table,
+    "serving_cpu.csv": serving_table,
+    "serving_h200.csv": serving_table,
+    "serving_load_cpu.csv": load_table,
+    "serving_memory_cpu.csv": serving_table,
 }
 
 
@@ -309,9 +310,7 @@ def of_results(name: str) -> str:
     path = RESULTS / name
     if not path.is_file():
         return MISSING
-    if path.suffix != ".csv":
-        return TABLES[name](json.loads(path.read_text()))
-    return TABLES[name](read_results(path) if name.startswith("mqar") else read_rows(path, ("commit", "corpus")))
+    return TABLES[name](read_results(path) if name.startswith("mqar") else read(path))
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
@@ -323,20 +322,28 @@ def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:
     return re.sub(r"<!-- table: (\S+) -->\n.*?<!-- end -->", written, text, flags=re.DOTALL)
 
 
-def stale(name: str) -> list[str]:
+def stale(path: Path) -> list[str]:
     """Returns the commits of rows whose code has changed since the measurement. A row contains the hash of its code.
     For a row without a hash, the hash of the code at its commit is used. Rows of a commit that git does not know are
-    stale."""
-    path = RESULTS / name
-    rows = read_rows(path, ("commit", "code")) if path.suffix == ".csv" else json.loads(path.read_text())
-    part = PARTS["cpu" if path.stem.endswith("_cpu") else "cuda"]
-    runs = {(row["commit"], row.get("code")) for row in (rows if isinstance(rows, list) else [rows])}
-    return sorted(commit for commit, code in runs if (code or code_hash(part, commit)) != code_hash(part))
+    stale. Rows that name neither a commit nor a hash are left out."""
+    named = "cpu" if path.stem.endswith("_cpu") else "cuda"
+    runs = {
+        (row.get("commit") or "unknown", row.get("code"), PARTS[_device(row.get("processor")) or named])
+        for row in read(path)
+        if row.get("commit") or row.get("code")
+    }
+    return sorted({commit for commit, code, part in runs if (code or code_hash(part, commit)) != code_hash(part)})
+
+
+def _device(processor: str | None) -> str | None:
+    """Returns the device that a row names by its processor."""
+    return processor and ("cuda" if processor.startswith("NVIDIA") else "cpu")
 
 
 def print_stale() -> int:
-    """Prints the results with stale rows, and returns how many there are."""
-    found = {name: commits for name in TABLES if (RESULTS / name).is_file() and (commits := stale(name))}
+    """Prints the files of results with stale rows, and returns how many there are."""
+    files = sorted(RESULTS.rglob("*.csv"))
+    found = {path.relative_to(RESULTS).as_posix(): commits for path in files if (commits := stale(path))}
     for name, commits in found.items():
         print(f"{name}: the code that it measured has changed since {', '.join(commits)}")
     return len(found)
@@ -345,7 +352,9 @@ def print_stale() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
-    parser.add_argument("--stale", action="store_true", help="change nothing; exit 1 if a table's code has changed")
+    parser.add_argument(
+        "--stale", action="store_true", help="change nothing; exit 1 if the code of results has changed"
+    )
     args = parser.parse_args()
     if args.stale:
         return int(print_stale() > 0)

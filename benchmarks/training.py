@@ -1,4 +1,4 @@
-"""Times training steps: `python -m benchmarks.training --json FILE`. With torchrun it uses several GPUs, which share
+"""Times training steps: `python -m benchmarks.training --csv FILE`. With torchrun it uses several GPUs, which share
 rows.
 
 The step is `train_step` of `sympow.training.step`. It includes the copy of the batch to the device, clipping and the
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import measured
+from benchmarks.measure import measured, read, write
 from sympow.data import DataConfig
 from sympow.models import LanguageModel, MixerConfig, preset
 from sympow.training import ExecutionConfig, RunConfig, TrainingConfig
@@ -178,7 +177,7 @@ def measure(shape: Shape, mixer: str, mode: str, device: torch.device, count: in
     """Returns the row of a mixer and a way to run it, with `count` timed steps. The first step is compared with the row
     of the plain way in `known`, from any number of ranks."""
     alike = {**asdict(shape), "mixer": mixer, "mode": "eager"}
-    plain = next((row for row in known if row.items() >= alike.items() and "ms" in row), {})
+    plain = next((row for row in known if row.items() >= alike.items() and row.get("ms")), {})
     error = plain["precision_error"] if plain else check_precision(shape, mixer, device)
     if not error <= ALLOWED:
         raise RuntimeError(f"{mixer}: bfloat16 is {error:.1e} from float32 where {ALLOWED:.1e} is allowed; not timed")
@@ -212,10 +211,10 @@ def with_ratios(rows: list[dict]) -> list[dict]:
 
     def speed(row: dict, **changed: object) -> float | None:
         wanted = {name: row[name] for name in (*SHAPE, "mixer", "mode", "ranks")} | changed
-        return next((r["tokens_per_second"] for r in rows if "ms" in r and r.items() >= wanted.items()), None)
+        return next((r["tokens_per_second"] for r in rows if r.get("ms") and r.items() >= wanted.items()), None)
 
     for row in rows:
-        if "ms" in row:
+        if row.get("ms"):
             others = {"mixer": "softmax"}, {"ranks": 1}, {"optimizer": "adamw"}
             for name, changed in zip(("ratio", "speedup", "over_adamw"), others, strict=True):
                 other = speed(row, **changed)
@@ -227,7 +226,7 @@ def line(row: dict) -> str:
     """Returns a row as text to print."""
     what = f"{row['mixer']:>11} {row['mode']:>18} {row['optimizer']:>5}"
     what += f" {row['context']:>9,} x {row['rows']:<3} {row['ranks']:>2} ranks"
-    if "error" in row:
+    if row.get("error"):
         return f"{what}  {row['error']}"
     numbers = f"{row['ms']:>10,.1f} ms {row['tokens_per_second']:>11,} tokens/s"
     mfu = "" if row["mfu"] is None else f" MFU {row['mfu']:.1%}"
@@ -249,20 +248,20 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compile"], help="(default: two)")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw"], help="(default: adamw)")
     parser.add_argument("--steps", type=int, default=5, help="timed, after two others (default: 5)")
-    parser.add_argument("--json", type=Path, required=True, help="file of the rows; those it holds are kept")
+    parser.add_argument("--csv", type=Path, required=True, help="file of the rows; those it holds are kept")
     args = parser.parse_args()
     device = torch.device(args.device)
     with launched(device):
         main_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        rows = json.loads(args.json.read_text()) if args.json.exists() else []
-        rows = [{"optimizer": "adamw"} | row for row in rows]  # earlier rows do not name theirs
+        rows = read(args.csv) if args.csv.exists() else []
+        rows = [row | {"optimizer": row.get("optimizer") or "adamw"} for row in rows]  # earlier rows do not name theirs
         runs = itertools.product(args.contexts, args.mixers, args.modes, args.optimizers)
         for context, mixer, mode, optimizer in runs:
             count = max(1, args.tokens // context)
             passing = min(count, args.micro_batch or count)
             shape = Shape(args.preset, args.vocabulary, context, count, passing, optimizer)
             name = {**asdict(shape), "mixer": mixer, "mode": mode, "ranks": world_size()}
-            if any(row.items() >= name.items() and "ms" in row for row in rows):
+            if any(row.items() >= name.items() and row.get("ms") for row in rows):
                 continue
             try:
                 row = measure(shape, mixer, mode, device, args.steps, rows)
@@ -276,7 +275,7 @@ def main() -> None:
             rows = with_ratios([*(r for r in rows if not r.items() >= name.items()), row])
             if main_rank:
                 print(line(row), flush=True)
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                write(args.csv, rows)
 
 
 if __name__ == "__main__":

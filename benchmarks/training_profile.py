@@ -1,4 +1,4 @@
-"""Shows where the GPU's time in a training step goes: `python -m benchmarks.training_profile --json FILE`.
+"""Shows where the GPU's time in a training step goes: `python -m benchmarks.training_profile --csv FILE`.
 
 The step is that of `benchmarks.training`, compiled. The profiler of PyTorch records every kernel of a few steps after
 the first ones. A row of FILE is a kernel: its launches and its milliseconds in a step, the largest first. The profiler
@@ -8,7 +8,6 @@ slows the host, so the time of a whole step is that of `benchmarks.training`, wi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import measured
+from benchmarks.measure import measured, write
 from benchmarks.training import MIXERS, Shape, attention
 from sympow.models import LanguageModel
 from sympow.training.optimizer import make_optimizer
@@ -85,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of a step (default: 1)")
     parser.add_argument("--mixer", choices=MIXERS, default="power", help="(default: power)")
     parser.add_argument("--steps", type=int, default=4, help="that are recorded (default: 4)")
-    parser.add_argument("--json", type=Path, required=True, help="file of the rows")
+    parser.add_argument("--csv", type=Path, required=True, help="file of the rows")
     args = parser.parse_args()
     device = torch.device("cuda")
     shape = Shape(args.preset, args.vocabulary, args.context, args.rows, args.rows)
@@ -95,7 +94,7 @@ def main() -> None:
     print(f"{busy:.1f} ms of kernels in {span:.1f} ms a step")
     about = {"preset": args.preset, "context": args.context, "rows": args.rows, "mixer": args.mixer}
     whole = about | {"busy_ms": round(busy, 3), "span_ms": round(span, 3)} | measured("cuda")
-    args.json.write_text(json.dumps([whole, *rows], indent=1) + "\n")
+    write(args.csv, [whole, *rows])
 
 
 if __name__ == "__main__":

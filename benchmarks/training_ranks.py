@@ -8,14 +8,13 @@ Python's standard library in bytes.
     python -m benchmarks.training_ranks --out DIR
 
 Each call trains the runs that are missing in DIR and possible on its ranks, so every call may be repeated. The last
-call writes DIR/ranks.json. It ends with exit code 1 if losses differ by more than is allowed.
+call writes DIR/ranks.csv. It ends with exit code 1 if losses differ by more than is allowed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.chains import Chains, options
-from benchmarks.measure import measured
+from benchmarks.measure import measured, write
 from benchmarks.training import world_size
 from sympow.data import Batches, ByteTokenizer, DataConfig, open_corpus
 from sympow.models import MixerConfig, preset
@@ -124,7 +123,7 @@ def main() -> int:
     about = measured(args.device)
     config = run_config(args)
     settings = {"model": config.model.to_dict(), "training": config.training.to_dict(), "text": args.text}
-    (args.out / "ranks.json").write_text(json.dumps({"rows": rows, **settings, **about}, indent=1) + "\n")
+    write(args.out / "ranks.csv", [row | settings | about for row in rows])
     return int(any(row["difference"] > row["allowed"] for row in rows))
 
 

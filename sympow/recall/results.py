@@ -51,6 +51,14 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
 
     Columns named in `texts` are not read as numbers where they look so. Raises ValueError for a file that is no table.
     """
+    return [
+        {name: text if name in texts and text else _value(text) for name, text in row.items()}
+        for row in read_cells(path)
+    ]
+
+
+def read_cells(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file as text, by the names of its columns; ValueError for a file that is no table."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -59,7 +67,7 @@ def read_rows(path: str | os.PathLike[str], texts: Collection[str] = ()) -> list
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():  # as csv tells cells without a column, and columns without a cell
             raise ValueError(f"{path} is no table of results: row {number} has not as many cells as there are columns")
-    return [{name: text if name in texts and text else _value(text) for name, text in row.items()} for row in rows]
+    return rows
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

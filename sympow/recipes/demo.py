@@ -24,7 +24,7 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
     """Returns a config for two CPU cores, where a small model learns more in a few minutes than a larger one.
 
     Of the learning rates that benchmarks/demo_learning_rates.py tries, this one is the best for power attention, and
-    for softmax attention as good as twice the rate (benchmarks/results/demo_learning_rates.json). Heads have 16
+    for softmax attention as good as twice the rate (benchmarks/results/demo_learning_rates.csv). Heads have 16
     channels and not 32, so that a state has 136 rows instead of 528. A larger model would read too few tokens in the
     time.
     """

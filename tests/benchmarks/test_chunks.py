@@ -1,6 +1,5 @@
 """The benchmark of the forms, run on the CPU on very small shapes without a clock."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks import chunks, tables
 from benchmarks.cases import FORMS, Case
-from benchmarks.measure import kernel_milliseconds
+from benchmarks.measure import kernel_milliseconds, read
 from sympow.ops.triton import gradients, output, states
 from sympow.ops.triton.hopper import key_gradient, query_gradient
 from sympow.ops.triton.hopper import output as hopper_output
@@ -33,9 +32,9 @@ def no_timing(monkeypatch):
 
 def run(monkeypatch, tmp_path, *options):
     """Exit status and rows of the command."""
-    file = tmp_path / "chunks.json"
-    monkeypatch.setattr("sys.argv", ["chunks", "--threads", "1", "--json", str(file), *options])
-    return chunks.main(), json.loads(file.read_text())
+    file = tmp_path / "chunks.csv"
+    monkeypatch.setattr("sys.argv", ["chunks", "--threads", "1", "--csv", str(file), *options])
+    return chunks.main(), read(file)
 
 
 def test_rows(monkeypatch, tmp_path, capsys):
@@ -130,7 +129,7 @@ def test_figure(tmp_path):
 
 
 def test_the_cpu_has_no_passes_to_draw(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("sys.argv", ["chunks", "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")])
+    monkeypatch.setattr("sys.argv", ["chunks", "--csv", str(tmp_path / "x.csv"), "--plot", str(tmp_path / "x.png")])
     with pytest.raises(SystemExit):
         chunks.main()
     assert "--plot shows the passes, kernels of --device cuda" in capsys.readouterr().err
@@ -152,7 +151,7 @@ def test_table():
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["chunks", "--device", "cuda", "--json", str(tmp_path / "x.json")])
+    monkeypatch.setattr("sys.argv", ["chunks", "--device", "cuda", "--csv", str(tmp_path / "x.csv")])
     with pytest.raises(SystemExit):
         chunks.main()
     assert "cuda needs a GPU, and torch finds none" in capsys.readouterr().err

@@ -1,12 +1,12 @@
 """The benchmark of decoding on a very small model: what is checked before it is timed, and what the rows hold."""
 
-import json
 import sys
 
 import pytest
 import torch
 
 from benchmarks import decoding
+from benchmarks.measure import read
 from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 
@@ -49,11 +49,11 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    threads, file = torch.get_num_threads(), tmp_path / "rows.json"
+    threads, file = torch.get_num_threads(), tmp_path / "rows.csv"
     words = ["--preset", "nano", "--contexts", "8", "40", "--tokens", "2", "--threads", str(threads)]
-    monkeypatch.setattr(sys, "argv", ["decoding", *words, "--json", str(file)])
+    monkeypatch.setattr(sys, "argv", ["decoding", *words, "--csv", str(file)])
     decoding.main()
-    assert [(row["mixer"], row["context"]) for row in json.loads(file.read_text())] == [
+    assert [(row["mixer"], row["context"]) for row in read(file)] == [
         (name, context) for name in decoding.MIXERS for context in (8, 40)
     ]
     assert len(capsys.readouterr().out.splitlines()) == 7

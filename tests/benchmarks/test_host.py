@@ -1,12 +1,11 @@
 """The benchmark of what calls cost the host, run on the CPU on a very small shape."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import host
 from benchmarks.cases import Case
+from benchmarks.measure import read
 
 SMALL = Case(T=12, H=2, G=2, K=4, V=4)
 
@@ -21,10 +20,10 @@ def small(monkeypatch):
 def test_rows(monkeypatch, tmp_path):
     """The columns that results promise, from the command itself."""
     monkeypatch.setattr(host, "microseconds", lambda calls, device: [(len(call()), 8.0) for call in calls])
-    file = tmp_path / "host.json"
-    monkeypatch.setattr("sys.argv", ["host", "--device", "cpu", "--threads", "1", "--json", str(file)])
+    file = tmp_path / "host.csv"
+    monkeypatch.setattr("sys.argv", ["host", "--device", "cpu", "--threads", "1", "--csv", str(file)])
     host.main()
-    rows = json.loads(file.read_text())
+    rows = read(file)
     assert [row["what"] for row in rows] == ["forward", "forward+backward", *host.LAYERS]
     columns = "what T us peer_us one_thread_us peer_one_thread_us wall_us peer_wall_us ratio err peer processor"
     assert {*columns.split(), "commit", "code", "torch"} <= rows[0].keys()

@@ -1,12 +1,12 @@
 """The benchmark of a long row, at a length that is none."""
 
-import json
 import sys
 
 import pytest
 import torch
 
 from benchmarks import long_row
+from benchmarks.measure import read
 from sympow.training.language import TrainingResult
 
 
@@ -15,7 +15,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     words += ["--rows", "2", "--steps", "3", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["long_row", *words])
     code = long_row.main()
-    result = json.loads((tmp_path / "long_row.json").read_text())
+    (result,) = read(tmp_path / "long_row.csv")
     assert code == int(not result["flat_or_falling"]) and result["finite"] and result["trained_steps"] == 3
     spans = result["curve"]
     assert [span["start"] for span in spans[1:]] == [span["stop"] for span in spans[:-1]]

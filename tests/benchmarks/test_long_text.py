@@ -1,6 +1,5 @@
 """The benchmark of a million tokens of text, on documents of a few."""
 
-import json
 import sys
 
 import numpy as np
@@ -10,6 +9,7 @@ import zarr
 
 from benchmarks import long_text
 from benchmarks.long_text import by_position, losses_in_rows
+from benchmarks.measure import read
 from benchmarks.tables import long_text_table
 from sympow.data import TokenCorpus
 from sympow.models import LanguageModel, MixerConfig, preset
@@ -73,7 +73,7 @@ def test_command_keeps_the_rows_of_other_contexts(corpus, monkeypatch, capsys):
     assert call(monkeypatch, corpus, "--context", "16") == 0
     assert call(monkeypatch, corpus, "--context", "32") == 0
     assert call(monkeypatch, corpus, "--context", "32") == 0  # the training is finished; its rows are replaced
-    rows = json.loads((corpus / "out" / "long_text.json").read_text())
+    rows = read(corpus / "out" / "long_text.csv")
     assert [(row["trained_context"], row["start"]) for row in rows] == [
         (context, start) for context in (16, 32) for start in (1, 2, 4, 8, 16, 32, 64)
     ]

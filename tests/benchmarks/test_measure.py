@@ -1,8 +1,12 @@
-"""How calls are timed."""
+"""How calls are timed, and how rows are written."""
 
 import time
 
-from benchmarks.measure import milliseconds
+import pytest
+
+from benchmarks.measure import milliseconds, read, write
+from benchmarks.tables import RESULTS
+from sympow.recall import write_results
 
 
 def test_calls_take_turns_in_changing_order_and_keep_their_own_times():
@@ -16,3 +20,49 @@ def test_calls_take_turns_in_changing_order_and_keep_their_own_times():
     assert times == sorted(times) and times[0] >= 2 and times[2] >= 6
     rounds = [tuple(taken[i : i + 3]) for i in range(6, len(taken), 3)]  # after warming up and counting repeats
     assert len(rounds) == 6 and len(set(rounds)) > 1 and all(sorted(order) == [0, 1, 2] for order in rounds)
+
+
+ROWS = [
+    {"commit": "1485582", "torch": "2.10", "name": "power", "ms": 0.1 + 0.2, "T": 65536, "graph": True, "ratio": 1.0},
+    {"commit": "12e4567", "name": "1e5", "ms": None, "T": 2**53 + 1, "graph": False, "passes": {"a": 1.5, "b": None}},
+    {"commit": "05c02\u00e9", "name": "True", "ms": 1e-300, "bins": [{"end": 512, "loss": 2.5}], "text": 'a, "b"'},
+    *({"commit": '"a"', "name": name} for name in ("", "007", "nan", "null", "[1]", '"', " a ", "1_000", "a\n\rb\0")),
+]
+
+
+def test_rows_come_back_from_a_file(tmp_path):
+    """With the kind of every value; a name that a row lacks is None."""
+    file = tmp_path / "rows.csv"
+    write(file, ROWS)
+    columns = dict.fromkeys(name for row in ROWS for name in row)
+    found = read(file)
+    assert repr(found) == repr([columns | row for row in ROWS])
+    assert len(file.read_bytes().splitlines()) == 1 + len(ROWS)
+    write(file, found)
+    assert read(file) == found
+
+
+def test_rows_of_no_names_and_infinite_numbers(tmp_path):
+    write(tmp_path / "rows.csv", [])
+    assert read(tmp_path / "rows.csv") == []
+    write(tmp_path / "rows.csv", [{"loss": float("nan"), "ratio": float("inf")}])
+    assert repr(read(tmp_path / "rows.csv")) == "[{'loss': nan, 'ratio': inf}]"
+
+
+def test_rows_of_runs_of_recall_are_read(tmp_path):
+    row = {"commit": "1485582", "loss": 0.25, "compiled": True, "size": None, "seed": 3, "ratio": float("inf")}
+    write_results(tmp_path / "rows.csv", [row])
+    assert read(tmp_path / "rows.csv") == [row]
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b\n1\n")
+    with pytest.raises(ValueError, match=r"rows\.csv is no table of results: row 1 has not as many cells"):
+        read(tmp_path / "rows.csv")
+
+
+def test_committed_results_are_rows_in_csv():
+    """One file is the description of a corpus, which has no rows."""
+    files = [path for path in RESULTS.rglob("*") if path.suffix in (".csv", ".json")]
+    assert [path.name for path in files if path.suffix == ".json"] == ["doc_corpus.json"]
+    assert all(read(path) for path in files if path.suffix == ".csv")

@@ -1,10 +1,10 @@
-import json
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import ops, tables
 from benchmarks.cases import CASES, Case
+from benchmarks.measure import read
 
 SMALL = Case(T=70, H=2, G=1, K=4, V=3)
 
@@ -18,10 +18,10 @@ def no_timing(monkeypatch):
 def test_rows(monkeypatch, tmp_path):
     """The columns that results promise, from the command itself."""
     monkeypatch.setitem(CASES, "cpu", [SMALL])
-    file = tmp_path / "ops.json"
-    monkeypatch.setattr("sys.argv", ["ops", "--device", "cpu", "--threads", "1", "--json", str(file)])
+    file = tmp_path / "ops.csv"
+    monkeypatch.setattr("sys.argv", ["ops", "--device", "cpu", "--threads", "1", "--csv", str(file)])
     ops.main()
-    rows = json.loads(file.read_text())
+    rows = read(file)
     assert [row["mode"] for row in rows] == ["forward", "forward+backward"]
     columns = "op impl peer device dtype B T H G K V p chunk gated mode ms peer_ms ratio err commit torch"
     assert set(columns.split()) <= rows[0].keys()
@@ -31,12 +31,12 @@ def test_rows(monkeypatch, tmp_path):
 def test_some_cases_leave_other_rows(monkeypatch, tmp_path, capsys):
     """And replace their own."""
     monkeypatch.setitem(CASES, "cpu", [SMALL, replace(SMALL, T=80)])
-    file = tmp_path / "ops.json"
-    command = ["ops", "--device", "cpu", "--threads", "1", "--json", str(file)]
+    file = tmp_path / "ops.csv"
+    command = ["ops", "--device", "cpu", "--threads", "1", "--csv", str(file)]
     for more in ([], ["--times", "80", "--powers", "2"]):
         monkeypatch.setattr("sys.argv", command + more)
         ops.main()
-        rows = json.loads(file.read_text())
+        rows = read(file)
         assert [(row["T"], row["mode"]) for row in rows] == [
             (70, "forward"), (70, "forward+backward"), (80, "forward"), (80, "forward+backward")
         ]  # fmt: skip

@@ -1,6 +1,5 @@
 """The gradient of data-dependent positions in a trained model: both forms are measured, and are right in float32."""
 
-import json
 import sys
 
 import numpy as np
@@ -8,6 +7,7 @@ import zarr
 
 from benchmarks import positions
 from benchmarks.context_scaling.grid import DOCUMENT, SCALES
+from benchmarks.measure import read
 
 
 def test_both_forms_are_measured_in_every_layer(monkeypatch, tmp_path, capsys):
@@ -15,11 +15,11 @@ def test_both_forms_are_measured_in_every_layer(monkeypatch, tmp_path, capsys):
     for name in ("train", "heldout"):
         tokens = rng.integers(0, 256, (3, length), dtype=np.uint16)
         zarr.create_array(str(tmp_path / f"{name}.zarr"), data=tokens, chunks=(1, length), zarr_format=2)
-    file = tmp_path / "rows.json"
-    words = ("--corpus", tmp_path, "--scale", "toy", "--json", file)
+    file = tmp_path / "rows.csv"
+    words = ("--corpus", tmp_path, "--scale", "toy", "--csv", file)
     monkeypatch.setattr(sys, "argv", ["positions", *map(str, words)])
     positions.main()
-    rows = json.loads(file.read_text())
+    rows = read(file)
     assert [row["form"] for row in rows] == list(positions.FORMS)
     for row in rows:
         assert len(row["errors"]) == 2 and row["worst_error"] == max(row["errors"]) < 1e-3

@@ -1,6 +1,5 @@
 """The benchmarks of drafts and of restored contexts on a very small run: what is compared, and what the rows hold."""
 
-import json
 import sys
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import context_restore, speculation
+from benchmarks.measure import read
 from sympow.models.speculation import Pace
 from tests.tiny_runs import finished_runs
 
@@ -35,12 +35,12 @@ def run(tmp_path_factory):
 
 def test_rows_of_drafts(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Pace, "length", lambda self: 5)
-    file = tmp_path / "rows.json"
+    file = tmp_path / "rows.csv"
     words = ["speculation", run, "--draft", run, "--prompts", "4", "--prompt", "20", "--tokens", "12"]
-    words += ["--json", str(file)]
+    words += ["--csv", str(file)]
     monkeypatch.setattr(sys, "argv", [*words, "--threads", str(torch.get_num_threads())])
     speculation.main()
-    rows = json.loads(file.read_text())
+    rows = read(file)
     assert [(row["text"], row["temperature"], row["drafts"]) for row in rows] == [
         (text, temperature, drafts)
         for drafts in ("n-grams", "tiny")

@@ -1,13 +1,13 @@
 """The benchmark that holds several ranks to one: three calls, of which each trains what is missing."""
 
 import argparse
-import json
 import sys
 
 import pytest
 import torch
 
 from benchmarks import training_ranks
+from benchmarks.measure import read
 from sympow.training import latest
 from tests.ranks import run_ranks
 
@@ -41,9 +41,8 @@ def test_three_calls(tmp_path, monkeypatch, capsys):
     assert run_ranks(call, 2, tmp_path) == [0, 0]
     assert not (tmp_path / "continued").exists()
     assert call(tmp_path) == 0
-    written = json.loads((tmp_path / "ranks.json").read_text())
-    rows = written["rows"]
-    assert written["training"]["warmup_steps"] == 3
+    rows = read(tmp_path / "ranks.csv")
+    assert {row["training"]["warmup_steps"] for row in rows} == {3}
     assert [(row["run"], row["against"], row["first_step"]) for row in rows] == [
         ("several", "one", 1),
         ("halves", "one", 1),
@@ -57,4 +56,4 @@ def test_three_calls(tmp_path, monkeypatch, capsys):
         training_ranks, "losses", lambda run: {k: v * (1 + (run.name == "one") / 100) for k, v in losses(run).items()}
     )
     assert call(tmp_path) == 1
-    assert json.loads((tmp_path / "ranks.json").read_text())["rows"][0]["difference"] == pytest.approx(0.01, rel=0.1)
+    assert read(tmp_path / "ranks.csv")[0]["difference"] == pytest.approx(0.01, rel=0.1)

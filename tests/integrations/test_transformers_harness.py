@@ -1,6 +1,5 @@
 """Exported models are scored by lm-evaluation-harness on the local tasks, without a network."""
 
-import json
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import harness
+from benchmarks.measure import read
 from sympow.cli import main
 from sympow.data import BPETokenizer
 
@@ -20,10 +20,10 @@ def test_local_tasks_score_an_exported_model(tmp_path, monkeypatch):
     BPETokenizer.train(["The pass key is 01234567890. Remember it."], 280).save(tmp_path / "hf")
     assert main(["convert", f"{tmp_path}/hf", "--out", f"{tmp_path}/run", "--pattern", "power,softmax"]) == 0
     assert main(["export", f"{tmp_path}/run", "--out", f"{tmp_path}/student"]) == 0
-    words = ["harness", f"{tmp_path}/student", "--limit", "2", "--max-length", "256", "--json", f"{tmp_path}/rows.json"]
+    words = ["harness", f"{tmp_path}/student", "--limit", "2", "--max-length", "256", "--csv", f"{tmp_path}/rows.csv"]
     monkeypatch.setattr(sys, "argv", words)
     harness.main()
-    rows = {(row["task"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
+    rows = {(row["task"], row["metric"]): row for row in read(tmp_path / "rows.csv")}
     assert rows["passkeys", "exact_match"]["samples"] == 2
     assert 4 < rows["pages", "bits_per_byte"]["value"] < 12  # a random model: about 8 bits
     assert {row["run"] for row in rows.values()} == {"student"}
