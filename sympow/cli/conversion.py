@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from sympow.conversion import keeps_layers, parse_pattern, swap_mixers
+from sympow.conversion import parse_pattern, swap_mixers
+from sympow.conversion.swap import keeps_layers
 from sympow.data import BPETokenizer, DataConfig
 from sympow.models import LanguageModel
 from sympow.training import RunConfig, TrainingConfig

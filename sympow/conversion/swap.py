@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +57,7 @@ def keeps_layers(config: ModelConfig, pattern: Sequence[str], p: int = 2) -> boo
             raise ValueError(f"the layers of the model have power attention with p = {own}, which is kept; got p = {p}")
     for kind in pattern:
         if kind != "power":
-            raise ValueError(f"the layers of the model have power attention, which the pattern power keeps; got {kind!r}")
+            raise ValueError(f"the layers of the model have power attention, kept by the pattern power; got {kind!r}")
     return True
 
 
@@ -72,12 +71,11 @@ def swap_mixers(
     of exp(score). The constant a is `INITIAL_SCORE`, and biases of queries and keys contain it. The new parts of a
     power layer initially change nothing, or little: the short convolution is the identity, the output gate is 1, and
     the gate is nearly open and the same for all tokens. A power layer gets no new norm of heads, because the norm would
-    remove the magnitudes of the heads' outputs. Parts that the teacher's layers have too keep their weights. A teacher
-    with power attention in all layers keeps its layers, by the pattern "power".
+    remove the magnitudes of the heads' outputs. Parts that the teacher's layers have too keep their weights.
 
     Args:
         teacher: a model of the llama body in which all layers have softmax attention, to all tokens or in windows. A
-            layer with windows does not get wider ones. Or a model of any body with power attention in all layers.
+            layer with windows does not get wider ones.
         pattern: the kinds of layers, repeated over the layers: "power", "window", or "softmax" to keep the layer; or a
             text for `parse_pattern`.
         p: the power of power layers.
@@ -90,8 +88,6 @@ def swap_mixers(
     pattern = parse_pattern(pattern) if isinstance(pattern, str) else tuple(pattern)
     if not pattern or any(kind not in KINDS for kind in pattern):
         raise ValueError(f"a pattern is made of {', '.join(KINDS)}; got {list(pattern)}")
-    if keeps_layers(config, pattern, p):
-        return deepcopy(teacher)
     if config.body != "llama" or any(mixer.name not in ("softmax", "window") for mixer in config.mixers):
         names = ", ".join(dict.fromkeys(mixer.name for mixer in config.mixers))
         raise ValueError(f"the model to convert has the llama body and softmax attention; got {config.body}, {names}")

@@ -180,7 +180,8 @@ class PowerAttention(AttentionMixer):
         position: int | Tensor = 0
         if self.rotation == "data":
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
-        return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype, self.eps), position)
+        memory = initial_memory(self, self.p, self.impl, batch_size, device, dtype, self.eps)
+        return PowerAttentionState(memory, position)
 
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""

@@ -4,7 +4,7 @@ from sympow.models.bodies import BODIES
 from sympow.models.config import MixerConfig, ModelConfig
 from sympow.models.context_file import Context, ContextError, load_context, save_context
 from sympow.models.generation import Drawn, Generation, generate, stream
-from sympow.models.lm import LanguageModel, ModelState, Undrawn
+from sympow.models.lm import LanguageModel, ModelState
 from sympow.models.presets import PRESETS, preset
 from sympow.models.recall import RecallModel
 from sympow.models.speculation import Drafts, ModelDrafts, NgramDrafts
@@ -24,7 +24,6 @@ __all__ = [
     "ModelState",
     "NgramDrafts",
     "RecallModel",
-    "Undrawn",
     "generate",
     "load_context",
     "preset",

@@ -361,8 +361,8 @@ class Undrawn(LanguageModel):
         device = torch.get_default_device()
         with torch.device("meta"):
             super().__init__(config)
-        state = self.state_dict()
-        empty = {name: torch.empty(each.shape, dtype=dtype or each.dtype, device=device) for name, each in state.items()}
+        shapes = {name: (each.shape, dtype or each.dtype) for name, each in self.state_dict().items()}
+        empty = {name: torch.empty(shape, dtype=kind, device=device) for name, (shape, kind) in shapes.items()}
         self.load_state_dict(empty, assign=True)
 
     def reset_parameters(self, seed: int | None = None) -> None:

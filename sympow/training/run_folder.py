@@ -13,7 +13,8 @@ import torch
 from sympow.data.claim import locked
 from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
-from sympow.models import LanguageModel, Undrawn
+from sympow.models import LanguageModel
+from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes
 from sympow.training.checkpoint import (
     Checkpoint,

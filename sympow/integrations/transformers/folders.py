@@ -20,7 +20,8 @@ from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.weights import native_name, weights
-from sympow.models import LanguageModel, Undrawn
+from sympow.models import LanguageModel
+from sympow.models.lm import Undrawn
 from sympow.training import load_model
 from sympow.training.config import RunConfig
 from sympow.training.run_folder import LoadedModel, new_folder, write_run_folder

@@ -23,8 +23,9 @@ from sympow.integrations.transformers.weights import is_loaded, native_name, wei
 from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
 from sympow.layers.registry import UntrustedCodeError
-from sympow.models import LanguageModel, Undrawn
+from sympow.models import LanguageModel
 from sympow.models.bodies import Block
+from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.sources import check_fields, check_shapes, neighbouring_pairs, rope_scaling
 from sympow.integrations.transformers.weight_files import safetensors_files
-from sympow.models import LanguageModel, MixerConfig, ModelConfig, Undrawn
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
+from sympow.models.lm import Undrawn
 
 POWER_MODELS = ("brumby", "powercoder")
 """The `model_type` of what can be read."""
@@ -200,12 +201,15 @@ def _described(stored: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
         shapes |= {f"self_attn.{each}_norm": (head_dim,) for each in "qk"}
         shapes |= {f"mlp.{each}_proj": (config.mlp_width, width) for each in ("gate", "up")}
         shapes["mlp.down_proj"] = (width, config.mlp_width)
-    whole = {f"model.layers.{layer}.{part}": shape for layer in range(config.n_layers) for part, shape in shapes.items()}
     yield "model.embed_tokens.weight", (config.vocab_size, width)
-    for name, shape in (whole | {"model.norm": (width,)}).items():
-        yield f"{name}.weight", shape
-        if biased:
-            yield f"{name}.bias", shape[:1]
+    for layer in range(config.n_layers):
+        for part, shape in shapes.items():
+            yield f"model.layers.{layer}.{part}.weight", shape
+            if biased:
+                yield f"model.layers.{layer}.{part}.bias", shape[:1]
+    yield "model.norm.weight", (width,)
+    if biased:
+        yield "model.norm.bias", (width,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (config.vocab_size, width)
 
