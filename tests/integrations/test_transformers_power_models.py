@@ -392,3 +392,24 @@ def test_runs_keep_the_dtype_of_the_source(tmp_path, capsys):
     (tmp_path / "text").write_text("to be or not to be")
     assert main(["read", str(run), str(tmp_path / "text"), "--out", str(tmp_path / "context")]) == 0
     assert main(["generate", str(run), "--context", str(tmp_path / "context"), "--max-new-tokens", "3"]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluate_and_distill_a_run_in_bfloat16(tmp_path, kind, capsys):
+    folder = write(tmp_path / "hf", CONFIGS[kind], drawn(CONFIGS[kind], torch.bfloat16))
+    texts, run = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    (texts / "a.txt").write_text("to be or not to be, that is. " * 2000)
+    assert main(["convert", str(folder), "--out", str(run)]) == 0
+    data = ["--data", "kind=text", "--data", f"path={texts}"]
+    capsys.readouterr()
+    means = []
+    for dtype in ("float32", "bfloat16", "auto"):
+        assert main(["evaluate", str(run), "--context", "64", "--rows", "2", "--dtype", dtype, *data]) == 0
+        means.append(capsys.readouterr().out.splitlines()[-1])
+    assert means[1] == means[2] != means[0]
+    steps = ["training.steps=2", "training.context=32", "training.batch_size=2", "training.evaluation_batches=1",
+             "training.warmup_steps=1", "distillation.layer_steps=0", "distillation.text_steps=1"]  # fmt: skip
+    for teacher in (folder, run):
+        command = ["distill", str(run), "--teacher", str(teacher), "--out", str(tmp_path / teacher.name / "student")]
+        assert main([*command, "data.kind=text", f"data.path={texts}", "training.precision=float32", *steps]) == 0
