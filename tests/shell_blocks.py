@@ -83,6 +83,7 @@ NOT_RUN = {
     "curl": "asks a server: tests/serving/test_http_server.py",
     "sympow train longcrawl64:power data.path=URL": "needs a network: tests/data/test_zarr_corpus.py",
     "sympow mqar mqar:widths --jobs 64 --executor slurm": "needs a cluster: tests/recall/test_sweep.py",
+    "sympow generate brumby": "needs weights of 30 GB: tests/integrations/test_transformers_power_models.py",
     "sympow convert": "needs transformers: tests/integrations/test_transformers_conversion.py",
     "sympow distill swapped --teacher SmolLM2": "needs transformers: "
     "tests/integrations/test_transformers_conversion.py",

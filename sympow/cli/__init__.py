@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
                           help="Average over N sequences (default: 16).")  # fmt: skip
     evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
                           help="Change a field of the run's data config, such as kind=text; may be repeated.")
+    evaluate.add_argument("--dtype", choices=about.DTYPES, default="auto", help=about.WEIGHTS)
     evaluate.add_argument("--device", default="auto", help=about.DEVICE)
     evaluate.add_argument("--csv", metavar="FILE", type=_path, help="Write the losses into this file.")
     evaluate.add_argument("--plot", metavar="FILE", type=_path, help="Draw the curves of all runs into this image.")
@@ -162,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
                         help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip
     drafts.add_argument("--draft", metavar="RUN", type=_path,
                         help="Propose tokens with the smaller model of this run, which has the same tokenizer.")
+    generate.add_argument("--dtype", choices=about.DTYPES, default="auto", help=about.WEIGHTS)
     generate.add_argument("--device", default="auto", help=about.DEVICE)
 
     read = command("read", "Read a text and write the state after it into a context file.", about.READ)
@@ -206,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
                        help="Keep states of prompts in this folder too (default: in memory only).")  # fmt: skip
     serve.add_argument("--cache-disk", metavar="X", type=_number,
                        help="Keep X GiB of these states in --cache-dir (default: 10).")  # fmt: skip
+    serve.add_argument("--dtype", choices=about.DTYPES, default="auto", help=about.WEIGHTS)
     serve.add_argument("--device", default="auto", help=about.DEVICE)
 
     export = command("export", "Write a run as a folder for Hugging Face transformers.", about.EXPORT)

@@ -20,7 +20,7 @@ from sympow.cli.passkeys import measure_passkeys
 from sympow.cli.places import check_image, check_writable, image_types
 from sympow.cli.reading import check_out, read_text
 from sympow.cli.recalling import measure, probe_runs
-from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, labels_of
+from sympow.cli.runs import check_data_tokenizer, check_held_out, check_tokenizers, dtype_of, labels_of
 from sympow.cli.scored import load_scored
 from sympow.cli.writing import argument_text, draft_model, text_of, write_text
 from sympow.conversion import distill as distill_run
@@ -70,7 +70,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """Runs `sympow evaluate`."""
     check_writable(options.csv)
     check_image(options.plot)
-    runs = _load_runs(options.runs, resolve_device(options.device))
+    runs = _load_runs(options.runs, resolve_device(options.device), dtype_of(options.dtype))
     context = options.context or 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, options.rows, options.data)
     _print_curves(curves)
@@ -139,7 +139,7 @@ def generate(options: argparse.Namespace) -> None:
     prompt = argument_text(options.prompt or "", "--prompt")
     if options.prompt_file is not None:
         prompt = text_of(options.prompt_file)
-    run = load(options.run, resolve_device(options.device))
+    run = load(options.run, resolve_device(options.device), dtype_of(options.dtype))
     context = None if options.context is None else load_context(options.context, run.model)
     write_text(
         run,
@@ -160,7 +160,7 @@ def read(options: argparse.Namespace) -> int | None:
     out = Path(options.out)
     check_out(out, options.text, options.context)
     check_writable(options.out, replaced=True)
-    run = load(options.run, resolve_device(options.device))
+    run = load(options.run, resolve_device(options.device), None)
     done = read_text(
         run,
         options.text,
@@ -348,7 +348,7 @@ def demo(options: argparse.Namespace) -> int | None:
         code = _train(config, folders[-1], options.quiet)
         if code:
             return code
-    runs = _load_runs([str(each) for each in folders], resolve_device("auto"))
+    runs = _load_runs([str(each) for each in folders], resolve_device("auto"), None)
     context = 4 * max(run.config.training.context for run in runs.values())
     curves = _evaluate(runs, context, rows=16, quiet=options.quiet)
     _print_curves(curves)
@@ -383,9 +383,9 @@ def _train(config: RunConfig, folder: Path, quiet: bool, restart: bool = False) 
     return 128 + signal.Signals[result.stopped_by] if result.stopped_by else None
 
 
-def _load_runs(paths: Sequence[str], device: torch.device) -> dict[str, Run]:
+def _load_runs(paths: Sequence[str], device: torch.device, dtype: torch.dtype | None) -> dict[str, Run]:
     """Loads runs, by label."""
-    runs = {label: load(path, device) for label, path in zip(labels_of(paths), paths, strict=True)}
+    runs = {label: load(path, device, dtype) for label, path in zip(labels_of(paths), paths, strict=True)}
     check_tokenizers({label: run.tokenizer for label, run in runs.items()})
     return runs
 

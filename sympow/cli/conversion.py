@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from sympow.conversion import parse_pattern, swap_mixers
+from sympow.conversion.swap import keeps_layers
 from sympow.data import BPETokenizer, DataConfig
 from sympow.models import LanguageModel
 from sympow.training import RunConfig, TrainingConfig
@@ -36,7 +37,9 @@ def convert_model(
     pretrained = load_pretrained(source)
     if pretrained.tokenizer is None:
         raise FileNotFoundError(f"{source} has no tokenizer.json: a converted model reads and writes text by it")
-    model = swap_mixers(pretrained.model, kinds, p=p, window=window)
+    model = pretrained.model
+    if not keeps_layers(model.config, kinds, p):  # a copy of a large model would not fit in memory
+        model = swap_mixers(model, kinds, p=p, window=window)
     training = TrainingConfig(context=pretrained.context, steps=1, warmup_steps=0)
     config = RunConfig(folder.resolve().name, model.config, DataConfig(), training)
     written = write_run_folder(folder, config, model, tokenizer=pretrained.tokenizer, beside=pretrained.beside)

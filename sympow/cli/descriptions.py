@@ -14,6 +14,8 @@ SCORED = "Use the model in this run's folder, checkpoint, or folder of Hugging F
 
 TRUST_CODE = "Import mixers that a config names by import path, which runs their code (default: refuse)."
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = "Compute with weights in this dtype; auto is the dtype of the checkpoint (default: auto)."
 DEVICE = "Compute on this device: auto, cpu, cuda, ...; auto is a GPU if there is one (default: auto)."
 
 AR_HITS = """Measures mean loss and perplexity on held-out text. Tokens are split by whether the bigram that ends in

@@ -1,9 +1,11 @@
-"""Labels of several runs, and the check whether the runs can be compared."""
+"""Labels of several runs, the check whether the runs can be compared, and the dtype of their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from sympow.data import ByteTokenizer, DataConfig, Tokenizer, load_tokenizer
 
@@ -18,6 +20,11 @@ def labels_of(paths: Sequence[str]) -> list[str]:
         raise ValueError(f"a run is given twice: {', '.join(paths)}")
     last = [path.name for path in resolved]
     return last if len(set(last)) == len(last) else list(paths)
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Returns the dtype of weights that the option --dtype names; None for "auto", the dtype of the checkpoint."""
+    return None if name == "auto" else getattr(torch, name)
 
 
 def check_tokenizers(tokenizers: Mapping[str, Tokenizer | None]) -> None:

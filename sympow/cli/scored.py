@@ -50,7 +50,7 @@ def _load(path: str, device: torch.device) -> Scored:
 
         loaded = load_causal_lm(path, device)
         return Scored(loaded, loaded.vocab_size, saved_tokenizer(Path(path)), None, loaded.longest)
-    run = load(path, device)
+    run = load(path, device, None)  # in the dtype of its weights, as `load_causal_lm`
     return Scored(run.model, run.config.model.vocab_size, run.tokenizer, run.config.data, run.config.training.context)
 
 

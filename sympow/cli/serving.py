@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from sympow.cli.runs import dtype_of
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.models import LanguageModel
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
 
     device = resolve_device(options.device)
     torch.set_num_threads(engine_threads(device))
-    served = load_served(options.folder, device)
+    served = load_served(options.folder, device, dtype_of(options.dtype))
     check_sizes(options, device)
     limits = Limits(options.max_prompt_tokens, options.max_new_tokens, seconds=options.timeout)
     keys = api_keys(options.api_keys)
@@ -92,8 +93,10 @@ def engine_threads(device: torch.device) -> int:
     return threads if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ else max(1, threads - 1)
 
 
-def load_served(path: str, device: torch.device) -> Served:
+def load_served(path: str, device: torch.device, dtype: torch.dtype | None = None) -> Served:
     """Loads a run folder, a checkpoint in one, or a folder that `sympow export` wrote.
+
+    With `dtype` None, weights keep the dtype of their files.
 
     Raises ValueError for a model without a tokenizer, and as `sympow.training.load` does.
     """
@@ -102,8 +105,8 @@ def load_served(path: str, device: torch.device) -> Served:
     if config.is_file() and "model_type" in json_object(config):
         from sympow.integrations.transformers.folders import load_exported  # which imports transformers
 
-        return Served(load_exported(folder).to(device), load_tokenizer(folder), folder)
-    run = load(folder, device)
+        return Served(load_exported(folder).to(device, dtype), load_tokenizer(folder), folder)
+    run = load(folder, device, dtype)
     if run.tokenizer is None:
         raise ValueError(f"{path} was trained on tokens without a tokenizer: it cannot read or write text")
     return Served(run.model, run.tokenizer, folder_of(folder))

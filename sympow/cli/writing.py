@@ -71,7 +71,7 @@ def draft_model(path: str | None, run: Run) -> ModelDrafts | None:
     """Loads the draft model of a run, on the device of the run; None without a path."""
     if path is None:
         return None
-    draft = load(path, run.model.embedding.weight.device)
+    draft = load(path, run.model.embedding.weight.device, None)
     check_tokenizers({"the run": run.tokenizer, f"the draft model {path}": draft.tokenizer})
     return ModelDrafts(draft.model)
 

@@ -111,7 +111,7 @@ def _teacher_and_tokenizer(source: str) -> tuple[LanguageModel, Tokenizer | None
     from sympow.integrations.transformers.pretrained import load_pretrained  # which imports transformers
 
     loaded = load_pretrained(source)
-    return loaded.model, None if loaded.tokenizer is None else BPETokenizer(loaded.tokenizer)
+    return loaded.model.float(), None if loaded.tokenizer is None else BPETokenizer(loaded.tokenizer)
 
 
 def _open_lesson(config: DistillationConfig, steps: int, device: torch.device) -> Lesson:

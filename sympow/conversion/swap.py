@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sympow.layers.power import PowerAttention
-from sympow.models import LanguageModel, MixerConfig
+from sympow.models import LanguageModel, MixerConfig, ModelConfig
 
 KINDS = ("power", "window", "softmax")
 ONE = 1.2784645427610738
@@ -34,6 +34,31 @@ def parse_pattern(text: str) -> tuple[str, ...]:
             raise ValueError(f"a pattern is made of {', '.join(KINDS)}, such as power*5,softmax; got {part.strip()!r}")
         kinds += [name] * (int(count) if asterisk else 1)
     return tuple(kinds)
+
+
+def keeps_layers(config: ModelConfig, pattern: Sequence[str], p: int = 2) -> bool:
+    """Returns whether a pattern keeps all layers of a model as they are.
+
+    The part "softmax" keeps layers of softmax attention. The part "power" keeps layers of a model whose layers all have
+    power attention already; no other part can replace these.
+
+    Args:
+        config: of the model.
+        pattern: the kinds of layers, as for `swap_mixers`.
+        p: the power of power layers.
+
+    Raises ValueError for power attention that a part would replace, or whose power is not `p`.
+    """
+    if any(mixer.name != "power" for mixer in config.mixers):
+        return all(kind == "softmax" for kind in pattern)
+    for mixer in config.mixers:
+        own = mixer.options.get("p", 2)
+        if own != p:
+            raise ValueError(f"the layers of the model have power attention with p = {own}, which is kept; got p = {p}")
+    for kind in pattern:
+        if kind != "power":
+            raise ValueError(f"the layers of the model have power attention, kept by the pattern power; got {kind!r}")
+    return True
 
 
 def swap_mixers(

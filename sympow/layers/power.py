@@ -34,6 +34,7 @@ from sympow.ops.decoding_state import tail_elements
 from sympow.ops.feature_map import spow_dim
 
 IMPLS = ("auto", "eager", "triton", "reference")  # of the op
+TINY_EPS = 1e-9  # an eps below it hides no rounding error of the state
 
 
 @dataclass
@@ -179,7 +180,8 @@ class PowerAttention(AttentionMixer):
         position: int | Tensor = 0
         if self.rotation == "data":
             position = torch.zeros(batch_size, self.n_kv_heads, dtype=torch.float64, device=device)
-        return PowerAttentionState(initial_memory(self, self.p, self.impl, batch_size, device, dtype), position)
+        memory = initial_memory(self, self.p, self.impl, batch_size, device, dtype, self.eps)
+        return PowerAttentionState(memory, position)
 
     def mix_step(self, x: Tensor, state: PowerAttentionState) -> tuple[Tensor, PowerAttentionState]:
         """Continues `mix` by x [B, T', d]; see `AttentionMixer.mix_step`."""
@@ -198,7 +200,7 @@ class PowerAttention(AttentionMixer):
     def mix_state_size(self, context: int) -> int:
         """Returns the number of elements of the state of `mix_step`; see `AttentionMixer.mix_state_size`."""
         position = self.n_kv_heads if self.rotation == "data" else 0
-        return memory_size(self, self.p, self.impl) + position
+        return memory_size(self, self.p, self.impl, self.eps) + position
 
     def training_flops(self, time: int) -> int:
         """Counts the FLOPs of mixing one row, forward and backward; see `Mixer.training_flops`."""
@@ -250,30 +252,40 @@ def check_form(chunk_size: int | None, impl: str) -> None:
 
 
 def initial_memory(
-    mixer: AttentionMixer, p: int, impl: str, batch_size: int, device: torch.device, dtype: torch.dtype | None
+    mixer: AttentionMixer,
+    p: int,
+    impl: str,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    eps: float = 1.0,
 ) -> PowerState | DecodingState:
-    """Returns the op's state before the first token, with a tail where decoding is faster on one."""
+    """Returns the op's state before the first token, with a tail where decoding is faster or more exact on one."""
     weight = any_weight(mixer, mixer.out)
     dtype = weight.dtype if dtype is None else dtype
     shape = (batch_size, mixer.n_kv_heads, mixer.head_dim, mixer.value_dim)
     state = PowerState.zeros(*shape, p, **state_options(weight, device, dtype, sums=True))
-    if not keeps_tail(impl, device, dtype):
+    if not keeps_tail(impl, device, dtype, eps):
         return state
     return DecodingState.from_state(state, dtype=torch.promote_types(dtype, weight.dtype))
 
 
-def memory_size(mixer: AttentionMixer, p: int, impl: str) -> int:
+def memory_size(mixer: AttentionMixer, p: int, impl: str, eps: float = 1.0) -> int:
     """Returns the elements per sequence in the result of `initial_memory`, for the weights' device and dtype."""
     weight = any_weight(mixer, mixer.out)
     size = spow_dim(mixer.head_dim, p) * (mixer.value_dim + 1)
-    if keeps_tail(impl, weight.device, weight.dtype):
+    if keeps_tail(impl, weight.device, weight.dtype, eps):
         size += tail_elements(mixer.head_dim, mixer.value_dim, p)
     return mixer.n_kv_heads * size
 
 
-def keeps_tail(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether decoding keeps the last tokens in a tail, which is faster on devices with kernels."""
-    return impl == "triton" or (impl == "auto" and prefers_tail(device, dtype))
+def keeps_tail(impl: str, device: torch.device, dtype: torch.dtype, eps: float) -> bool:
+    """Returns whether decoding keeps the last tokens in a tail.
+
+    A tail is faster on devices with kernels. With an `eps` below `TINY_EPS` it is also more exact: where all weights of
+    a row are small, such as the only weight of the first token, products with the state lose them by cancellation.
+    """
+    return impl == "triton" or (impl == "auto" and (eps < TINY_EPS or prefers_tail(device, dtype)))
 
 
 def continue_power(

@@ -17,6 +17,7 @@ _FIELDS_OF: dict[str, tuple[Body, ...]] = {
     "mlp_ratio": ("gpt2", "rwkv7"),
     "mlp_hidden": ("llama",),
     "norm_eps": ("llama",),
+    "embedding_norm": ("gpt2",),
 }
 
 
@@ -70,6 +71,7 @@ class ModelConfig:
             d_model, rounded up to a multiple of 64: as many weights as `mlp_ratio` 4 gives the other bodies.
         norm_eps: what the RMSNorms of the llama body add to the mean square.
         tie_embeddings: whether the head is the embedding. If not, it has weights of its own.
+        embedding_norm: whether the gpt2 body has a norm after the embedding.
 
     Raises ValueError for sizes out of range, an empty pattern, a mixer without an option that it needs, and a field
     that the body does not have.
@@ -86,6 +88,7 @@ class ModelConfig:
     mlp_hidden: int | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
+    embedding_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.body not in get_args(Body):
@@ -102,8 +105,9 @@ class ModelConfig:
                 raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
         if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float) or not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps must be a number between 0 and 1; got {self.norm_eps!r}")
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings must be true or false; got {self.tie_embeddings!r}")
+        for name in ("tie_embeddings", "embedding_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
         mixers = tuple(self.mixers) if isinstance(self.mixers, list | tuple) else ()
         if not mixers or not all(isinstance(mixer, MixerConfig) for mixer in mixers):
             raise ValueError(f"mixers is a tuple of at least one MixerConfig; got {self.mixers!r}")

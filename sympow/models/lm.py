@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
             table = torch.empty(config.vocab_size, config.d_model)
             self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
             body: Callable[[ModelConfig, int], Block] = BODIES[config.body]
-            norm, normed = BODIES[config.body].norm, BODIES[config.body].norms_embedding
+            norm, normed = BODIES[config.body].norm, BODIES[config.body].norms_embedding and config.embedding_norm
             self.embedding_norm = norm(config) if normed else None
             blocks = [body(config, layer) for layer in range(config.n_layers)]
             self.blocks = cast(Sequence[Block], nn.ModuleList(blocks))
@@ -347,3 +347,24 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
             raise ValueError(f"{name} must lie in a vocabulary of {self.config.vocab_size} tokens; got {wrong}")
+
+
+class Undrawn(LanguageModel):
+    """Makes a language model without drawing its weights, for weights that are loaded or drawn afterwards.
+
+    Args:
+        config: as for `LanguageModel`.
+        dtype: of the weights; None: the default of torch.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            super().__init__(config)
+        shapes = {name: (each.shape, dtype or each.dtype) for name, each in self.state_dict().items()}
+        empty = {name: torch.empty(shape, dtype=kind, device=device) for name, (shape, kind) in shapes.items()}
+        self.load_state_dict(empty, assign=True)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Keeps the weights as they are."""
+        return

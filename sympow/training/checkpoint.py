@@ -214,8 +214,18 @@ def check_whole(path: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{path} {error}{_instead(Path(path))}") from error
 
 
-def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
-    """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`."""
+def restore_model(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Loads the weights of checkpoint `path`; CheckpointError names the first that does not fit `model`.
+
+    With `dtype`, the tensors of `state` become the weights, cast to it if they have another one. The model may then be
+    on the meta device.
+    """
     own = model.state_dict()
     state = _with_names_of_today(state, own)
     for name, tensor in state.items():
@@ -232,7 +242,9 @@ def restore_model(model: nn.Module, state: Mapping[str, torch.Tensor], path: str
             raise CheckpointError(f"{path} does not fit the model: {name!r} is {tensor.dtype}, weights are real")
         if tensor.is_floating_point() and not _local(tensor).isfinite().all():
             raise CheckpointError(f"{path} cannot be used: its weight {name!r} holds values that are not finite")
-    for name in model.load_state_dict(state, strict=False).missing_keys:
+    if dtype is not None:
+        state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    for name in model.load_state_dict(state, strict=False, assign=dtype is not None).missing_keys:
         raise CheckpointError(f"{path} does not fit the model: it has no weight {name!r}")
 
 

@@ -14,6 +14,7 @@ from sympow.data.claim import locked
 from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
 from sympow.models import LanguageModel
+from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes
 from sympow.training.checkpoint import (
     Checkpoint,
@@ -198,8 +199,16 @@ class LoadedModel(NamedTuple):
     older: bool
 
 
-def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> LoadedModel:
+def load_model(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = torch.float32
+) -> LoadedModel:
     """Loads the model of a checkpoint file, or of the newest checkpoint in a run folder.
+
+    Args:
+        path: the path of the file or of the folder.
+        device: the device of the model.
+        dtype: of the weights; None: that of the checkpoint, in which all weights are of one floating-point type, and
+            float32 for a checkpoint of several types. States of power attention are float32 at least.
 
     Raises FileNotFoundError where there is none, CheckpointError where it cannot be read.
     """
@@ -218,10 +227,17 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         check_shapes(config.model, shapes)
     except ValueError as error:
         raise CheckpointError(f"{file} does not fit the model: {error}") from None
-    model = LanguageModel(config.model, seed=config.training.seed)
-    restore_model(model, checkpoint.model, file)
+    with torch.device("meta"):
+        model = Undrawn(config.model)
+    restore_model(model, checkpoint.model, file, dtype=_dtype(checkpoint.model) if dtype is None else dtype)
     older = _is_older(checkpoint.config)
     return LoadedModel(model.to(device).eval(), config, file.parent.parent, checkpoint.step, older)
+
+
+def _dtype(weights: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype that all weights of a checkpoint have; float32 where they differ."""
+    dtypes = {each.dtype for each in weights.values() if isinstance(each, torch.Tensor)}
+    return dtypes.pop() if len(dtypes) == 1 and all(each.is_floating_point for each in dtypes) else torch.float32
 
 
 def check_config(stored: dict[str, Any], config: RunConfig, where: Path) -> None:

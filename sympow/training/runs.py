@@ -111,19 +111,22 @@ def fine_tuning_run(start: str | os.PathLike[str]) -> RunConfig:
     return replace(config, name=f"{config.name}-tuned", start=str(start), distillation=None)
 
 
-def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
+def load(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", dtype: torch.dtype | None = torch.float32
+) -> Run:
     """Loads a run from its folder, at the newest checkpoint, or from a checkpoint file in it.
 
     Args:
         path: the path of the folder or of the checkpoint.
         device: the device of the model.
+        dtype: of the weights, as in `load_model`; None: that of the checkpoint.
 
     Returns the model in evaluation mode, the tokenizer (None for a run on tokens without text) and the config.
 
     Raises FileNotFoundError where there is no run or its tokenizer is missing, CheckpointError for a checkpoint that
     cannot be read.
     """
-    loaded = load_model(path, device)
+    loaded = load_model(path, device, dtype)
     if loaded.older:
         what = "power attention without short convolution and output gate"
         print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from sympow.data import load_tokenizer
@@ -17,8 +19,9 @@ from sympow.data.tokenizer_files import CONFIG, end_tokens, json_object, read_be
 from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.modeling import SympowForCausalLM
 from sympow.integrations.transformers.reading import reading
-from sympow.integrations.transformers.weights import Undrawn, native_name, weights
+from sympow.integrations.transformers.weights import native_name, weights
 from sympow.models import LanguageModel
+from sympow.models.lm import Undrawn
 from sympow.training import load_model
 from sympow.training.config import RunConfig
 from sympow.training.run_folder import LoadedModel, new_folder, write_run_folder
@@ -42,7 +45,7 @@ def to_transformers(
     Raises FileNotFoundError where there is no checkpoint, FileExistsError where `out` is not empty, OSError where the
     disk takes no more. After an error or a kill there is no folder, so that the call can be repeated.
     """
-    loaded = load_model(run_folder)
+    loaded = load_model(run_folder, dtype=None)
     folder = new_folder(out)
     source = loaded.run_dir / _TOKENIZER
     if not source.is_file() and loaded.config.data.tokenizer != "none":
@@ -54,7 +57,7 @@ def to_transformers(
 
 def _write(loaded: LoadedModel, source: Path, folder: Path, max_shard_size: int | str, out: Path) -> None:
     """Fills the folder, which is to become `out`; the latter is in the messages of errors."""
-    model = from_native(loaded.model)
+    model = _sharing(loaded.model)
     if source.is_file() and (ends := end_tokens(loaded.run_dir, load_tokenizer(source))):
         model.generation_config.eos_token_id = sorted(ends)
     try:
@@ -116,18 +119,24 @@ def load_exported(folder: Path) -> LanguageModel:
     """
     with reading(folder):
         model = SympowForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    return to_native(model)
+    return native_view(model)
 
 
 def from_native(model: LanguageModel) -> SympowForCausalLM:
     """Makes a `SympowForCausalLM` of a native model, in evaluation mode, with a copy of its weights."""
-    config = SympowConfig(model=model.config.to_dict())
-    made = SympowForCausalLM(config).to(model.embedding.weight.device, model.embedding.weight.dtype)
+    return _sharing(deepcopy(model))
+
+
+def _sharing(model: LanguageModel) -> SympowForCausalLM:
+    """Makes a `SympowForCausalLM` with the weights of a native model, which it shares, in evaluation mode."""
+    weight = model.embedding.weight
+    with torch.device("meta"):
+        made = SympowForCausalLM(SympowConfig(model=model.config.to_dict()))
     state = weights(model)
-    for name, tensor in weights(made).items():
-        tensor.data = state[native_name(name)].detach().clone()
+    found = {name: state[native_name(name)].detach() for name in weights(made)}
+    made.load_state_dict(found, assign=True, strict=False)
     made.tie_weights()
-    return made.eval()
+    return made.to(weight.dtype).eval()
 
 
 def to_native(model: SympowForCausalLM) -> LanguageModel:

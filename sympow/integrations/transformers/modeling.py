@@ -19,12 +19,13 @@ from sympow.integrations.transformers.configuration import SympowConfig
 from sympow.integrations.transformers.padding import document_starts, kept, scattered
 from sympow.integrations.transformers.stepping import logits_by_graph
 from sympow.integrations.transformers.weight_files import stored_shapes
-from sympow.integrations.transformers.weights import Undrawn, is_loaded, native_name, weights
+from sympow.integrations.transformers.weights import is_loaded, native_name, weights
 from sympow.layers import MixerState, trust_code
 from sympow.layers.initial import draw_normal
 from sympow.layers.registry import UntrustedCodeError
 from sympow.models import LanguageModel
 from sympow.models.bodies import Block
+from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes
 
 

@@ -16,8 +16,10 @@ from sympow.data import BPETokenizer
 from sympow.data.tokenizer_files import BESIDE, beside_text, json_object
 from sympow.integrations.transformers.gguf_file import ROPE_FACTORS, model_config, read_header, rope_parameters
 from sympow.integrations.transformers.gguf_tokenizer import gguf_beside, gguf_tokenizer, tokenizer_fields
+from sympow.integrations.transformers.power_models import POWER_MODELS, load_power_model, longest_context, power_config
 from sympow.integrations.transformers.reading import reading
 from sympow.integrations.transformers.sources import (
+    ARCHITECTURES,
     IN_GGUF,
     check_fields,
     check_shapes,
@@ -25,6 +27,7 @@ from sympow.integrations.transformers.sources import (
     in_names_of_models,
     layers_of,
     name_in_gguf,
+    neighbouring_pairs,
     rope_scaling,
     unfused,
 )
@@ -35,7 +38,7 @@ from sympow.models import LanguageModel, ModelConfig
 class Pretrained(NamedTuple):
     """Holds a pretrained model in native form.
 
-    model: the model in evaluation mode, float32.
+    model: the model in evaluation mode; float32, but Brumby and PowerCoder in the dtype of the files.
     tokenizer: the text of its tokenizer.json, or None.
     beside: the files beside the tokenizer.json, see `sympow.data.tokenizer_files.read_beside`.
     context: the longest context that the model was made for, in tokens.
@@ -49,6 +52,8 @@ class Pretrained(NamedTuple):
 
 def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrained:
     """Reads a pretrained model into the llama body with softmax attention. The logits are the same.
+
+    Brumby and PowerCoder, which have power attention already, keep it; see `load_power_model`.
 
     Those models rotate pairs of channels from the two halves of a head; this package rotates pairs of neighbouring
     channels. Therefore the rows of query and key projections, their biases and their norms are permuted.
@@ -74,7 +79,9 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
         if header is not None:
             check_fields({"model_type": header.fields.get("general.architecture")}, name, IN_GGUF)
         stored = model_config(header) if header is not None else _stored_config(source, where)
-        check_fields(stored, name)
+        if header is None and stored.get("model_type") in POWER_MODELS:
+            return _power(source, where, stored)
+        check_fields(stored, name, ARCHITECTURES if header is not None else (*ARCHITECTURES, *POWER_MODELS))
         with reading(source):
             found = header.shapes if header is not None else stored_shapes(source)
         if found is not None:
@@ -101,6 +108,14 @@ def load_pretrained(source: str | os.PathLike[str] | PreTrainedModel) -> Pretrai
             raise ValueError(f"{source} lacks weights of its config: {missing[0]} is missing or of another shape")
     native = _native(config, rotation, model.state_dict(), name)
     return Pretrained(native, tokenizer, beside, config.max_position_embeddings)
+
+
+def _power(source: str | os.PathLike[str], where: Mapping[str, Any], stored: Mapping[str, Any]) -> Pretrained:
+    config = power_config(stored, True, str(source))
+    tokenizer, beside = _tokenizer(source, where, None), _beside(source, None)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config.vocab_size, str(source))
+    return Pretrained(load_power_model(source, stored), tokenizer, beside, longest_context(stored))
 
 
 def check_tokenizer(tokenizer: str, vocab_size: int, name: str) -> None:
@@ -277,20 +292,3 @@ def _renamed(
         ours[f"{here}mlp_in.weight"] = torch.cat(gate_up)
     return ours
 
-
-def neighbouring_pairs(rows: Tensor, head_dim: int, turning: int | None = None) -> Tensor:
-    """Orders the rows of heads, in which rows of the two halves are rotated as pairs, so that neighbours are pairs.
-
-    Args:
-        rows: [heads * head_dim, ...].
-        head_dim: rows of a head.
-        turning: the first rows of a head, which are rotated, an even number; None: all of them.
-
-    Returns:
-        The rows in another order: of those that are rotated, row m of the first half at 2 m, and row m of the second
-        half at 2 m + 1.
-    """
-    turning = head_dim if turning is None else turning
-    order = torch.arange(head_dim)
-    order[:turning] = order[:turning].view(2, -1).t().flatten()
-    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)

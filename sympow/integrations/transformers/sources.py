@@ -40,13 +40,19 @@ _NAMES_IN_GGUF = {
 }  # fmt: skip
 
 
-def check_fields(config: Mapping[str, Any], name: str, known: Sequence[str] = ARCHITECTURES) -> None:
+def check_fields(
+    config: Mapping[str, Any],
+    name: str,
+    known: Sequence[str] = ARCHITECTURES,
+    expected: Mapping[str, Any] = _EXPECTED,
+) -> None:
     """Checks the fields of a config.json, before transformers reads them. Fields may be missing.
 
     Args:
         config: the content of the file.
         name: of the model, for messages.
         known: the architectures that can be read.
+        expected: the values of fields that have one value only.
 
     Raises ValueError for another architecture, for quantized layers, and for values that no model can have.
     """
@@ -78,7 +84,7 @@ def check_fields(config: Mapping[str, Any], name: str, known: Sequence[str] = AR
     for field in ("tie_word_embeddings", "attention_bias", "attention_out_bias"):
         if not isinstance(config.get(field, False), bool):
             raise ValueError(f"{name} has {field} = {config[field]!r}; expected true or false")
-    for field, value in _EXPECTED.items():
+    for field, value in expected.items():
         if config.get(field, value) not in (value, None):
             raise ValueError(f"{name} has {field} = {config[field]!r}; the llama body has {value!r}")
     layers = config.get("layer_types")
@@ -315,3 +321,21 @@ def name_in_gguf(name: str) -> str:
         return f"{_NAMES_IN_GGUF[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{_NAMES_IN_GGUF[part]}.{kind}"
+
+
+def neighbouring_pairs(rows: Tensor, head_dim: int, turning: int | None = None) -> Tensor:
+    """Orders the rows of heads, in which rows of the two halves are rotated as pairs, so that neighbours are pairs.
+
+    Args:
+        rows: [heads * head_dim, ...].
+        head_dim: rows of a head.
+        turning: the first rows of a head, which are rotated, an even number; None: all of them.
+
+    Returns:
+        The rows in another order: of those that are rotated, row m of the first half at 2 m, and row m of the second
+        half at 2 m + 1.
+    """
+    turning = head_dim if turning is None else turning
+    order = torch.arange(head_dim)
+    order[:turning] = order[:turning].view(2, -1).t().flatten()
+    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)

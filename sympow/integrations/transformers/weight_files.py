@@ -34,6 +34,20 @@ def stored_shapes(source: str | os.PathLike[str]) -> dict[str, tuple[int, ...]] 
     return None
 
 
+def safetensors_files(source: str | os.PathLike[str]) -> list[Path]:
+    """Returns the files of weights in the format safetensors, of a folder or of an id on the Hub.
+
+    Raises FileNotFoundError where there are none, and ValueError for an index that names files elsewhere.
+    """
+    whole = _WHOLE[0]
+    file, index = _file(source, whole), _file(source, f"{whole}.index.json")
+    if file is not None:
+        return [file]
+    if index is None:
+        raise FileNotFoundError(f"{source} has no weights in the format safetensors, {whole} or its index")
+    return [_shard(source, index, name) for name in _shards(index)]
+
+
 def _file(source: str | os.PathLike[str], name: str) -> Path | None:
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(str(source), name, **optional)

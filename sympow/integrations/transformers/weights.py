@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sympow.models import LanguageModel
-
-
-class Undrawn(LanguageModel):
-    """Makes a language model without drawing its weights: they are loaded, or `_init_weights` draws them."""
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Keeps the weights as they are."""
-        return
-
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Lists the parameters and buffers of a model by name. A tied head is not listed a second time."""

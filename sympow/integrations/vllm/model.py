@@ -66,7 +66,8 @@ class SympowForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixC
         super().__init__()
         config = trusted_config(vllm_config.model_config)
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.d_model)
-        self.embedding_norm = BODIES[config.body].norm(config) if BODIES[config.body].norms_embedding else None
+        normed = BODIES[config.body].norms_embedding and config.embedding_norm
+        self.embedding_norm = BODIES[config.body].norm(config) if normed else None
         blocks, device = rank_blocks(config, get_tensor_model_parallel_world_size()), torch.get_default_device()
         self.blocks = nn.ModuleList(
             ServedBlock(block.to_empty(device=device), f"{prefix}blocks.{layer}.mixer", vllm_config)
