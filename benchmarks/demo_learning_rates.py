@@ -25,7 +25,7 @@ from benchmarks.measure import commit, processor, write
 from sympow.recipes import load_recipe
 
 MIXERS = ("power", "softmax")
-LEARNING_RATES = (8e-3, 4e-3, 1.6e-2)
+LEARNING_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SEEDS = (0,)
 
 

@@ -23,10 +23,9 @@ def softmax() -> RunConfig:
 def _config(name: str, mixer: MixerConfig) -> RunConfig:
     """Returns a config for two CPU cores, where a small model learns more in a few minutes than a larger one.
 
-    Of the learning rates that benchmarks/demo_learning_rates.py tries, this one is the best for power attention, and
-    for softmax attention as good as twice the rate (benchmarks/results/demo_learning_rates.csv). Heads have 16
-    channels and not 32, so that a state has 136 rows instead of 528. A larger model would read too few tokens in the
-    time.
+    Of the learning rates that benchmarks/demo_learning_rates.py tries with Muon, this one is the best for both mixers
+    (benchmarks/results/demo_learning_rates.csv). Heads have 16 channels and not 32, so that a state has 136 rows
+    instead of 528. A larger model would read too few tokens in the time.
     """
     return RunConfig(
         name=name,
@@ -37,7 +36,7 @@ def _config(name: str, mixer: MixerConfig) -> RunConfig:
             batch_size=2,
             steps=220,
             optimizer="muon",
-            learning_rate=8e-3,
+            learning_rate=1.6e-2,
             warmup_steps=22,
             checkpoint_every=55,
             evaluate_every=55,
