@@ -83,7 +83,7 @@ def test_a_name_twice_is_refused(tmp_path):
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / ("a.jsonl", "a.json")[i]).write_text('{"text": "a"}\n')
     assert build_corpus(tmp_path / "out", tmp_path / "in", **BYTES, row_tokens=1)["train"]["rows"] == 1
-    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n', mtime=0))
     with pytest.raises(ValueError, match=r"in holds a.jsonl:1 twice: remove one of the files"):
         build_corpus(tmp_path / "again", tmp_path / "in", **BYTES, row_tokens=1)
 

@@ -159,7 +159,7 @@ def test_what_is_left_out_is_told(tmp_path):
     for name, data in (
         ("a.bin", b"\0\1"),
         ("small.bz2", b"BZh91AY&SY"),
-        ("noted.gz", gzip.compress(b"\0\0")),
+        ("noted.gz", gzip.compress(b"\0\0", mtime=0)),
         (".hidden", b"no"),
         ("table.csv", b"text,id\nno,1\n"),
         ("package.json", b'{\n "name": "no"\n}\n'),
@@ -194,7 +194,7 @@ def test_many_names_are_shortened(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.txt.gz", gzip.compress(b"a" * 99)[:20], r"a.txt.gz cannot be read as .gz: Compressed file ended"),
+        ("a.txt.gz", gzip.compress(b"a" * 99, mtime=0)[:20], r"a.txt.gz cannot be read as .gz: Compressed file ended"),
         ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], r"a.jsonl.gz cannot be read as .gz: "),
         ("a.jsonl.gz", b'{"text": "a"}\n', r"a.jsonl.gz cannot be read as .gz: Not a gzipped file"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a.jsonl, line 2: expected a JSON object, got what is no JSON"),
