@@ -11,16 +11,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from sympow.ops import delta_reference, delta_solve
 from sympow.ops.autocast import without_autocast
 from sympow.ops.availability import NO_TRITON
 from sympow.ops.checks import check_inputs
+from sympow.ops.constants import has_values
 from sympow.ops.delta_types import DeltaBackend, DeltaOptions, DeltaOutput
 from sympow.ops.documents import borders, check_borders
 from sympow.ops.feature_map import spow, spow_dim
 from sympow.ops.first_order import first_order
 from sympow.ops.packing import empty
+from sympow.ops.types import OutOfRangeError
 
 _IMPLS = ("auto", "eager", "triton", "reference")
 _NORM_EPS = 1e-6  # the least norm by which queries and keys are divided
@@ -169,8 +172,7 @@ def power_delta_rule_step(
 
 def unit(x: Tensor) -> Tensor:
     """Returns x [..., K] divided by its norm, or by 1e-6 if that is larger, computed in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=_NORM_EPS)).to(x.dtype)
+    return normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=_NORM_EPS).to(x.dtype)
 
 
 def check_delta_state(state: Tensor | None, batch: int, k: Tensor, v: Tensor, p: int) -> None:
@@ -202,6 +204,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, 
         raise TypeError(f"beta must be float32 (or float64); got {beta.dtype}")
     if beta.device != k.device:
         raise ValueError(f"q, k, v and beta must be on one device; got q on {k.device}, beta on {beta.device}")
+    if beta.device.type == "cpu" and has_values(beta) and not beta.isfinite().all():
+        raise OutOfRangeError("beta must be finite; got NaN or inf")
 
 
 def _zeros(sequences: int, k: Tensor, v: Tensor, p: int) -> Tensor:

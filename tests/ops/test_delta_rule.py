@@ -142,6 +142,7 @@ def test_second_derivatives_are_refused():
     [
         ({"beta": torch.rand(1, 4, 2)}, ValueError, r"beta must be \[B, T, G\] = \[1, 5, 2\]; got \[1, 4, 2\]"),
         ({"beta": torch.rand(1, 5, 2).half()}, TypeError, "beta must be float32 .*; got torch.float16"),
+        ({"beta": torch.full((1, 5, 2), torch.nan)}, ValueError, "beta must be finite; got NaN or inf"),
         ({"beta": None}, TypeError, "beta must be a torch.Tensor; got NoneType"),
         ({"p": 0}, ValueError, "the power p must be an integer >= 1; got 0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be an integer >= 1, or None; got 0"),
