@@ -20,6 +20,7 @@ test: lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	-@$(BIN)/python -m benchmarks.tables --stale
 

@@ -34,8 +34,7 @@ def rows_of(documents, tokens: int, count: int) -> list[Tensor]:
 
 @torch.no_grad()
 def loss_behind(model: LanguageModel, context: Context, tokens: Tensor) -> float:
-    """Returns the mean loss of tokens [1, T] after a context, which is used up: each token is predicted, and then read.
-    """
+    """Returns the mean loss of tokens [1, T] after a context, which is used up: each token is predicted, then read."""
     logits, state, losses = context.logits, context.state, []
     for column in tokens.split(1, dim=1):
         if logits is None:

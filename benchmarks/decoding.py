@@ -101,9 +101,7 @@ def measure(name: str, config: ModelConfig, contexts: Sequence[int], tokens: int
     # A few roundings; float32 sums over T tokens round as the square root of T.
     bound = 4 * min(contexts) ** 0.5 * torch.finfo(torch.float32).eps
     if not wrong <= bound:
-        raise RuntimeError(
-            f"{name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed"
-        )
+        raise RuntimeError(f"{name}: a step errs by {wrong:.1e} where {bound:.1e} is allowed; not timed")
     states = {context: state_after(model, context) for context in sorted(contexts)}
     held = {context: state.nbytes for context, state in states.items()}
     steps = {context: stepping(model, state, context) for context, state in states.items()}

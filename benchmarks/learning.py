@@ -95,8 +95,16 @@ GRIDS: dict[str, list[LearningRun]] = {
     "seeds": runs(MAIN, (1024, 4096)),
     "search": runs(SEARCH, (1024, 4096), seeds=(0,)),
     "controls": runs(
-        ("window", "window+window=2112", "softmax", "hybrid_power_gate", "hybrid_delta_gate", "hybrid_window_gate",
-         "power+p=1"), (4096,),
+        (
+            "window",
+            "window+window=2112",
+            "softmax",
+            "hybrid_power_gate",
+            "hybrid_delta_gate",
+            "hybrid_window_gate",
+            "power+p=1",
+        ),
+        (4096,),
     ),
     "middle_rates": runs(MAIN, (4096,), MIDDLE, seeds=(0,), rates=(4e-3, 8e-3)),
     "middle": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (4096,), MIDDLE),

@@ -60,8 +60,15 @@ def search_table(rows: Sequence[Row]) -> str:
         setting = (row["context"], row["tokens"], row["learning_rate"], row["seed"])
         if row["variant"].startswith("power_delta+") and setting in base:
             context, tokens, rate, seed = setting
-            cells = [row["variant"].removeprefix("power_delta+"), f"{context:,}", f"{tokens / 1e6:.0f}M", f"{rate:g}",
-                     str(seed), f"{row['held_out_loss']:.3f}", f"{row['held_out_loss'] - base[setting]:+.3f}"]
+            cells = [
+                row["variant"].removeprefix("power_delta+"),
+                f"{context:,}",
+                f"{tokens / 1e6:.0f}M",
+                f"{rate:g}",
+                str(seed),
+                f"{row['held_out_loss']:.3f}",
+                f"{row['held_out_loss'] - base[setting]:+.3f}",
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

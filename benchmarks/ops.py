@@ -175,9 +175,7 @@ def measure(
         yield from _measure_together(together, device, impl, mode, peers)
 
 
-def _measure_together(
-    cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str]
-) -> list[dict]:
+def _measure_together(cases: Sequence[Case], device: str, impl: str, mode: str, peers: Sequence[str]) -> list[dict]:
     inputs = [make_inputs(case, device) for case in cases]
     errors, memories, chunks = [], [], []
     for case, tensors in zip(cases, inputs, strict=True):

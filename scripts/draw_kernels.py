@@ -43,10 +43,24 @@ def passes() -> Figure:
     """Draws the passes of the chunked form: what each one reads, and in which direction it goes through the chunks."""
     figure = Figure(figsize=(7.2, 6.4), dpi=130, layout="constrained")
     forward, backward = figure.subplots(2, 1)
-    _draw(forward, False, "Forward. The state pass adds k and v of a chunk to the state S.", "k, v", "S",
-          "The output pass multiplies q with S and adds the scores within the chunk.", "q, k, v")
-    _draw(backward, True, "Backward. The state pass in reverse adds q and dy of a chunk to dS.", "q, dy", "dS",
-          "The query pass forms dq from S. The key pass forms dk and dv from dS.", "q, k, v, dy")
+    _draw(
+        forward,
+        False,
+        "Forward. The state pass adds k and v of a chunk to the state S.",
+        "k, v",
+        "S",
+        "The output pass multiplies q with S and adds the scores within the chunk.",
+        "q, k, v",
+    )
+    _draw(
+        backward,
+        True,
+        "Backward. The state pass in reverse adds q and dy of a chunk to dS.",
+        "q, dy",
+        "dS",
+        "The query pass forms dq from S. The key pass forms dk and dv from dS.",
+        "q, k, v, dy",
+    )
     return figure  # fmt: skip
 
 

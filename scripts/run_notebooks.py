@@ -1,6 +1,6 @@
 """Run the code of notebooks from top to bottom, without Jupyter, and store what it prints.
 
-    python scripts/run_notebooks.py docs/notebooks/*.ipynb
+python scripts/run_notebooks.py docs/notebooks/*.ipynb
 """
 
 from __future__ import annotations

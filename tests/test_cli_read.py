@@ -85,12 +85,7 @@ def test_reading_on_behind_a_context_is_reading_both(folder, tmp_path, capsys):
     (tmp_path / "b").write_text(second)
     (tmp_path / "ab").write_text(first + second)
     assert read(tmp_path, folder / "hybrid", tmp_path / "a.ctx", source="a") == 0
-    assert (
-        read(
-            tmp_path, folder / "hybrid", tmp_path / "b.ctx", "--context", str(tmp_path / "a.ctx"), source="b"
-        )
-        == 0
-    )
+    assert read(tmp_path, folder / "hybrid", tmp_path / "b.ctx", "--context", str(tmp_path / "a.ctx"), source="b") == 0
     assert read(tmp_path, folder / "hybrid", tmp_path / "ab.ctx", source="ab") == 0
     headers = [read_header(tmp_path / name) for name in ("b.ctx", "ab.ctx")]
     assert headers[0] == headers[1] and headers[0].tokens == len((first + second).encode())
@@ -108,9 +103,7 @@ def test_standard_input_and_a_finished_file(folder, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(sys, "stdin", io.StringIO((folder / "manual.txt").read_text(encoding="utf-8")))
     assert main(["read", str(folder / "power"), "-", "--out", str(tmp_path / "s.ctx"), "--quiet"]) == 0
     assert (tmp_path / "s.ctx").read_bytes() == (tmp_path / "m.ctx").read_bytes()
-    (folder / "longer.txt").write_text(
-        (folder / "manual.txt").read_text(encoding="utf-8") + "\nthe end", "utf-8"
-    )
+    (folder / "longer.txt").write_text((folder / "manual.txt").read_text(encoding="utf-8") + "\nthe end", "utf-8")
     assert read(folder, "power", tmp_path / "m.ctx", source="longer.txt") == 0
     assert read_header(tmp_path / "m.ctx").tokens > read_header(tmp_path / "s.ctx").tokens
     assert read(folder, "power", tmp_path / "m.ctx", "--dtype", "int8") == 0
@@ -216,9 +209,7 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
     start = ("read", run, folder / "manual.txt", "--quiet", "--out")
     assert fails("read", run, "/nowhere", "--out", out) == "/nowhere: No such file or directory"
     assert "is not UTF-8 text" in fails("read", run, tmp_path / "latin", "--out", out)
-    assert fails("read", run, tmp_path / "empty", "--out", out).endswith(
-        "empty: a context holds at least one token"
-    )
+    assert fails("read", run, tmp_path / "empty", "--out", out).endswith("empty: a context holds at least one token")
     assert "its folder does not exist" in fails(*start, tmp_path / "no" / "m.ctx")
     line = fails("read", "no run", folder / "manual.txt", "--out", "/proc/m.ctx")
     assert line == "/proc/m.ctx cannot be written: No such file or directory"
@@ -227,13 +218,9 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
     assert "invalid choice: 'int4'" in fails(*start, out, "--dtype", "int4")
     assert fails("generate", run, "--context", out) == f"no context file at {out}"
     assert read(folder, "power", out) == 0
-    assert fails("generate", folder / "hybrid", "--context", out).endswith(
-        "another model: its config differs"
-    )
+    assert fails("generate", folder / "hybrid", "--context", out).endswith("another model: its config differs")
     out.write_bytes(out.read_bytes()[:-5])
-    assert fails("generate", run, "--context", out).endswith(
-        "its checksum is wrong, so it was cut or changed"
-    )
+    assert fails("generate", run, "--context", out).endswith("its checksum is wrong, so it was cut or changed")
     assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".*"))
 
 

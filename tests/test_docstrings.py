@@ -15,11 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sympow"
 PARTS = ("ops", "layers", "models", "data", "training", "evaluation", "recall", "conversion", "serving", "sweeps")
 # Recipes are listed by the command line with their docstrings; kernels are no public names.
-FILES = [
-    path
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if not {"recipes", "triton"} & set(path.parts)
-]
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not {"recipes", "triton"} & set(path.parts)]
 VERBS = (
     "Adds Answers Applies Asks Builds Calls Checks Chooses Claims Closes Collects Compares Computes "
     "Continues Converts Convolves Copies Corrects Counts Cuts Decodes Delivers Describes Divides Does "

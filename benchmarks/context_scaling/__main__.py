@@ -176,9 +176,7 @@ def _done(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
     folder = options.out / "jobs" / options.scale
     with suppress(KeyboardInterrupt):
-        yield from run_jobs(
-            jobs, work, folder, workers=options.workers, minutes=options.minutes, estimates=estimates
-        )
+        yield from run_jobs(jobs, work, folder, workers=options.workers, minutes=options.minutes, estimates=estimates)
 
 
 def _company(workers: int, device: str) -> float:

@@ -273,8 +273,15 @@ def behind_window(found: Found) -> list[str]:
         documents = "one document" if run.documents == 1 else f"{run.documents} documents"
         return f"at {run.context:,} tokens after {run.steps:,} updates of {documents}"
 
-    runs = [pick(study, "power", context=context) for study, context in
-            (("scra_window", 16_384), ("scra_window", DOCUMENT), ("controls", DOCUMENT), ("scra_latency", DOCUMENT))]
+    runs = [
+        pick(study, "power", context=context)
+        for study, context in (
+            ("scra_window", 16_384),
+            ("scra_window", DOCUMENT),
+            ("controls", DOCUMENT),
+            ("scra_latency", DOCUMENT),
+        )
+    ]
     parts = _behind(found, runs, "window", place)
     return [f'{loss_of("power").capitalize()} minus that of "{label("window")}" is {listed(parts)}.'] if parts else []
 

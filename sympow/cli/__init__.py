@@ -59,11 +59,19 @@ def parser() -> argparse.ArgumentParser:
                        help="Run this recipe: demo:softmax, path/to/file.py:function or module:function. "
                             "It is optional with --from.")  # fmt: skip
     train.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[],
-        help="Set a field of the recipe's config, such as training.learning_rate=1e-3."
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="Set a field of the recipe's config, such as training.learning_rate=1e-3.",
     )
-    train.add_argument("--from", metavar="RUN", type=_path, dest="start",
-                       help="Begin with the weights of this run or checkpoint, and without a recipe with its config.")
+    train.add_argument(
+        "--from",
+        metavar="RUN",
+        type=_path,
+        dest="start",
+        help="Begin with the weights of this run or checkpoint, and without a recipe with its config.",
+    )
     train.add_argument("--out", metavar="DIR", type=_path,
                        help="Write the run into this folder (default: runs/NAME, with the run's name).")  # fmt: skip
     train.add_argument("--restart", action="store_true", help="First remove the files of an earlier run in the folder.")
@@ -72,13 +80,20 @@ def parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", "Measure the held-out loss at every position of the context.", about.EVALUATE)
     evaluate.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.RUN)
     evaluate.add_argument(
-        "--context", metavar="N", type=_positive,
-        help="Predict N tokens in each sequence (default: 4 times the longest context trained on)."
+        "--context",
+        metavar="N",
+        type=_positive,
+        help="Predict N tokens in each sequence (default: 4 times the longest context trained on).",
     )
     evaluate.add_argument("--rows", metavar="N", type=_positive, default=16,
                           help="Average over N sequences (default: 16).")  # fmt: skip
-    evaluate.add_argument("--data", metavar="key=value", action="append", default=[],
-                          help="Change a field of the run's data config, such as kind=text; may be repeated.")
+    evaluate.add_argument(
+        "--data",
+        metavar="key=value",
+        action="append",
+        default=[],
+        help="Change a field of the run's data config, such as kind=text; may be repeated.",
+    )
     evaluate.add_argument("--dtype", choices=about.DTYPES, default="auto", help=about.WEIGHTS)
     evaluate.add_argument("--device", default="auto", help=about.DEVICE)
     evaluate.add_argument("--csv", metavar="FILE", type=_path, help="Write the losses into this file.")
@@ -86,11 +101,18 @@ def parser() -> argparse.ArgumentParser:
 
     hits = command("ar-hits", "Measure the loss of tokens that can be recalled from the context.", about.AR_HITS)
     hits.add_argument("runs", metavar="RUN", nargs="+", type=_path, help=about.SCORED)
-    hits.add_argument("--data", metavar="key=value", action="append", default=[],
-                      help="Change a field of the first run's data config, such as kind=text; may be repeated.")
     hits.add_argument(
-        "--context", metavar="N", type=_positive,
-        help="Predict N tokens in each sequence (default: the shortest context that a model was trained on)."
+        "--data",
+        metavar="key=value",
+        action="append",
+        default=[],
+        help="Change a field of the first run's data config, such as kind=text; may be repeated.",
+    )
+    hits.add_argument(
+        "--context",
+        metavar="N",
+        type=_positive,
+        help="Predict N tokens in each sequence (default: the shortest context that a model was trained on).",
     )
     hits.add_argument("--rows", metavar="N", type=_positive, default=64,
                       help="Average over N sequences (default: 64).")  # fmt: skip
@@ -147,22 +169,31 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=256,
                           help="Write at most N tokens (default: 256).")  # fmt: skip
     generate.add_argument(
-        "--temperature", metavar="X", type=float, default=1.0,
-        help="Draw at this temperature; 0 always takes the likeliest token (default: 1)."
+        "--temperature",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="Draw at this temperature; 0 always takes the likeliest token (default: 1).",
     )
     generate.add_argument("--top-k", metavar="K", type=int,
                           help="Draw from the K likeliest tokens (default: from all).")  # fmt: skip
     generate.add_argument(
-        "--top-p", metavar="P", type=float,
-        help="Draw from the fewest tokens whose probabilities add up to P (default: from all)."
+        "--top-p",
+        metavar="P",
+        type=float,
+        help="Draw from the fewest tokens whose probabilities add up to P (default: from all).",
     )
     generate.add_argument("--seed", metavar="N", type=int, default=0,
                           help="Draw the tokens from this seed (default: 0).")  # fmt: skip
     drafts = generate.add_mutually_exclusive_group()
     drafts.add_argument("--speculate", action="store_true",
                         help="Propose tokens by prompt lookup: the text is the same, with fewer steps.")  # fmt: skip
-    drafts.add_argument("--draft", metavar="RUN", type=_path,
-                        help="Propose tokens with the smaller model of this run, which has the same tokenizer.")
+    drafts.add_argument(
+        "--draft",
+        metavar="RUN",
+        type=_path,
+        help="Propose tokens with the smaller model of this run, which has the same tokenizer.",
+    )
     generate.add_argument("--dtype", choices=about.DTYPES, default="auto", help=about.WEIGHTS)
     generate.add_argument("--device", default="auto", help=about.DEVICE)
 
@@ -187,9 +218,13 @@ def parser() -> argparse.ArgumentParser:
                        help="Answer requests for this host too; * means all; may be repeated "
                             "(default: only localhost, where other machines cannot reach the server).")  # fmt: skip
     serve.add_argument("--name", help="Show this name of the model to clients (default: the folder's name).")
-    serve.add_argument("--api-keys", metavar="FILE", type=_path,
-                       help="Accept the keys in this file, one on each line (default: those in "
-                            "$SYMPOW_API_KEYS, separated by commas; without any, every client is accepted).")
+    serve.add_argument(
+        "--api-keys",
+        metavar="FILE",
+        type=_path,
+        help="Accept the keys in this file, one on each line (default: those in "
+        "$SYMPOW_API_KEYS, separated by commas; without any, every client is accepted).",
+    )
     for name, count, what in (("slots", 16, "Answer N requests at a time"),
                               ("max-prompt-tokens", 1_000_000, "Refuse prompts of more than N tokens"),
                               ("max-new-tokens", 4096, "Write at most N tokens of an answer")):  # fmt: skip
@@ -269,16 +304,21 @@ def parser() -> argparse.ArgumentParser:
     mqar.add_argument("recipe", metavar="RECIPE",
                       help="Run this recipe: mqar:attention, mqar:widths or path/to/file.py:function.")  # fmt: skip
     mqar.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[],
-        help="Set a field of every run, such as learning_rate=1e-3."
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="Set a field of every run, such as learning_rate=1e-3.",
     )
     mqar.add_argument("--out", metavar="DIR", type=_path,
                       help="Write results into this folder (default: runs/NAME, with the sweep's name).")  # fmt: skip
     mqar.add_argument("--jobs", metavar="N", type=_positive, default=1, help="Do N runs at a time (default: 1).")
     executors = ("submitit", "slurm", "process")
     mqar.add_argument(
-        "--executor", choices=executors, default="submitit",
-        help="Run a sweep in local jobs of submitit, in jobs on Slurm, or in child processes (default: submitit)."
+        "--executor",
+        choices=executors,
+        default="submitit",
+        help="Run a sweep in local jobs of submitit, in jobs on Slurm, or in child processes (default: submitit).",
     )
     mqar.add_argument("--slurm", metavar="key=value", action="append", default=[],
                       help="Set a parameter of the jobs, such as slurm_partition=gpu; may be repeated.")  # fmt: skip
@@ -295,18 +335,33 @@ def parser() -> argparse.ArgumentParser:
     own = command("corpus", "Make a corpus of long documents from texts of your own.", about.CORPUS)
     own.add_argument("texts", metavar="TEXTS", type=_path, help="Read the texts in this file or folder.")
     own.add_argument("--out", metavar="DIR", type=_path, required=True, help="Write the corpus into this folder.")
-    own.add_argument("--group", choices=("file", "folder"), default="file",
-                     help="Make a document of every file, or of the files directly in a folder (default: file).")
-    own.add_argument("--suffixes", metavar="LIST",
-                     help="Read files with these endings only, such as .py,.md (default: every text file).")
-    own.add_argument("--text-field", metavar="NAME", default="text",
-                     help="Read this field of JSON lines, Parquet and Arrow files (default: text).")
+    own.add_argument(
+        "--group",
+        choices=("file", "folder"),
+        default="file",
+        help="Make a document of every file, or of the files directly in a folder (default: file).",
+    )
+    own.add_argument(
+        "--suffixes",
+        metavar="LIST",
+        help="Read files with these endings only, such as .py,.md (default: every text file).",
+    )
+    own.add_argument(
+        "--text-field",
+        metavar="NAME",
+        default="text",
+        help="Read this field of JSON lines, Parquet and Arrow files (default: text).",
+    )
     words = own.add_mutually_exclusive_group()
     words.add_argument("--vocab-size", metavar="N", type=_positive, help="Train a BPE of N tokens (default: 16,384).")
     words.add_argument("--tokenizer", metavar="FOLDER", type=_path,
                        help="Use this tokenizer.json, or that in this folder.")  # fmt: skip
-    own.add_argument("--row-tokens", metavar="N", type=_positive,
-                     help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).")
+    own.add_argument(
+        "--row-tokens",
+        metavar="N",
+        type=_positive,
+        help="Cut documents into rows of N tokens; shorter documents are left out (default: 65,536).",
+    )
     own.add_argument("--plot", metavar="FILE", type=_path, help="Draw the lengths of documents into this image.")
     own.add_argument("--quiet", action="store_true", help="Print the result only, without progress.")
 
@@ -338,8 +393,11 @@ def parser() -> argparse.ArgumentParser:
 
     demo = command("demo", "Train two small models, compare them, and continue a text with one.", about.DEMO)
     demo.add_argument(
-        "--out", metavar="DIR", type=_path, default="runs/demo",
-        help="Write the runs into this folder (default: runs/demo)."
+        "--out",
+        metavar="DIR",
+        type=_path,
+        default="runs/demo",
+        help="Write the runs into this folder (default: runs/demo).",
     )
     demo.add_argument("--quiet", action="store_true", help="Show no progress.")
     return top

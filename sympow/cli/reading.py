@@ -86,9 +86,7 @@ def read_text(
     `load_context` and `save_context`.
     """
     if run.tokenizer is None:
-        raise ValueError(
-            f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text"
-        )
+        raise ValueError(f"{run.config.name} was trained on tokens without a tokenizer: it cannot read or write text")
     part = out.with_name(f"{out.name}.part")
     start = Context.begin(run.model) if before is None else load_context(before, run.model)
     with _opened(text) as file, Progress("reading", "token", done=start.tokens, quiet=quiet) as progress:
@@ -166,9 +164,7 @@ def _header(out: Path, run: Run, dtype: str) -> ContextHeader | None:
         header = read_header(out)
     except (FileNotFoundError, ContextError):
         return None
-    return (
-        header if (header.dtype, header.config, header.weights) == (dtype, *fingerprint(run.model)) else None
-    )
+    return header if (header.dtype, header.config, header.weights) == (dtype, *fingerprint(run.model)) else None
 
 
 def _taken(pieces: _Pieces, start: Context, wanted: Context | ContextHeader) -> np.ndarray | None:

@@ -128,4 +128,3 @@ def api_keys(file: str | None) -> tuple[str, ...]:
     if not keys:
         raise ValueError(f"{file} holds no API keys: one a line is expected")
     return keys
-

@@ -136,8 +136,7 @@ def _power_options(kept: dict[str, Any], p: int) -> dict[str, Any]:
 
 
 def _make_neutral(mixer: PowerAttention, kept: dict[str, Any]) -> None:
-    """Sets the new parts of a power layer so that they change nothing, or little; `kept`: the softmax layer's options.
-    """
+    """Sets the new parts of a power layer so that they change nothing, or little; `kept`: options of softmax."""
     if mixer.convolution is not None and not kept.get("short_convolution"):
         mixer.convolution.weight.zero_()
         mixer.convolution.weight[:, -1] = 1

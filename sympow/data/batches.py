@@ -51,9 +51,7 @@ class Batch(NamedTuple):
         """Returns the batch on a device."""
         tokens, targets = (t.to(device, non_blocking=non_blocking) for t in self[:2])
         borders = self.cu_seqlens
-        return Batch(
-            tokens, targets, None if borders is None else borders.to(device, non_blocking=non_blocking)
-        )
+        return Batch(tokens, targets, None if borders is None else borders.to(device, non_blocking=non_blocking))
 
 
 class Batches:

@@ -10,9 +10,7 @@ EXPECTED = "expected a byte-level BPE tokenizer.json"
 _KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
 # Patterns of Llama 3 and of Qwen. GPT-2's is within "ByteLevel". A line end between two characters that are not white
 # space is the last character of its match, whatever follows.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _KNOWN = (_WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}")
 
 

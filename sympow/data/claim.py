@@ -45,7 +45,5 @@ def locked(folder: Path, work: str) -> Iterator[None]:
             print(line, file=sys.stderr)
             ours = True
         if not ours:
-            raise RuntimeError(
-                f"{folder} is in use, another process {work} there: wait for it, or give another folder"
-            )
+            raise RuntimeError(f"{folder} is in use, another process {work} there: wait for it, or give another folder")
         yield

@@ -83,9 +83,7 @@ class DataConfig:
         _check_choice("group", self.group, GROUPS)
         for name, kinds in _APPLIES.items():
             if self.kind not in kinds and getattr(self, name) != _defaults()[name]:
-                raise ValueError(
-                    f"data {name} does not apply to kind {self.kind!r}, got {getattr(self, name)!r}"
-                )
+                raise ValueError(f"data {name} does not apply to kind {self.kind!r}, got {getattr(self, name)!r}")
         if self.kind != "stdlib" and not self.path and not self.paths:
             raise ValueError(f"data kind {self.kind!r} needs a path: set data.path")
         if self.path is not None and self.paths:
@@ -104,9 +102,7 @@ class DataConfig:
         if self.tokenizer == "none" and self.kind not in TOKEN_KINDS:
             raise ValueError(f"data tokenizer 'none' is for kind 'zarr' or 'tokens'; kind {self.kind!r} is text")
         if self.tokenizer == "none" and self.vocab_size is None:
-            raise ValueError(
-                "data tokenizer 'none' needs vocab_size, the number of different tokens"
-            )
+            raise ValueError("data tokenizer 'none' needs vocab_size, the number of different tokens")
         if self.tokenizer == "bpe" and self.kind in TOKEN_KINDS:
             raise ValueError(
                 f"data kind {self.kind!r} holds tokens already: tokenizer must be 'none', 'bytes' or a path"
@@ -155,16 +151,11 @@ class DataConfig:
         if not all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in self.weights):
             raise TypeError(f"data weights must be numbers, got {list(self.weights)}")
         if not all(isinstance(suffix, str) and suffix.startswith(".") for suffix in self.suffixes):
-            raise ValueError(
-                f"data suffixes must be strings that start with a dot, got {list(self.suffixes)}"
-            )
+            raise ValueError(f"data suffixes must be strings that start with a dot, got {list(self.suffixes)}")
 
 
 def _defaults() -> dict[str, Any]:
-    return {
-        f.name: f.default_factory() if f.default_factory is not MISSING else f.default
-        for f in fields(DataConfig)
-    }
+    return {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in fields(DataConfig)}
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -101,9 +101,7 @@ class Subset:
         self._indices = indices
         self.lengths = corpus.lengths[indices]
         self.vocab_size = corpus.vocab_size
-        self.fingerprint = digest(
-            [corpus.fingerprint, np.ascontiguousarray(indices, dtype=np.int64).tobytes()]
-        )
+        self.fingerprint = digest([corpus.fingerprint, np.ascontiguousarray(indices, dtype=np.int64).tobytes()])
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 _DAY = 24 * 3600.0  # seconds
 LONGEST_NAME = 200  # bytes; file systems take 255, and `atomic_write` and others add some
 
+
 def default_cache_dir() -> Path:
     """Returns the folder for caches: `$XDG_CACHE_HOME/sympow`, or `~/.cache/sympow`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sympow"

@@ -60,9 +60,7 @@ def build_corpus(
     def open_source(_: Path) -> _Texts:
         return _Texts(texts, group, suffixes, text_field, progress, remark or (lambda line: None))
 
-    return write_corpus(
-        out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer
-    )
+    return write_corpus(out, settings, open_source, row_tokens=row_tokens, vocab_size=vocab_size, tokenizer=tokenizer)
 
 
 class _Texts:

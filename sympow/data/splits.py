@@ -61,11 +61,7 @@ def open_corpus(
     """
     if tokenizer is None and config.tokenizer not in ("bpe", "none"):
         tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
-    if (
-        tokenizer is not None
-        and config.tokenizer != "bpe"
-        and config.vocab_size not in (None, tokenizer.vocab_size)
-    ):
+    if tokenizer is not None and config.tokenizer != "bpe" and config.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(
             f"data vocab_size is {config.vocab_size}, but {tokenizer.name} tokens have {tokenizer.vocab_size}"
         )

@@ -140,9 +140,7 @@ def stdlib_documents() -> list[Document]:
     wanted = sys.stdlib_module_names - _STDLIB_TABLES
     files = [name for name in files_below(root, (".py",), _STDLIB_SKIPPED) if _first_name(name) in wanted]
     if not files:
-        raise FileNotFoundError(
-            f"no source of Python's standard library in {root}: use data kind 'text' with a path"
-        )
+        raise FileNotFoundError(f"no source of Python's standard library in {root}: use data kind 'text' with a path")
     return _grouped(root, files, _first_name)
 
 
@@ -157,9 +155,7 @@ def cut_document(document: Document, fraction: float) -> tuple[Document, Documen
     end = max(1, int(len(text) * (1 - fraction)))
     end = text.rfind("\n", 0, end) + 1 or end
     first, last = text[:end], text[end:]
-    return Document(f"{document.name} (begin)", lambda: first), Document(
-        f"{document.name} (end)", lambda: last
-    )
+    return Document(f"{document.name} (begin)", lambda: first), Document(f"{document.name} (end)", lambda: last)
 
 
 def measure_documents(documents: Iterable[Document]) -> tuple[list[Document], np.ndarray, list[str]]:
@@ -186,9 +182,7 @@ def train_bpe(
 
     Of a corpus above 64 Mi characters every document gives its beginning, in proportion.
     """
-    file = (
-        cache_dir or default_cache_dir()
-    ) / f"bpe-{digest([_CACHE_VERSION, str(vocab_size), *hashes])}.json"
+    file = (cache_dir or default_cache_dir()) / f"bpe-{digest([_CACHE_VERSION, str(vocab_size), *hashes])}.json"
     if file.is_file():
         try:
             return BPETokenizer.load(file)
@@ -233,9 +227,7 @@ def files_below(root: Path, suffixes: Sequence[str], skipped: Collection[str] = 
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
-        wanted = [
-            name for name in files if name[0] != "." and (not suffixes or name.endswith(tuple(suffixes)))
-        ]
+        wanted = [name for name in files if name[0] != "." and (not suffixes or name.endswith(tuple(suffixes)))]
         paths = [Path(folder, name) for name in wanted]
         found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # no broken links
     return sorted(found)
@@ -320,9 +312,7 @@ def _load_cached(tokens_file: Path, offsets_file: Path) -> tuple[np.ndarray, np.
     return (tokens, offsets) if offsets[-1] == len(tokens) else None
 
 
-def _write_tokens(
-    documents: Sequence[Document], tokenizer: Tokenizer, tokens_file: Path, offsets_file: Path
-) -> None:
+def _write_tokens(documents: Sequence[Document], tokenizer: Tokenizer, tokens_file: Path, offsets_file: Path) -> None:
     """Write the cache one document at a time: the corpus need not fit in memory."""
     remove_leftovers(tokens_file.parent)
     offsets = [0]

@@ -278,9 +278,10 @@ def _lines(file: TextFile) -> Generator[tuple[int, str]]:
     """Yields the lines of a file that are not blank, with their numbers from 1 on."""
     with _opened(file) as stream:
         head = stream.read(4)
-    with _opened(file) as stream, io.TextIOWrapper(
-        stream, encoding=_encoding(head), errors="replace", newline="\n"
-    ) as text:
+    with (
+        _opened(file) as stream,
+        io.TextIOWrapper(stream, encoding=_encoding(head), errors="replace", newline="\n") as text,
+    ):
         for number, line in enumerate(text, 1):
             if line.strip():
                 yield number, line

@@ -153,9 +153,7 @@ class BPETokenizer:
         argument. Raises ValueError if `vocab_size` is below 256, the number of single bytes.
         """
         if vocab_size < 256:
-            raise ValueError(
-                f"a byte-level BPE vocabulary holds at least the 256 bytes, got vocab_size={vocab_size}"
-            )
+            raise ValueError(f"a byte-level BPE vocabulary holds at least the 256 bytes, got vocab_size={vocab_size}")
         tokenizers = tokenizers_library()
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -189,9 +187,7 @@ class BPETokenizer:
             text = "".join("\ufffd" if self._lacking.search(each.encode()) else each for each in text)
         pieces = list(cut_text(text)) if self.cuts_at_lines else [text] if text else []
         encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-        return np.concatenate(
-            [np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)]
-        )
+        return np.concatenate([np.array(e.ids, dtype=self._dtype) for e in encodings] or [np.empty(0, self._dtype)])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of tokens, as `Tokenizer.decode`."""
@@ -312,9 +308,7 @@ def _join(token_bytes: Sequence[bytes], ids: Iterable[int]) -> bytes:
     parts = []
     for token in ids:
         if not 0 <= token < len(token_bytes):
-            raise ValueError(
-                f"token {int(token)} is outside the tokenizer's vocabulary of {len(token_bytes)}"
-            )
+            raise ValueError(f"token {int(token)} is outside the tokenizer's vocabulary of {len(token_bytes)}")
         parts.append(token_bytes[int(token)])
     return b"".join(parts)
 

@@ -44,9 +44,7 @@ class ZarrCorpus:
         self._opened: tuple[int, Any] | None = None  # the process that opened the store, and the array
         array = self._array()
         if array.ndim != 2:
-            raise ValueError(
-                f"zarr corpus {url}: expected an array of documents x tokens, got shape {array.shape}"
-            )
+            raise ValueError(f"zarr corpus {url}: expected an array of documents x tokens, got shape {array.shape}")
         if array.dtype.kind not in "iu":
             raise TypeError(f"zarr corpus {url}: expected integer tokens, got dtype {array.dtype}")
         if not array.size:
@@ -136,7 +134,5 @@ def _open_array(url: str, storage_options: dict[str, Any]) -> Any:
     arrays = dict(node.arrays())
     if len(arrays) != 1:
         names = ", ".join(sorted(arrays)) or "none"
-        raise ValueError(
-            f"zarr corpus {url} is a group; expected one array in it, got {names}: name one in the path"
-        )
+        raise ValueError(f"zarr corpus {url} is a group; expected one array in it, got {names}: name one in the path")
     return next(iter(arrays.values()))

@@ -173,9 +173,7 @@ def plot_passkeys(rows: Sequence[PasskeyRow], path: str | os.PathLike[str]) -> N
                 place = depths.index(row.depth), contexts.index(row.context)
                 table[place] = row.accuracy
                 colour = "white" if abs(row.accuracy - 0.5) > 0.35 else "black"  # the ends of the scale are dark
-                axes.text(
-                    place[1], place[0], f"{row.accuracy:.0%}", ha="center", va="center", fontsize=8, color=colour
-                )
+                axes.text(place[1], place[0], f"{row.accuracy:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts], rotation=45)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])

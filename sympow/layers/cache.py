@@ -113,9 +113,7 @@ class InputCache(MixerState):
 
     def extend(self, x: Tensor) -> InputCache:
         """Returns the cache with x [B, T', C] added, see `KVCache.extend`."""
-        return InputCache(
-            extended(self.x, x, self.length, self.limit, dim=1), self.length + x.shape[1], self.limit
-        )
+        return InputCache(extended(self.x, x, self.length, self.limit, dim=1), self.length + x.shape[1], self.limit)
 
     def ordered(self) -> Tensor:
         """Returns the inputs held [B, min(length, limit), C], oldest first."""

@@ -125,9 +125,7 @@ class LinearAttention(AttentionMixer):
         """Makes `forward` take this rank's part of every row; see `Mixer.split_context`."""
         self.context_group = group
 
-    def _inputs(
-        self, x: Tensor, position: int | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    def _inputs(self, x: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Returns rotated q and k, v, and for elu + 1 the features of q and k before the rotation."""
         if self.feature_map == "identity":
             return *self.rotated_heads(x, position), None

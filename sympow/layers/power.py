@@ -189,9 +189,7 @@ class PowerAttention(AttentionMixer):
         y, memory = continue_power(q, k, v, log_g, state.memory, **self._options())
         return y, PowerAttentionState(memory, _moved(state.position, positions, x.shape[1]))
 
-    def try_mix_step(
-        self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None
-    ) -> tuple[Tensor, After]:
+    def try_mix_step(self, x: Tensor, state: PowerAttentionState, **extras: Tensor | None) -> tuple[Tensor, After]:
         """Continues `mix` by tokens that can still be taken back; see `AttentionMixer.try_mix_step`."""
         q, k, v, log_g, positions = self._inputs(x, state.position)
         y, memory = try_power(q, k, v, log_g, state.memory, **self._options())

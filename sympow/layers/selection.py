@@ -181,9 +181,7 @@ class SelectiveAttention(AttentionMixer):
             add_auxiliary_loss(F.relu(excess).mean())
         return self._gated(self._attend(q, k.transpose(1, 2), v.transpose(1, 2), selected), gate)
 
-    def _choice(
-        self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> Choice:
+    def _choice(self, batch_size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> Choice:
         if self.selection == "random":
             return DrawState(0)
         options = state_options(any_weight(self, self.out), device, dtype, sums=True)
@@ -192,9 +190,7 @@ class SelectiveAttention(AttentionMixer):
         largest = torch.full((batch_size, self.top_k), -torch.inf, **options)
         return TopKState(largest, largest.new_zeros(batch_size, dtype=torch.int64), 0)
 
-    def _select(
-        self, x: Tensor, choice: Choice, *tokens: Tensor
-    ) -> tuple[Tensor, Tensor | None, Choice]:
+    def _select(self, x: Tensor, choice: Choice, *tokens: Tensor) -> tuple[Tensor, Tensor | None, Choice]:
         """Returns the selected rows of x [B, T, d] as bool [B, T]; scores [B, T, 1] if learned; and the next state."""
         if isinstance(choice, InputCache):
             choice = choice.extend(tokens[0][..., None])

@@ -167,9 +167,7 @@ def _quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def _unpacked(
-    node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type], device: torch.device | str
-) -> Any:
+def _unpacked(node: Any, tensors: Mapping[str, Tensor], types: Mapping[str, type], device: torch.device | str) -> Any:
     if node is None or isinstance(node, bool):
         return node
     if "int" in node:
@@ -190,9 +188,7 @@ def _unpacked(
     return cls(**values)
 
 
-def _unpacked_tensor(
-    node: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str
-) -> Tensor:
+def _unpacked_tensor(node: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device | str) -> Tensor:
     dtype = getattr(torch, node["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{node['dtype']} is no dtype")

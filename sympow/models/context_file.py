@@ -85,9 +85,7 @@ class Context:
 
     def clone(self) -> Context:
         """Copies the context, so that both can be continued."""
-        return replace(
-            self, state=self.state.clone(), logits=None if self.logits is None else self.logits.clone()
-        )
+        return replace(self, state=self.state.clone(), logits=None if self.logits is None else self.logits.clone())
 
 
 @dataclass(frozen=True)
@@ -118,9 +116,7 @@ def extended_digest(digest: str, tokens: Tensor) -> str:
     """
     if not tokens.numel():
         return digest
-    columns = (
-        tokens.detach().t().contiguous().to(device="cpu", dtype=torch.int64).numpy().astype("<i8").tobytes()
-    )
+    columns = tokens.detach().t().contiguous().to(device="cpu", dtype=torch.int64).numpy().astype("<i8").tobytes()
     size = 8 * tokens.shape[0]
     value = bytes.fromhex(digest)
     for start in range(0, len(columns), size):
@@ -173,9 +169,7 @@ def save_context(
             shutil.copymode(temporary.parent / "mode", temporary)  # the library writes for the owner alone
             _seal(temporary)
     except (OSError, _safetensors().SafetensorError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) and error.strerror else str(error).split("\n")[0]
-        )
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).split("\n")[0]
         raise ContextError(f"cannot write the context {path}: {reason}") from error
 
 
@@ -193,9 +187,7 @@ def load_context(
     config, weights = known or fingerprint(model)
     for what, own, its in (("config", config, header.config), ("weights", weights, header.weights)):
         if own != its:
-            raise ContextError(
-                f"{path} is a context of another model: its {what} differ{'s' * (what == 'config')}"
-            )
+            raise ContextError(f"{path} is a context of another model: its {what} differ{'s' * (what == 'config')}")
     device = model.embedding.weight.device
     try:
         with _safetensors().safe_open(os.fspath(path), "pt") as file:
@@ -223,9 +215,7 @@ def read_header(path: str | os.PathLike[str]) -> ContextHeader:
         if content["format"] != FORMAT:
             raise ContextError(f"{path} is not a context file of sympow: its format is {content['format']!r}")
         if content["version"] != VERSION:
-            raise ContextError(
-                f"{path} has version {content['version']!r} of the format; this one reads {VERSION}"
-            )
+            raise ContextError(f"{path} has version {content['version']!r} of the format; this one reads {VERSION}")
         values = {entry.name: content[entry.name] for entry in fields(ContextHeader)}
         return ContextHeader(**values | {"tokens": int(content["tokens"])})
     except (KeyError, TypeError, ValueError) as error:
@@ -322,9 +312,7 @@ def _header(file: BinaryIO, path: Path) -> tuple[bytes, re.Match[bytes]]:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= _MOST_HEADER or not size:
-        raise ContextError(
-            f"{path} is not a context file of sympow: {'it is empty' if not size else 'no safetensors'}"
-        )
+        raise ContextError(f"{path} is not a context file of sympow: {'it is empty' if not size else 'no safetensors'}")
     if 8 + length > size:
         raise ContextError(f"{path} is no context file of sympow, or was cut: it ends within its header")
     header = start + file.read(length)

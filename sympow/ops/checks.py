@@ -137,5 +137,3 @@ def check_context(
         raise ValueError("impl='reference' computes whole rows; it takes no context_group")
     if q.shape[1] == 0:
         raise ValueError(f"a rank's part of rows split by context_group has at least one token; got q {list(q.shape)}")
-
-

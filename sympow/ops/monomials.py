@@ -165,7 +165,7 @@ class Features:
     def _blocks(self, degree: int) -> Iterator[tuple[int, slice, int]]:
         """Yields, for a level below p, each first index a, its rows, and the start of a suffix of the level below.
 
-    x_a multiplies the monomials in the channels from a on, which are a suffix of the lexicographic list.
+        x_a multiplies the monomials in the channels from a on, which are a suffix of the lexicographic list.
         """
         row, end = 0, spow_dim(self.key_dim, degree - 1)
         for a in range(self.key_dim):

@@ -199,6 +199,8 @@ class RecallTraining:
         """Returns the loss, after its gradients were added to the parameters."""
         (loss,) = backward([partial(self.loss, self.model, tokens, places, labels, self.config.precision)])
         return loss
+
+
 def _loss(model: RecallModel, tokens: Tensor, places: Tensor, labels: Tensor, precision: str) -> Tensor:
     """Returns the mean loss of the queries."""
     with autocast(precision, tokens.device):
@@ -219,5 +221,3 @@ def compiled_loss(key: str) -> _Loss:
     """
     torch.compiler.reset()
     return torch.compile(_loss, dynamic=False, fullgraph=True)
-
-

@@ -293,9 +293,7 @@ def _alone(
     return Architecture(label, configs, heads, head_dim, mlp_ratio=0)
 
 
-def _behind(
-    label: str, mixer: str, *, heads: int = 1, head_dim: int | None = None, **options: Any
-) -> Architecture:
+def _behind(label: str, mixer: str, *, heads: int = 1, head_dim: int | None = None, **options: Any) -> Architecture:
     """Returns a model with a mixer after a short convolution, without MLP."""
     convolution = MixerConfig("short_convolution", {"mixer": mixer, "options": options})
     return Architecture(label, (convolution,), heads, head_dim, mlp_ratio=0)

@@ -204,8 +204,7 @@ def load_header(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def check_whole(path: str | os.PathLike[str]) -> None:
-    """Raises the errors of `load_checkpoint` for a checkpoint that is cut or damaged. Shards are not read completely.
-    """
+    """Raises the errors of `load_checkpoint` for a checkpoint that is cut or damaged. Shards are not all read."""
     load_header(path)
     if Path(path).is_dir():
         try:

@@ -72,9 +72,7 @@ class StepNumbers:
         return self.ranks.sum(loss) / self.targets, norm, self.targets
 
 
-def backward(
-    losses: Sequence[Callable[[], Tensor]], weigh: Callable[[Tensor], Tensor] | None = None
-) -> list[Tensor]:
+def backward(losses: Sequence[Callable[[], Tensor]], weigh: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
     """Adds the gradients of a step's passes to the parameters. It does not wait for the device.
 
     Args:

@@ -63,8 +63,19 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
 
 
 def row(variant: str, loss: float, rate: float = 4e-3, seed: int = 0) -> dict:
-    return {"variant": variant, "optimizer": "muon", "context": 1024, "tokens": 30_000_000, "learning_rate": rate,
-            "seed": seed, "held_out_loss": loss, "gain": 0.5, "status": "done", "scale": "full", "processor": "GPU"}
+    return {
+        "variant": variant,
+        "optimizer": "muon",
+        "context": 1024,
+        "tokens": 30_000_000,
+        "learning_rate": rate,
+        "seed": seed,
+        "held_out_loss": loss,
+        "gain": 0.5,
+        "status": "done",
+        "scale": "full",
+        "processor": "GPU",
+    }
 
 
 def test_the_table_has_the_best_rate_of_most_seeds():

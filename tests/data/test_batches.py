@@ -207,9 +207,7 @@ def test_packing_is_first_fit_decreasing(data, capacity):
     order, starts = pack_lengths(lengths, capacity)
     assert sorted(order) == list(range(len(lengths)))
     rows = [lengths[order[a:b]].tolist() for a, b in pairwise(starts)]
-    assert sorted(sorted(row, reverse=True) for row in rows) == first_fit_decreasing(
-        lengths.tolist(), capacity
-    )
+    assert sorted(sorted(row, reverse=True) for row in rows) == first_fit_decreasing(lengths.tolist(), capacity)
 
 
 @given(length=st.integers(1, 300), key=st.tuples(st.integers(0, 9), st.integers(0, 1), st.integers(0, 10**6)))

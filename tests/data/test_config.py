@@ -14,9 +14,7 @@ CONFIGS = [
         vocab_size=50257,
         storage_options={"key": "a", "config_kwargs": {"codes": (429, 503)}},
     ),
-    DataConfig(
-        kind="tokens", paths=("a.bin", "b.bin"), weights=(2, 0.5), tokenizer="none", vocab_size=9, end_token=8
-    ),
+    DataConfig(kind="tokens", paths=("a.bin", "b.bin"), weights=(2, 0.5), tokenizer="none", vocab_size=9, end_token=8),
 ]
 
 

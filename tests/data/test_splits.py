@@ -30,9 +30,7 @@ def test_every_document_is_in_one_split(folder, tmp_path, tokenizer):
 
 def test_the_seed_chooses_the_split(folder, tmp_path):
     def fingerprints(seed):
-        splits = open_corpus(
-            DataConfig(kind="text", path=folder, tokenizer="bytes", seed=seed), tmp_path / "cache"
-        )
+        splits = open_corpus(DataConfig(kind="text", path=folder, tokenizer="bytes", seed=seed), tmp_path / "cache")
         return splits.train.fingerprint, splits.held_out.fingerprint
 
     assert fingerprints(0) == fingerprints(0)

@@ -109,9 +109,7 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
         {"Sequence": {"id": "A", "type_id": 0}},
     ]
     template = {"type": "TemplateProcessing", "single": single, "pair": single + single[1:]}
-    template["special_tokens"] = {
-        "<|endoftext|>": {"id": "<|endoftext|>", "ids": [300], "tokens": ["<|endoftext|>"]}
-    }
+    template["special_tokens"] = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [300], "tokens": ["<|endoftext|>"]}}
     content = spec(truncation=truncation, added_tokens=[special], post_processor=template)
     (tmp_path / "t.json").write_text(json.dumps(content))
     loaded = load_tokenizer(tmp_path / "t.json")
@@ -129,9 +127,7 @@ def test_truncation_padding_and_special_tokens_of_a_file_do_not_touch_the_text(t
 
 ADDED = {"id": 300, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def split(pattern, behavior="Isolated", invert=False):

@@ -163,9 +163,7 @@ def test_zarr_format_3_and_arrays_in_groups(tmp_path):
     store(root, name="tokens")
     np.testing.assert_array_equal(ZarrCorpus(root, 50257)[1], TOKENS[1])
     store(root, name="heldout")
-    with pytest.raises(
-        ValueError, match="expected one array in it, got heldout, tokens: name one in the path"
-    ):
+    with pytest.raises(ValueError, match="expected one array in it, got heldout, tokens: name one in the path"):
         ZarrCorpus(root, 50257)
     np.testing.assert_array_equal(ZarrCorpus(f"{root}/tokens", 50257)[1], TOKENS[1])
 

@@ -39,9 +39,7 @@ CASES = {
     "rwkv7 body of windows": {"body": "rwkv7", "mixers": (MixerConfig("window", {"window": 5}),)},
     "untied": {"tie_embeddings": False},
     "learned selection": {"mixers": (MixerConfig("selection", {"selection": "learned", "top_k": 3}),)},
-    "programmatic selection": {
-        "mixers": (MixerConfig("selection", {"selection": "programmatic", "top_k": 3}),)
-    },
+    "programmatic selection": {"mixers": (MixerConfig("selection", {"selection": "programmatic", "top_k": 3}),)},
 }
 
 

@@ -210,9 +210,7 @@ def test_holes_in_a_mask_leave_no_trace(native, tokens, use_cache):
     mask[3] = False  # a row of padding alone
     cache, parts = None, []
     for start, stop in ((0, 6), (6, 21)) if use_cache else ((0, 21),):
-        out = model(
-            tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=use_cache
-        )
+        out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=use_cache)
         cache = out.past_key_values
         parts.append(out.logits)
     logits = torch.cat(parts, 1)
@@ -580,9 +578,7 @@ def test_lora(tokens):
     peft = pytest.importorskip("peft")
     model = hybrid()
     before = model(tokens).logits
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["qkv", "out"], r=2, task_type="CAUSAL_LM")
-    )
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv", "out"], r=2, task_type="CAUSAL_LM"))
     assert_close(adapted(tokens).logits, before, **CLOSE)
     adapted(input_ids=tokens, labels=tokens).loss.backward()
     trained = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]

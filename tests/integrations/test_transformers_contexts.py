@@ -57,9 +57,7 @@ def test_generate_continues_a_context(rows, tmp_path):
     loaded = load_context(tmp_path / "x.ctx", model)
     kept = copy.deepcopy(loaded.cache)
     for cache in (loaded.cache, kept):
-        written = model.generate(
-            rows[:, :3], past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0
-        )
+        written = model.generate(rows[:, :3], past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert torch.equal(written, torch.cat([rows[:, :3], expected], dim=1))
 
 

@@ -34,12 +34,26 @@ KINDS = {
     "SmolLM3, its own layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "pad_token_id": None}),
     "Seed-OSS": ("SeedOss", {"head_dim": 12, "pad_token_id": None}),
     "Seed-OSS with all biases": ("SeedOss", {"attention_out_bias": True, "attention_bias": False}),
-    "Granite": ("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.05, "residual_multiplier": 0.22,
-                            "logits_scaling": 0.7, "tie_word_embeddings": True, "attention_bias": True}),
+    "Granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.05,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.7,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
     "Granite, untied": ("Granite", {"embedding_multiplier": 3, "logits_scaling": 0.25}),
     "Phi-3": ("Phi3", {"sliding_window": 11, "pad_token_id": None}),
-    "Phi-4": ("Phi3", {"pad_token_id": None, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "Phi-4": (
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
 }
 
 
@@ -403,9 +417,10 @@ def test_layers_are_swapped_as_they_are(kind):
 
 def test_the_tokenizer_comes_along(folder):
     found = load_pretrained(folder)
-    assert BPETokenizer(found.tokenizer).encode("to be").tolist() == BPETokenizer.load(
-        folder / "tokenizer.json"
-    ).encode("to be").tolist()
+    assert (
+        BPETokenizer(found.tokenizer).encode("to be").tolist()
+        == BPETokenizer.load(folder / "tokenizer.json").encode("to be").tolist()
+    )
 
 
 def rewritten(folder, **changes):
@@ -420,15 +435,23 @@ def rewritten(folder, **changes):
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"the layers of .* are quantized \(gptq\)"),
         ({"hidden_act": "gelu"}, "has hidden_act = 'gelu'; the llama body has 'silu'"),
         ({"mlp_bias": True}, "has mlp_bias = True; the llama body has False"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         "has a scaled rotation of the type 'dynamic'; sympow reads default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
-         "has a scaled rotation of the type 'longrope'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
-         "cannot be read"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "has a scaled rotation of the type 'dynamic'; sympow reads default, linear, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+            "has a scaled rotation of the type 'longrope'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
+            "cannot be read",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "factor of a scaled rotation"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-         "rotates a part of the channels only"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rotates a part of the channels only",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layers with another attention"),
         ({"num_attention_heads": 0}, "has num_attention_heads = 0; expected an integer of at least 1"),
         ({"num_key_value_heads": 4}, "has 6 heads, which is no multiple of its 4 key/value heads"),

@@ -369,8 +369,11 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("selection", {"selection": "random", "top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("selection", {"selection": "random", "probability": 0}, "probability must be above 0 and at most 1; got 0"),
         ("selection", {"selection": "random", "probability": 2}, "probability must be above 0 and at most 1; got 2"),
-        ("selection", {"selection": "random", "whole_row": True},
-         "whole_row is an option of learned selection; got selection 'random'"),
+        (
+            "selection",
+            {"selection": "random", "whole_row": True},
+            "whole_row is an option of learned selection; got selection 'random'",
+        ),
         ("selection", {"selection": "learned", "noise": -1}, "noise must be at least 0; got -1"),
         ("autocorrelation_conv", {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
         ("autocorrelation_conv", {"filler": 0}, "filler needs matching: without it inputs are correlated as they are"),

@@ -190,9 +190,7 @@ def moved_by(x, lags):
     return sum(torch.cat([torch.zeros(x.shape[0], lag, x.shape[2]), x[:, : x.shape[1] - lag]], dim=1) for lag in lags)
 
 
-@pytest.mark.parametrize(
-    ("filler", "lags"), [(None, (0, 1, 2)), (0, (1, 2))], ids=["all tokens", "without filler"]
-)
+@pytest.mark.parametrize(("filler", "lags"), [(None, (0, 1, 2)), (0, (1, 2))], ids=["all tokens", "without filler"])
 def test_programmatic_filter_marks_what_follows_an_earlier_occurrence(filler, lags):
     mixer, x = MIXERS["programmatic_conv"](3, 1, filler=filler).double(), normal(1, 9, 3)
     tokens = torch.tensor([[1, 2, 1, 3, 2, 1, 4, 0, 0]])  # distances 2, 3, 3, and 1 of filler

@@ -52,9 +52,7 @@ def model(case: str = "power", seed: int = 0) -> LanguageModel:
     """Untrained, but with weights so large that every token matters to the next."""
     body, mixers = CASES[case]
     shape = {"mlp_ratio": 2} if body != "llama" else {"mlp_hidden": 48}
-    config = ModelConfig(
-        VOCAB, 32, max(2, len(mixers)), 2, tuple(mixers), body=body, tie_embeddings=False, **shape
-    )
+    config = ModelConfig(VOCAB, 32, max(2, len(mixers)), 2, tuple(mixers), body=body, tie_embeddings=False, **shape)
     built = LanguageModel(config, seed=seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

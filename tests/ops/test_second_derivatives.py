@@ -65,9 +65,9 @@ def test_the_op_with_a_rotation(impl):
     positions = drawn(B, T, seed=3)
     frequencies = rotary_frequencies(K, device=q.device)
     assert_each_refused(
-        lambda q, k, v, positions: power_attention(
-            q, k, v, log_g, rotation=Rotation(positions, frequencies), impl=impl
-        ).out,
+        lambda q, k, v, positions: (
+            power_attention(q, k, v, log_g, rotation=Rotation(positions, frequencies), impl=impl).out
+        ),
         [q, k, v, positions],
     )
 

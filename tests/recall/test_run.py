@@ -95,9 +95,7 @@ def test_an_error_is_not_taken_for_divergence(small, monkeypatch):
 
 
 def test_splits_and_seeds_are_different_rows(small):
-    drawn = [
-        generate(small.train[0], 200, [small.data_seed, split, 0]).tokens.tobytes() for split in (0, 1, 2)
-    ]
+    drawn = [generate(small.train[0], 200, [small.data_seed, split, 0]).tokens.tobytes() for split in (0, 1, 2)]
     assert len(set(drawn)) == 3
     (part,) = load(small.train, 200, (small.data_seed, 0), "cpu")
     assert part.tokens.numpy().tobytes() == drawn[0]

@@ -213,9 +213,7 @@ def test_slurm_gets_an_array_of_workers_with_its_parameters(tiny, tmp_path, monk
             return SimpleNamespace(done=lambda: True)
 
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=Executor))
-    rows = run_sweep(
-        tiny, tmp_path, executor="slurm", jobs=2, slurm={"timeout_min": 5}, device="cpu", quiet=True
-    )
+    rows = run_sweep(tiny, tmp_path, executor="slurm", jobs=2, slurm={"timeout_min": 5}, device="cpu", quiet=True)
     assert submitted == [("submitit", "slurm"), {"timeout_min": 5}, (0, 1), (1, 1)]  # each alone on its machine
     assert len(rows) == len(seen) == 4
 

@@ -237,7 +237,6 @@ def test_models_health_and_metrics(app):
     assert len(seconds) == len(PARTS) and sum(seconds) > 0
 
 
-
 @pytest.mark.parametrize(
     ("path", "fields", "status", "message"),
     [

@@ -46,9 +46,7 @@ def server(folder):
     words = ["serve", str(folder), "--port", "0", "--api-keys", str(folder / "keys"), "--device", "cpu"]
     process = subprocess.Popen([sys.executable, "-m", "sympow", *words], stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
-    found = re.fullmatch(
-        r"serving tiny at http://127\.0\.0\.1:(\d+)/v1: completions and chats, 16 slots of .*\n", line
-    )
+    found = re.fullmatch(r"serving tiny at http://127\.0\.0\.1:(\d+)/v1: completions and chats, 16 slots of .*\n", line)
     assert found, line
     yield process, int(found[1])
     process.kill()

@@ -17,9 +17,7 @@ def compiled_by(calls: list[tuple[int, int]], earlier: list[tuple[int, int]]) ->
     """Kernels that each call would compile behind the earlier ones."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command, given = [sys.executable, "-m", "tests.serving.kernels_of_prompts"], {"earlier": earlier, "calls": calls}
-    run = subprocess.run(
-        command, env=environment, input=json.dumps(given), capture_output=True, text=True, check=False
-    )
+    run = subprocess.run(command, env=environment, input=json.dumps(given), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 

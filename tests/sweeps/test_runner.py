@@ -127,8 +127,10 @@ def test_an_error_is_told_by_the_line_that_names_it(tmp_path):
     assert records.error("job-a") is None
     traced = 'Traceback (most recent call last):\n  File "a.py", line 3\ntorch._dynamo.exc.Unsupported'
     for error, line in [
-        (f"{traced}Error: it breaks\n  Hint: b\n\nSet TORCH_LOGS: it says more\n",
-         "torch._dynamo.exc.UnsupportedError: it breaks"),
+        (
+            f"{traced}Error: it breaks\n  Hint: b\n\nSet TORCH_LOGS: it says more\n",
+            "torch._dynamo.exc.UnsupportedError: it breaks",
+        ),
         ("the process ended\nwith exit code 3\n", "with exit code 3"),
     ]:
         records.fail("job-a", error)

@@ -59,9 +59,7 @@ class SympowCacheLayer(CacheLayerMixin):
         """Raises NotImplementedError: the block makes its state."""
         raise NotImplementedError("a block's state is made by the block, not from keys and values")
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: a state takes no keys and values."""
         raise NotImplementedError("a block continues its state itself; there are no keys and values to add")
 
@@ -237,9 +235,7 @@ class SympowCache(Cache):
         for number, chosen in enumerate(picked):
             if chosen:
                 places = [place for _, place in chosen]
-                parts.append(
-                    ([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)])
-                )
+                parts.append(([new for new, _ in chosen], [_selected(s, places) for s in self.states(number)]))
         if self.groups:
             self.fill(parts, 0)
 
@@ -332,9 +328,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
             continue
         index = [row for rows, _ in group for row in rows]
         order = sorted(range(len(index)), key=index.__getitem__)
-        states = [
-            None if of[0] is None else _mapped(_cat, *of) for of in zip(*(s for _, s in group), strict=True)
-        ]
+        states = [None if of[0] is None else _mapped(_cat, *of) for of in zip(*(s for _, s in group), strict=True)]
         if order != list(range(len(index))):
             states = [_selected(state, order) for state in states]
         result.append(([index[place] for place in order], states))

@@ -259,9 +259,7 @@ class SympowModel(SympowPreTrainedModel):
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
         return self._packed(x, tokens, keep, bounds, every)
 
-    def _packed(
-        self, x: Tensor, tokens: Tensor | None, keep: Tensor, bounds: Tensor, every: bool
-    ) -> list[Tensor]:
+    def _packed(self, x: Tensor, tokens: Tensor | None, keep: Tensor, bounds: Tensor, every: bool) -> list[Tensor]:
         """Computes the kept tokens of all rows as documents with the bounds, an int32 tensor; see `_whole`."""
         packed = self._through(x[keep][None], None if tokens is None else tokens[keep][None], bounds, every)
         return [scattered(keep, part[0]) for part in packed]

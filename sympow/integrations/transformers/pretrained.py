@@ -258,9 +258,7 @@ def _native(config: Any, rotation: Mapping[str, Any], weights: Mapping[str, Tens
     return native.eval()
 
 
-def _renamed(
-    weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int, turning: int
-) -> dict[str, Tensor]:
+def _renamed(weights: Mapping[str, Tensor], config: ModelConfig, head_dim: int, turning: int) -> dict[str, Tensor]:
     """Returns weights by their names here, as `LanguageModel.load_state_dict` takes them.
 
     `turning` is the number of channels of a head that are rotated.
@@ -291,4 +289,3 @@ def _renamed(
         gate_up = [weights[f"{there}mlp.{each}_proj.weight"] for each in ("gate", "up")]
         ours[f"{here}mlp_in.weight"] = torch.cat(gate_up)
     return ours
-

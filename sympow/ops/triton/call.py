@@ -18,8 +18,7 @@ SUM_BLOCK, LONG_SUM_BLOCK = 1024, 4096  # tokens of a block of the gate's sums, 
 
 
 class Gate(NamedTuple):
-    """Holds sums of the gate's logarithms, and the range of keys and queries that the gate leaves (`gate.gate_sums`).
-    """
+    """Holds sums of the gate's logarithms, and the keys and queries that the gate leaves (`gate.gate_sums`)."""
 
     sums: Tensor  # float32 [2 or 3, G, tokens]: log2 of the decay within the chunk; empty without a gate
     begins: Tensor | None  # int32 [G, tiles], like `ends`; for the quadratic form of long rows
@@ -41,9 +40,9 @@ class Call:
         chunk: int, tf32: bool, gradient_rows: bool = False, gate: Gate | None = None, plan: Plan | None = None,
     ):  # fmt: skip
         """Args:
-            chunk: tokens of a chunk; 0 for the quadratic form.
-            gate: that of another call with the same log_g, which is not read then.
-            plan: that of a call with the same shapes and options."""
+        chunk: tokens of a chunk; 0 for the quadratic form.
+        gate: that of another call with the same log_g, which is not read then.
+        plan: that of a call with the same shapes and options."""
         self.cu_seqlens = cu_seqlens
         skip = padded_key_dim(q.shape[3]) - q.shape[3] if plan is None else plan.skip
         given = q

@@ -312,8 +312,7 @@ def power_decode(
 
 @lru_cache(maxsize=32)
 def _tables(key_dim: int, p: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the p channels of every row of (M7), two in a word, int32 [(p + 1) // 2, D], and its weight, float32 [D].
-    """
+    """Returns the p channels of every row of (M7), two a word, int32 [(p + 1) // 2, D], and its weight, float32 [D]."""
     channels = spow_indices(key_dim, p).t().contiguous()
     index = channels[::2].clone()
     index[: p // 2] |= channels[1::2] << 16

@@ -65,8 +65,7 @@ def row_factors(
 
 @triton.jit
 def _state_rows(i, lower, mirror, width, K: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr):
-    """Returns the rows (upper prefix i, every last index), [K]. Rows with a lower last index belong to another prefix.
-    """
+    """Returns the rows (upper prefix i, every last index), [K]. Rows of a lower last index have another prefix."""
     UPPER: tl.constexpr = K - HALF
     own = lower * K + (i - lower) * UPPER + (width - HALF)
     if P == 2:

@@ -29,9 +29,7 @@ class RowFactors(NamedTuple):
     delta: Tensor  # the part of the query in the gradient of the normalizer
 
 
-def row_factors(
-    call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, early: bool = True
-) -> RowFactors:
+def row_factors(call: Call, dout: Tensor, out: Tensor, norm: Tensor, normalize: bool, early: bool = True) -> RowFactors:
     """Returns what all passes of the backward read of the outputs and their gradients [B, T, H, V]. `early` tells, for
     calls with a gate, that the launch before this one computed the sums of the gate."""
     plan = call.plan

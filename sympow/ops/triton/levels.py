@@ -89,8 +89,7 @@ class Levels(Basis):
         return self._tables[device]
 
     def slopes_on(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the `Slopes` of blocks of `block` k on a device: rows int32 [steps, block K], entries int32 [steps].
-        """
+        """Returns `Slopes` of blocks of `block` k on a device: rows int32 [steps, block K], entries int32 [steps]."""
         if (block, device) not in self._slopes:
             slopes = Slopes(self, block)
             self._slopes[block, device] = slopes.rows.int().to(device), slopes.entries.to(device)

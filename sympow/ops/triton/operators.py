@@ -140,9 +140,7 @@ def _to_public(rows: Basis, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None
     return rows.to_public(s), rows.matrix_to_public(z) if z.numel() else None
 
 
-def _like_backward(
-    dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, out, norm, *_
-):
+def _like_backward(dout, ds_final, dz_final, q, k, v, log_g, s_init, z_init, cu_seqlens, frequencies, out, norm, *_):
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
     others = [norm.new_empty(0) if x is None else torch.empty_like(x) for x in (log_g, s_init, z_init)]
     positions = norm.new_empty(0 if frequencies is None else k.shape[:3], dtype=torch.float64)

@@ -261,9 +261,7 @@ def plan_of(
     key = (*tensors, p, chunk, gradient_rows, gated, scale, tf32)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(
-            q, k, v, cu_seqlens, p, chunk, gradient_rows, strides=strides, gated=gated, scale=scale, tf32=tf32
-        )
+        plan = Plan(q, k, v, cu_seqlens, p, chunk, gradient_rows, strides=strides, gated=gated, scale=scale, tf32=tf32)
         if len(_plans) >= _MOST:
             _plans.pop(next(iter(_plans)))  # the oldest
         _plans[key] = plan

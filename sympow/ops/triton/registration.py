@@ -70,8 +70,7 @@ def is_followed(x: Tensor) -> bool:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x.to(dtype), without the call if x has that dtype, because the call takes time even if it does nothing.
-    """
+    """Returns x.to(dtype), without a call if x has that dtype, because a call takes time even if it does nothing."""
     return x if x.dtype is dtype else x.to(dtype)
 
 

@@ -220,8 +220,7 @@ def _launch(
     *,
     backward: bool = False,
 ) -> None:
-    """Runs the kernel. `norm` has the input of the forward, the weights of queries and keys, their gradients, and eps.
-    """
+    """Runs the kernel. `norm`: the input of the forward, weights of queries and keys, their gradients, eps."""
     if not q.numel():
         return
     raw, weight_q, weight_k, dweights, eps = norm
@@ -307,9 +306,7 @@ def _keep(ctx, inputs, output):
 def _backward(ctx, dq, dk, dv):
     positions, frequencies, *turned_and_normed = ctx.saved_tensors
     turned, normed = turned_and_normed[:2], turned_and_normed[2:]
-    dqkv, dpositions, dweights = rotate_heads_backward(
-        dq, dk, dv, *turned, positions, frequencies, *normed, ctx.eps
-    )
+    dqkv, dpositions, dweights = rotate_heads_backward(dq, dk, dv, *turned, positions, frequencies, *normed, ctx.eps)
     if ctx.needs_input_grad[1]:
         dpositions = dpositions.transpose(1, 2).sum_to_size(positions.shape)
     else:

@@ -72,4 +72,3 @@ def filter_layers(lags: Tensor, rows: int, size: int) -> list[Layer]:
         Layer(onto_value, nothing, same, nothing),  # the value's channels: the value where any key was equal
         convolution(long, taps(3 * size, *((long - starts) % long).tolist()), first, circular=True),
     ]
-

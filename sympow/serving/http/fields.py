@@ -122,4 +122,3 @@ def _shown(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-

@@ -158,9 +158,7 @@ def test_strides():
     shape = SHAPES["positions of heads"]
     qkv, positions, frequencies, grads = make(shape, torch.float32)
     grads[2] = grads[2][:, :1, :, :1].expand_as(grads[2])
-    expected = results(
-        turn, qkv, positions, frequencies, [x.contiguous() for x in grads], shape.H, shape.G
-    )
+    expected = results(turn, qkv, positions, frequencies, [x.contiguous() for x in grads], shape.H, shape.G)
     wide = torch.cat([qkv, qkv], 2).detach()[..., : qkv.shape[2]].requires_grad_()
     late = positions.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)

@@ -38,9 +38,7 @@ def test_parts_make_the_square(key_dim, parts):
     assert table.count == {4: 5 / 8, 8: 9 / 16}[parts] * key_dim**2
     x, y = torch.randn(2, key_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     part = torch.arange(key_dim) // (key_dim // parts)
-    weights = [
-        1 + (part[prefixes] < part[None, first:end]).double().flatten() for prefixes, first, end in table.bands
-    ]
+    weights = [1 + (part[prefixes] < part[None, first:end]).double().flatten() for prefixes, first, end in table.bands]
     square = (torch.cat(weights) * monomials(table, x) * monomials(table, y)).sum()
     assert abs(square - (x @ y) ** 2) <= FLOAT64_TOLERANCE * (x.norm() * y.norm()) ** 2
 

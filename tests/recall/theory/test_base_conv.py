@@ -96,9 +96,7 @@ def test_hyena_computes_base_conv(kind):
     mixer = random_mixer("base_conv", filter=kind)
     u = integers(ROWS, N, D) / 9
     with torch.no_grad():
-        torch.testing.assert_close(
-            base_conv_as_hyena(mixer)(pad(u, (0, D)))[..., :D], mixer(u), rtol=1e-12, atol=1e-10
-        )
+        torch.testing.assert_close(base_conv_as_hyena(mixer)(pad(u, (0, D)))[..., :D], mixer(u), rtol=1e-12, atol=1e-10)
 
 
 def test_matches_are_counted_at_every_lag():

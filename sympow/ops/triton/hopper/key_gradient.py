@@ -207,9 +207,7 @@ def key_pass(
             matrix = dz + (chunk * G + g) * (K * K)
             if PARTS == 4:
                 gl.static_assert(TILE == K)
-                dkeys, dvalues = key_states(
-                    state, matrix, keys_s, values_s, K, V, BLOCK, STAGES, Z, mma, num_warps
-                )
+                dkeys, dvalues = key_states(state, matrix, keys_s, values_s, K, V, BLOCK, STAGES, Z, mma, num_warps)
             else:
                 dkeys, dvalues = _key_halves(
                     state, matrix, keys_s, values_s, K, V, HALF, BLOCK, TILE, STAGES, Z, mma, num_warps
@@ -252,9 +250,7 @@ def key_pass(
         h1 = g * R + head1
         stage = (it + 2) % 3
         left = gl.where(it + 2 < total, end - s1, 0)
-        copy_rows(
-            queries_s.index(stage), q + s1.to(gl.int64) * q_st + h1 * q_sh, q_st, left, QUERIES, K, num_warps
-        )
+        copy_rows(queries_s.index(stage), q + s1.to(gl.int64) * q_st + h1 * q_sh, q_st, left, QUERIES, K, num_warps)
         copy_rows(dy_s.index(stage), dout + (s1.to(gl.int64) * H + h1) * V, H * V, left, QUERIES, V, num_warps)
         async_copy.commit_group()
         queries = queries_s.index(it % 3)

@@ -35,8 +35,7 @@ from sympow.ops.triton.hopper.states import bands, first_row
 
 @gluon.constexpr_function
 def in_groups(block, depth, groups, warps):
-    """Returns the layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of the tensor cores.
-    """
+    """Returns the layout [block, 2, groups, depth / groups / 2] of a left operand [block, depth] of tensor cores."""
     run = depth // groups // 2
     columns = [[0, 0, 0, 1 << i] for i in range(run.bit_length() - 1)]
     columns += [[0, 0, 1 << i, 0] for i in range(groups.bit_length() - 1)]
@@ -129,8 +128,7 @@ def from_level(
 
 @gluon.jit
 def _row_parts(x, BLOCK: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns sums [BLOCK, 4] of x [BLOCK, WIDTH] in the layout of a product: those of the columns that one thread has.
-    """
+    """Returns sums [BLOCK, 4] of x [BLOCK, WIDTH] in a product's layout: those of the columns that one thread has."""
     return gl.sum(gl.sum(x.reshape([BLOCK, WIDTH // 8, 4, 2]), 3), 1)
 
 

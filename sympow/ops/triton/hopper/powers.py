@@ -74,8 +74,7 @@ def _copy_step(
     stage, x, stride, y, y_st, left, xs, ys,
     ROWS: gl.constexpr, V: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Copies keys [ROWS, STEP], already transposed and padded, and values [STEP, V] in the order of the tensor cores.
-    """
+    """Copies keys [ROWS, STEP], transposed and padded, and values [STEP, V] in the order of the tensor cores."""
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, x_layout))
     t = gl.arange(0, STEP, gl.SliceLayout(0, x_layout))
@@ -149,11 +148,8 @@ def _sources(prefixes, n, P: gl.constexpr):
 
 
 @gluon.jit
-def _entries(
-    xt, stride, sources, some, K: gl.constexpr, P: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr
-):
-    """Returns the entries of prefixes for the tokens of a step, [prefixes, STEP] each. The first are weighted by token.
-    """
+def _entries(xt, stride, sources, some, K: gl.constexpr, P: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr):
+    """Returns the entries of prefixes for the tokens of a step, [prefixes, STEP] each, the first weighted by token."""
     t = gl.arange(0, STEP, gl.SliceLayout(0, owned_factors(STEP, WARPS)))[None, :]
     some = (t < gl.where(some, STEP, 0)) & (sources >= 0)[:, None]
     plain = xt + (K + 1) * stride

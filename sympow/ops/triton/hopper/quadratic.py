@@ -8,7 +8,6 @@ n_i is near_i 2**(high_i - L_j), where L_i = high_i + low_i. `near` and its loga
 by `gradients.row_factors`. Blocks and steps are tiles of the gate's sums, so all tokens of one have the same high part.
 """
 
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -85,8 +85,7 @@ def _add(
 
 @gluon.jit
 def _add_others(acc, others, K: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """Returns acc plus the gradients of the prefixes of the first three quarters that come through their last indices.
-    """
+    """Returns acc plus gradients of the prefixes of the first three quarters that come through their last indices."""
     column = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
     return gl.where(column < 3 * K // 4, acc + _by_prefix(others, 0, K, K, BLOCK).load(layout), acc)
 
@@ -207,9 +206,7 @@ def _key_band(
             if SAME > 0:
                 dvalues = _values_piece(keys_s, tile, f, dvalues, LAST, n * WIDTH, SAME, left_layout)
             if SPLIT > 0:
-                dvalues = _values_piece(
-                    keys_s, tile, f + f, dvalues, LAST + SAME, n * WIDTH + SAME, SPLIT, left_layout
-                )
+                dvalues = _values_piece(keys_s, tile, f + f, dvalues, LAST + SAME, n * WIDTH + SAME, SPLIT, left_layout)
             if REST > 0:
                 dvalues = _values_piece(
                     keys_s, tile, f + f, dvalues, LAST + SAME + SPLIT, n * WIDTH + SAME + SPLIT, REST - SPLIT,

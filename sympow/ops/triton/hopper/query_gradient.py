@@ -41,9 +41,7 @@ def _query_halves(
         inner = warpgroup_mma(queries_s, tiles[STAGES - 1].slice(0, K, 0), gl.zeros([BLOCK, K], gl.float32, mma))
         acc -= inner * d[:, None]
     dy = dy_s.load(left_layout)
-    acc = add_products(
-        tiles, state, dy, columns, acc, 0, STEPS, STEPS, 0, K, TILE, V, HALF, left_layout, num_warps
-    )
+    acc = add_products(tiles, state, dy, columns, acc, 0, STEPS, STEPS, 0, K, TILE, V, HALF, left_layout, num_warps)
     for n in gl.static_range(STAGES):
         tiles[n]._keep_alive()
     return acc

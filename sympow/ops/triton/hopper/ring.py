@@ -143,9 +143,7 @@ def _add_some(
     f = column(columns, prefix, layout)
     for n in gl.static_range(COUNT):
         await_tile(STAGES)
-        copy_tile(
-            tiles[(STAGE + n + AHEAD) % STAGES], state, first + (n + AHEAD), STEPS, ROWS, TILE, V, HALF, WARPS
-        )
+        copy_tile(tiles[(STAGE + n + AHEAD) % STAGES], state, first + (n + AHEAD), STEPS, ROWS, TILE, V, HALF, WARPS)
         for u in gl.static_range(PER):
             before = phi
             phi = base * f
@@ -155,9 +153,7 @@ def _add_some(
             if HALF > 0:
                 right = right.permute([1, 0])
             acc = warpgroup_mma(phi, right, acc, is_async=True)
-            acc, before, phi = warpgroup_mma_wait(
-                running(u, PER, n, COUNT, STAGES), deps=(acc, before, phi)
-            )
+            acc, before, phi = warpgroup_mma_wait(running(u, PER, n, COUNT, STAGES), deps=(acc, before, phi))
     return acc
 
 

@@ -45,9 +45,7 @@ def _load_factors(
 
 
 @gluon.jit
-def _times(
-    keys, f, PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr
-):
+def _times(keys, f, PREFIXES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, left_layout: gl.constexpr):
     """Returns a tile: the keys [M, STEP], repeated for each of PREFIXES prefixes, times the factors of these."""
     if PREFIXES == 1:
         return keys * f
