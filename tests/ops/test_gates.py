@@ -1,7 +1,8 @@
 """Every gate that is accepted gives the right numbers: random calls with gates from 0 to -3e38, many resets among them,
 against a recurrence in float64 that is written here and shares nothing with the package.
 
-`GATE_CASES=3000 python -m pytest -s tests/ops/test_gates.py` draws so many calls for every implementation and dtype.
+`GATE_CASES=3000 python -m pytest -s tests/ops/test_gates.py` draws so many calls for every implementation and dtype,
+in parts of PART calls, so that `-n` runs them in several processes.
 """
 
 import math
@@ -30,6 +31,7 @@ from tests.ops.contract import (
 )
 
 CASES = int(os.environ.get("GATE_CASES", "0"))
+PART = 100
 HARDEST = -3e38  # nearly the least number of float32
 
 
@@ -151,17 +153,19 @@ def check(impl: str, dtype: torch.dtype, case: Case, inputs: dict[str, Tensor | 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CALLS = [(impl, dtype) for impl in ("eager", "reference", "triton") for dtype in DTYPES]
 CALLS.remove(("triton", "float64"))
+PARTS = range(-(-CASES // PART) or 1)
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("impl", "dtype"), CALLS)
-def test_random_gates(impl, dtype):
+def test_random_gates(impl, dtype, part):
     """Outputs, states, and the gradients of all inputs, of whole rows and of packed documents."""
     interpreted = impl == "triton" and DEVICE == "cpu"
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (4 if interpreted else 40)
-    first = 1_000_000 * CALLS.index((impl, dtype))
+    count = min(CASES - part * PART, PART) if CASES else 4 if interpreted else 40
+    first = 1_000_000 * CALLS.index((impl, dtype)) + part * PART
     for seed in range(first, first + count):
         wide = impl == "triton" and not interpreted and seed % 4 > 0
         size = (40, 4) if interpreted else (700, 8) if wide else (150, 8)
@@ -226,15 +230,16 @@ def steps(impl: str, case: Case, inputs: dict[str, Tensor | None], draw: random.
     return {"out": torch.cat(outs, 1), "s": state.s, "z": state.z}
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("impl", "dtype"), CALLS)
-def test_random_gates_of_steps(impl, dtype):
+def test_random_gates_of_steps(impl, dtype, part):
     """On both kinds of states, with tails that are folded at any token."""
     interpreted = impl == "triton" and DEVICE == "cpu"
     if impl == "triton":
         pytest.importorskip("triton", reason="needs triton")
     wrong = []
-    count = CASES or (3 if interpreted else 20)
-    first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype))
+    count = min(CASES - part * PART, PART) if CASES else 3 if interpreted else 20
+    first = 20_000_000 + 1_000_000 * CALLS.index((impl, dtype)) + part * PART
     for seed in range(first, first + count):
         case, inputs, _ = drawn(seed, DTYPES[dtype], *((16, 4) if interpreted else (60, 8)))
         if case.ends is not None:
