@@ -19,7 +19,7 @@ RUNS, POSITIONS = "runs.csv", "positions.csv"
 KEY = tuple(each.name for each in fields(Run))
 COLUMNS = (*KEY, "scale", "status", "held_out_loss", "gain", "best_loss", "best_context", "parameters", "steps",
            "flops", "tokens_per_second", "seconds", "peak_bytes", "compiled", "error", "processor", "torch", "commit",
-           "corpus")  # fmt: skip
+           "code", "corpus")  # fmt: skip
 
 
 @dataclass
@@ -68,7 +68,7 @@ def read(folder: Path) -> Results:
     """Reads the tables of a folder; empty ones where it has none."""
     if not (folder / RUNS).is_file():
         return Results()
-    runs = read_rows(folder / RUNS, texts=("commit", "corpus"))
+    runs = read_rows(folder / RUNS, texts=("commit", "code", "corpus"))
     names = {(run_of(row).name, row["corpus"]) for row in runs}
     positions = read_rows(folder / POSITIONS, texts=("corpus",))
     positions = [row for row in positions if (row["run"], row["corpus"]) in names]
