@@ -610,7 +610,7 @@ def _tf32(dtype: torch.dtype) -> bool:
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_g: Tensor | None, state: Tensor | None, options: DeltaOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes what `power_delta_rule` promises, for inputs that it has checked and `triton.unsupported` does not refuse."""
+    """Computes what `power_delta_rule` promises, for inputs that it has checked and the kernels take."""
     dtype, (p, chunk, final), (key_dim, value_dim) = v.dtype, options, (q.shape[3], v.shape[3])
     if dtype == torch.float16:  # powers leave its range
         q, k, v = q.float(), k.float(), v.float()
