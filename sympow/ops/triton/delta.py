@@ -37,7 +37,7 @@ from sympow.ops.types import PowerState
 BLOCK = 64  # tokens that are solved together
 _CHUNK = 2048  # tokens of a chunk of rows that need more than one
 _ALONE = 4096  # the longest row that is one chunk, without states
-_GROUP = 8  # blocks that one program solves; what earlier groups return for them is computed by many programs
+_GROUP = 4  # blocks that one program solves; what earlier groups return for them is computed by many programs
 _ROWS = 64  # rows of a program that adds up the gradients of keys
 _VANISHES = 256.0  # -log2 of a decay that is 0 in float32
 _LOG2_E = 1.4426950408889634
