@@ -111,9 +111,9 @@ def hard_gates(shape: tuple[int, ...], seed: int) -> Tensor:
 def drawn(
     seed: int, options: int, dtype: torch.dtype, time: int, largest: int, wide: bool = False
 ) -> tuple[Case, dict[str, Tensor | None], int | None]:
-    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk. `options`
-    is the seed of what kernels are compiled for. `wide`: K and V are equal, and of sizes for which there are kernels for
-    Hopper."""
+    """A call with at most `time` tokens and K and V at most `largest`: its case, inputs and tokens of a chunk.
+    `options` is the seed of what kernels are compiled for. `wide`: K and V are equal, and of sizes for which there are
+    kernels for Hopper."""
     values, draw = random.Random(seed), random.Random(options)
     p = draw.choice((1, 2, 2, 2, 2, 3, 4))
     groups, packed = draw.choice((1, 1, 2)), draw.random() < 0.3
