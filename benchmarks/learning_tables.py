@@ -21,6 +21,13 @@ LABELS = {
     "hybrid_delta_gate": "five layers delta rule, one softmax, gate",
     "hybrid_power_gate": "five layers power, one softmax, gate",
     "hybrid_window_gate": "five layers window, one softmax, gate",
+    "window+window=2112": "window of 2,112 tokens",
+    "window+window=512": "window of 512 tokens",
+    "window32": "window of 32 tokens",
+    "hybrid_window+p=1": "p = 1 and window of 512, in turns",
+    "power+p=1": "power attention, p = 1",
+    "gated_delta_net": "Gated DeltaNet",
+    "rwkv7": "RWKV-7",
 }
 
 
@@ -35,7 +42,7 @@ def learning_table(rows: Sequence[Row]) -> str:
     lines = [f"| {heading} |"]
     lines.append("|---:|---:|---|---|---:|---:|---:|---:|---:|---|")
     for (context, tokens, optimizer), same in sorted(group(rows, "context", "tokens", "optimizer").items()):
-        best = {variant: _best(own) for (variant,), own in group(same, "variant").items()}
+        best = {variant: best_rows(own) for (variant,), own in group(same, "variant").items()}
         for variant, label in LABELS.items():
             if variant not in best:
                 continue
@@ -73,7 +80,7 @@ def search_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _best(rows: Sequence[Row]) -> list[Row]:
+def best_rows(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows of the best rate."""
     by_rate = list(group(rows, "learning_rate").values())
     most = max(len(each) for each in by_rate)

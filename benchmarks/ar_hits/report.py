@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.context_scaling.figures import finish, panels
 from benchmarks.context_scaling.paired import interval
 from benchmarks.prose import wrapped
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
@@ -318,3 +317,27 @@ def _style(n: int, recipe: str) -> dict[str, Any]:
 
 def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
+
+
+def panels(count: int, size: tuple[float, float] = (4, 3.6), share: str = "") -> tuple[Any, list[Any]]:
+    """Returns a figure with panels side by side."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
+    figure = Figure(figsize=(size[0] * count + 2.4, size[1]), dpi=130, layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False, sharex=share == "x", sharey=share == "y")
+    return figure, list(axes.flat)
+
+
+def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:
+    """Adds a grid, and one legend for all panels beside them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if legend:
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    return figure
