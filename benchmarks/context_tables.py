@@ -33,6 +33,7 @@ MODELS = {
 }
 MISSING = "Not measured yet."
 CONTROL = "window32"  # sees next to no context
+FIVE = ("softmax_gate", "hybrid_delta_gate", "window", "power_delta", "power")  # of the short table
 TRAINED_AT = 4096  # tokens of context, of the models that read whole documents
 LENGTHS = (4096, DOCUMENT, 1 << 20)
 
@@ -139,6 +140,20 @@ def choice_table(evidence: Evidence) -> str:
         cells.append("; ".join(f"{sequence_bytes(variant, tokens) / 1e6:,.0f}" for tokens in LENGTHS))
         step = evidence.step_microseconds(variant)
         lines.append([*cells, "not timed" if step is None else f"{step:.1f}"])
+    return table(heading, lines)
+
+
+def short_table(evidence: Evidence) -> str:
+    """Returns a row for each model: losses in rows as trained and in whole documents, speed, and bytes."""
+    tokens = evidence.far()
+    heading = [f"{_millions(tokens or 0)} tokens at {TRAINED_AT:,}", "loss", f"read at {DOCUMENT:,}",
+               f"training at {DOCUMENT:,}, tokens/s", "MB at 4,096; 65,536; 1M"]  # fmt: skip
+    lines = []
+    for variant in FIVE:
+        losses = [_losses(evidence.losses(variant, TRAINED_AT, tokens or 0, at)) for at in (None, DOCUMENT)]
+        speed = evidence.speed(variant, DOCUMENT)
+        lines.append([MODELS[variant], *losses, "" if speed is None else f"{speed / 1e6:.2f}M",
+                      "; ".join(f"{sequence_bytes(variant, length) / 1e6:,.0f}" for length in LENGTHS)])  # fmt: skip
     return table(heading, lines)
 
 
@@ -255,6 +270,7 @@ def _claims(results: Path) -> str:
 # By their names; each gets the folder of results.
 TABLES: dict[str, Callable[[Path], str]] = {
     f"{FOLDER}/choice": lambda results: choice_table(Evidence(results)),
+    f"{FOLDER}/short": lambda results: short_table(Evidence(results)),
     f"{FOLDER}/claims": _claims,
     f"{FOLDER}/studies": lambda results: studies_table(Found(results / FOLDER)),
     "learning_context.csv": use_table,
@@ -262,6 +278,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 # The files that the tables are of.
 SOURCES = {
     f"{FOLDER}/choice": ("learning.csv", f"{FOLDER}/speed.csv", "decoding_h200.csv"),
+    f"{FOLDER}/short": ("learning.csv", f"{FOLDER}/speed.csv"),
     f"{FOLDER}/claims": (f"{FOLDER}/runs.csv",),
     f"{FOLDER}/studies": (),
     "learning_context.csv": ("learning.csv",),

@@ -252,7 +252,8 @@ SECTIONS: list[tuple[str, str, str, Callable[[list[Row]], Iterator[str]]]] = [
         "The table shows the share of keys of five digits that a model finds. It is a mean over five depths\n"
         "with ten keys each, on an H200 at commit d915736. The figure above shows each depth. The teacher was\n"
         "made for 8,192 tokens. With windows of 1,024 tokens in every second layer, a model finds a key only\n"
-        "if the key is within the last window.\n\n"
+        "if the key is within the last window. Keys are others than those of the table above, so that a share\n"
+        "can differ: at 4,096 tokens, hybrid-distilled finds 40 of 40 there and 49 of 50 here.\n\n"
         "```\n"
         "sympow passkey hybrid-distilled --context 1024 2048 4096 8192 --texts 10 --csv passkeys.csv\n"
         "```",

@@ -32,7 +32,7 @@ NAMES = ("context-files.md", "generation.md", "mqar.md", "results/chunks.md", "r
 OTHERS = ("results/ar-hits.md", "results/conversion.md")  # tables of other programs
 MISSING = "Not measured yet."
 LONG_TEXT_FROM = 1024  # the first end of a range of positions in the table of long text
-PAGES = [ROOT / "docs" / name for name in NAMES]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAMES)]
 
 
 def measured_on(rows: Sequence[dict]) -> str:
@@ -324,7 +324,7 @@ def of_results(name: str) -> str:
 def stale_line(names: Sequence[str]) -> str:
     """Returns a line that names the stale files among some; "" if there is none."""
     late = [f"`{name}`" for name in sorted(names) if next(stale_commits(RESULTS / name), None)]
-    return f"Stale, because the code has changed since the measurement: {', '.join(late)}." if late else ""
+    return f"Stale, measured with earlier code: {', '.join(late)}." if late else ""
 
 
 def with_tables(text: str, table: Callable[[str], str] = of_results) -> str:

@@ -251,7 +251,15 @@ def curves(tables: Tables) -> Any:
     axes[3].set_ylabel("AR hits a token and distance")
     for axis in axes[:3]:
         axis.set_ylabel("held-out loss (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
+
+
+def _of_runs(tables: Tables) -> str:
+    """Returns the tokens of training and the number of seeds of the models."""
+    rows = at_best_rates(tables)["run"]
+    tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows if row["recipe"] == BASES[0]})
+    return f"{', '.join(tokens)} tokens of training, {len({row['seed'] for row in rows})} seeds"
 
 
 def shares_figure(tables: Tables) -> Any:
@@ -271,6 +279,7 @@ def shares_figure(tables: Tables) -> Any:
     axis.invert_yaxis()
     axis.axvline(0, color="0.35", linewidth=1)
     axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
 
 
@@ -319,15 +328,16 @@ def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
 
 
-def panels(count: int, size: tuple[float, float] = (4, 3.6), share: str = "") -> tuple[Any, list[Any]]:
-    """Returns a figure with panels side by side."""
+def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[Any]]:
+    """Returns a figure with panels, two in a row at most, so that it can be read on a page."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
-    figure = Figure(figsize=(size[0] * count + 2.4, size[1]), dpi=130, layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False, sharex=share == "x", sharey=share == "y")
-    return figure, list(axes.flat)
+    columns = min(2, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns + 2.4, size[1] * lines), dpi=130, layout="constrained")
+    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
 
 def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:

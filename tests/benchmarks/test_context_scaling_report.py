@@ -208,6 +208,11 @@ def test_sentences_of_the_page_follow_from_the_rows():
     assert "({:.2f} against {:.2f} times after 30 million tokens)".format(*short) in TEXT
     hybrid = found.ratio(*(Run(each, 4096) for each in ("hybrid_softmax_gate", "softmax_gate")))
     assert f"have {hybrid.text()} times the loss of gated softmax attention" in TEXT and hybrid.count == 3
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"one of gated softmax attention have {hybrid.text()} times its loss at 4,096 tokens" in readme
+    for at in (None, DOCUMENT):  # "has the lowest loss at every length"
+        lowest = {each: min(evidence.losses(each, 4096, MIDDLE, at), default=9.0) for each in context_tables.FIVE}
+        assert min(lowest, key=lowest.get) == "softmax_gate"
     many = [Run(each, DOCUMENT, MIDDLE, documents=8) for each in ("power", "softmax")]
     assert f"p = 2 has {found.ratio(*many).text()} times the loss of softmax attention" in TEXT
     assert f"softmax attention had {found.mean(many[1], 'held_out_loss').mean:.3f} nats" in TEXT

@@ -134,6 +134,6 @@ def test_pages_quote_the_committed_rows():
     window, later = (ratio(variant, 4096, middle) for variant in ("window", "power"))
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
-    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096." in readme
-    assert f"(`PowerDeltaAttention`) it is {delta[0]} and {delta[1]} times." in readme
+    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
+    assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
     assert f"({window} against {later} times after 100 million tokens, one run)" in readme
