@@ -73,10 +73,14 @@ class Evidence:
         return [self._positions[name, read_at] for name in map(run_name, best) if (name, read_at) in self._positions]
 
     def far(self) -> int | None:
-        """Returns the most tokens of training that two models or more have in common at 4,096 tokens."""
-        common = [tokens for context, tokens in self.settings() if context == TRAINED_AT
-                  and sum(bool(self.losses(each, context, tokens, DOCUMENT)) for each in MODELS) > 1]  # fmt: skip
-        return max(common, default=None)
+        """Returns the tokens of training that most models have in common at 4,096 tokens; None if no two have.
+
+        Of several numbers it is the largest one.
+        """
+        counts = {tokens: sum(bool(self.losses(each, context, tokens, DOCUMENT)) for each in MODELS)
+                  for context, tokens in self.settings() if context == TRAINED_AT}  # fmt: skip
+        best = max(counts, key=lambda tokens: (counts[tokens], tokens), default=0)
+        return best if counts.get(best, 0) > 1 else None
 
     def speed(self, variant: str, context: int) -> int | None:
         """Returns tokens a second of training, alone on a GPU; None where they were not timed."""
@@ -176,7 +180,7 @@ def draw(evidence: Evidence) -> Any:
     tokens = evidence.far()
     if tokens is None:
         raise ValueError("there are no two models to draw")
-    figure = Figure(figsize=(7.6, 3.5), dpi=200, layout="constrained")
+    figure = Figure(figsize=(7.6, 4), dpi=200, layout="constrained")
     left, right = figure.subplots(1, 2)
     seeds = set()
     for place, (variant, name) in enumerate(MODELS.items()):
@@ -188,10 +192,7 @@ def draw(evidence: Evidence) -> Any:
         for axis, x, losses in points:
             if losses:
                 seeds.add(len(losses))
-                axis.plot([x] * len(losses), losses, **look)
-                axis.annotate(
-                    name, (x, max(losses)), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=9
-                )
+                axis.plot([x] * len(losses), losses, **look, label=name if axis is left else None)
     count = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
     count = "one seed" if seeds == {1} else count
     left.set_xscale("log")
@@ -201,9 +202,10 @@ def draw(evidence: Evidence) -> Any:
     right.set_xlabel("seconds of training on one H200")
     right.set_ylabel(f"loss read at {DOCUMENT:,} tokens (nats)")
     for axis in (left, right):
-        axis.margins(x=0.35, y=0.15)
+        axis.margins(x=0.15, y=0.15)
         axis.grid(True, color="0.9")
         axis.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(f"17.8M weights, {_millions(tokens)} tokens of training, {count}: a point is a run", fontsize=10)
     return figure
 

@@ -196,15 +196,17 @@ def chunks_table(rows: list[dict]) -> str:
     shape = f"H {row['H']}, {gate}, {row['dtype']}, {measured_on(rows)}"
     taken = ""
     if choices:
-        spread = f"{min(calls):.3f}x to {max(calls):.3f}x, median {median(calls):.3f}x"
-        taken = f' The form "auto" takes, by name: at most {max(choices):.3f}x the fastest; "auto" over it: {spread}.'
+        taken = (
+            f' The form "auto" takes, by name: at most {max(choices):.3f} times the fastest. "auto" takes '
+            f"{min(calls):.3f} to {max(calls):.3f} times the time of that form, median {median(calls):.3f}."
+        )
     return "\n".join([*lines, "", f"{shape}.{taken}"])
 
 
 def training_table(rows: list[dict]) -> str:
     """Returns a row for each context, mixer and way to run it."""
-    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "over softmax",
-             "over one GPU")  # fmt: skip
+    names = ("tokens x rows", "GPUs", "mixer", "run", "ms a step", "tokens/s", "MFU", "peak, GiB", "rate times softmax",
+             "times one GPU")  # fmt: skip
     lines = [f"| {' | '.join(names)} |"]
     lines.append("|---|---:|---|---|" + "---:|" * 6)
     for row in rows:
