@@ -18,24 +18,23 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.context_scaling import cost
+from benchmarks.context_scaling import cost, found
 from benchmarks.context_scaling.data import name_of, read_documents
-from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, Run, Scale
+from benchmarks.context_scaling.grid import DOCUMENT, LONG, MIDDLE, SCALES, SHORT, LearningRun, Run
 from benchmarks.context_scaling.speed import SPEED
+from benchmarks.context_scaling.studies import STUDIES, grid
 from benchmarks.context_scaling.work import DONE, FAILED, Trainer
 from benchmarks.measure import read, write
 from benchmarks.tables import RESULTS
 from sympow.recall import write_results
-from sympow.recall.results import read_rows
 from sympow.sweeps import Estimates, run_jobs
-from sympow.training import RunConfig
 from sympow.training.step import resolve_device
 
 TABLE, POSITIONS = RESULTS / "learning.csv", RESULTS / "learning_positions.csv"
@@ -43,26 +42,6 @@ USE = RESULTS / "learning_context.csv"
 CONTROL = "softmax_gate"
 BILLION = 15_259 * DOCUMENT
 COMPILED = 0.5  # the time of compiled steps, of that which `cost.guess` returns
-
-
-@dataclass(frozen=True)
-class LearningRun(Run):
-    """Describes a run; the fields besides those of `Run` are `training.optimizer` and `training.muon_rate`."""
-
-    optimizer: str = "muon"
-    muon_rate: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """Returns the run in one word, different from that of any other run."""
-        factor = f"x{self.muon_rate:g}" if self.muon_rate != 1 else ""
-        return f"{super().name}-{self.optimizer}{factor}"
-
-    def config(self, scale: Scale, corpus: Path, device: str = "auto", compiled: bool = False) -> RunConfig:
-        """Returns the recipe with fields set, as `Run.config` does."""
-        config = super().config(scale, corpus, device, compiled)
-        training = replace(config.training, optimizer=self.optimizer, muon_rate=self.muon_rate)
-        return replace(config, training=training)
 
 
 KEY = tuple(field.name for field in fields(LearningRun))
@@ -147,6 +126,7 @@ def main() -> int:
     run = commands.add_parser("run", help="train what is missing")
     run.set_defaults(command=_run)
     run.add_argument("--grids", help=f"in order of priority, of {', '.join(GRIDS)}")
+    run.add_argument("--studies", help=f"runs with AdamW, of {', '.join(STUDIES)}")
     run.add_argument("--names", help="instead of grids: variant:context:rate:seed:tokens:optimizer:muon_rate, ...")
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables that this command writes")
@@ -180,9 +160,14 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> None:
     chosen = [_named(text) for text in options.names.split(",")] if options.names else []
     chosen += of_grids(options.grids) if options.grids else []
+    chosen += [_by_adamw(run) for run in grid(options.studies.split(","))] if options.studies else []
     device = resolve_device(options.device).type
     corpus = name_of(read_documents(SCALES[options.scale], options.corpus).train)
-    finished = {_run_of(row) for row in _rows(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale}
+    finished = {
+        run_of(row) for row in found.read_table(TABLE) if row["corpus"] == corpus and row["scale"] == options.scale
+    }
+    finished |= {_by_adamw(found.run_of(row)) for row in found.read_table(RESULTS / "context_scaling" / found.RUNS)
+                 if row["corpus"] == corpus and row["scale"] == options.scale}  # fmt: skip
     if options.measures:
         measured = {row["run"] for row in _use(USE) if row["corpus"] == corpus}
         finished = {run for run in finished if run.name in measured}
@@ -219,15 +204,19 @@ def of_grids(names: str) -> list[LearningRun]:
     return list(dict.fromkeys(chosen))
 
 
+def _by_adamw(run: Run) -> LearningRun:
+    return LearningRun(**vars(run), optimizer="adamw")
+
+
 def expected(run: Run) -> float:
     """Returns the seconds that a run is expected to take alone on an H200.
 
     They follow from the fastest time of the variant at this context that is known, which had the least company; where
     there is none, from `cost.guess`.
     """
-    timed = _rows(TABLE.parent / "context_scaling" / SPEED)
+    timed = found.read_table(TABLE.parent / "context_scaling" / SPEED)
     own = (run.variant, run.context)
-    speeds = [row["tokens_per_second"] for row in [*_rows(TABLE), *timed]
+    speeds = [row["tokens_per_second"] for row in [*found.read_table(TABLE), *timed]
               if (row["variant"], row["context"]) == own and row.get("size") == run.size
               and (row.get("compiled") or row.get("mode") == "compiled")]  # fmt: skip
     return cost.OVERHEAD + run.tokens / max(speeds) if speeds else COMPILED * cost.guess(run)
@@ -239,7 +228,7 @@ def company(workers: int, gpus: int) -> float:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    known = {_run_of(row) for row in _rows(TABLE) if options.corpus_name in (None, row["corpus"])}
+    known = {run_of(row) for row in found.read_table(TABLE) if options.corpus_name in (None, row["corpus"])}
     left = [run for run in of_grids(options.grids) if run not in known]
     seconds = [expected(run) * company(options.workers, options.gpus) for run in left]
     for run, each in zip(left, seconds, strict=True):
@@ -258,18 +247,18 @@ def _named(text: str) -> LearningRun:
 
 def _merge(options: argparse.Namespace) -> None:
     """Adds finished rows, in place of earlier ones of the same runs."""
-    added = [row for row in _rows(options.source / TABLE.name) if row["status"] != FAILED]
-    known = {(_run_of(row), row["corpus"], row["scale"]) for row in added}
-    old = _rows(TABLE)
-    rows = [row for row in old if (_run_of(row), row["corpus"], row["scale"]) not in known] + added
-    names = {(_run_of(row).name, row["corpus"]) for row in added}
+    added = [row for row in found.read_table(options.source / TABLE.name) if row["status"] != FAILED]
+    known = {(run_of(row), row["corpus"], row["scale"]) for row in added}
+    old = found.read_table(TABLE)
+    rows = [row for row in old if (run_of(row), row["corpus"], row["scale"]) not in known] + added
+    names = {(run_of(row).name, row["corpus"]) for row in added}
 
     def merged(read_table: Callable[[Path], list[dict[str, Any]]], file: Path) -> list[dict[str, Any]]:
         kept = [row for row in read_table(file) if (row["run"], row["corpus"]) not in names]
         new = read_table(options.source / file.name)
         return kept + [row for row in new if (row["run"], row["corpus"]) in names]
 
-    _write(RESULTS, rows, merged(_rows, POSITIONS), merged(_use, USE))
+    _write(RESULTS, rows, merged(found.read_table, POSITIONS), merged(_use, USE))
     print(f"{len(rows) - len(old)} runs added, {len(added) + len(old) - len(rows)} replaced")
 
 
@@ -300,15 +289,12 @@ def _write(
     write_results(folder / TABLE.name, [{name: row.get(name) for name in COLUMNS} for row in rows])
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return read_rows(file, texts=("commit", "code", "corpus")) if file.is_file() else []
-
-
 def _use(file: Path) -> list[dict[str, Any]]:
     return read(file) if file.is_file() else []
 
 
-def _run_of(row: dict[str, Any]) -> LearningRun:
+def run_of(row: dict[str, Any]) -> LearningRun:
+    """Returns the run of a row."""
     return LearningRun(**{name: row[name] for name in KEY})
 
 

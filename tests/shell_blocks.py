@@ -55,7 +55,7 @@ SMALLER = {
     "sympow doc-corpus": "--source debs --vocab-size 300",
     "sympow doc-corpus --tokenizer": "--source debs",
     "python -m benchmarks.context_files": "--read 32 --predicted 4 --rows 1",
-    "python -m benchmarks.context_scaling subset": "--rows 2",
+    "python -m benchmarks.subset": "--rows 2",
     "python -m benchmarks.conversion measure": "--context 32 --rows 2 --passkey 150 --positions 48 --position-rows 2",
     "python -m benchmarks.conversion_decoding": "--shape tiny --contexts 1100 --batch 1 --tokens 1 --threads 1",
     "python -m benchmarks.mqar": f"{_RECALL} --jobs 1",
@@ -98,8 +98,10 @@ NOT_RUN = {
     "python -m benchmarks.ar_hits": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_ar_hits.py",
     "python -m benchmarks.learning": "trains in processes of its own: tests/benchmarks/test_learning.py",
-    "python -m benchmarks.context_scaling": "trains in processes of its own and reports on all of them: "
+    "python -m benchmarks.context_scaling": "reads committed results or times a GPU: "
     "tests/benchmarks/test_context_scaling.py",
+    "python -m benchmarks.context_use": "measures a trained model: tests/benchmarks/test_context_use.py",
+    "python -m benchmarks.tables": "writes the pages: tests/benchmarks/test_ops.py",
     "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/test_cli_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",

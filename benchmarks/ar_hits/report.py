@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.context_scaling.figures import finish, panels
 from benchmarks.context_scaling.paired import interval
 from benchmarks.prose import wrapped
 from sympow.evaluation.ar_hits import PARTS, Share, bootstrap_shares, published_share
@@ -252,7 +251,15 @@ def curves(tables: Tables) -> Any:
     axes[3].set_ylabel("AR hits a token and distance")
     for axis in axes[:3]:
         axis.set_ylabel("held-out loss (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
+
+
+def _of_runs(tables: Tables) -> str:
+    """Returns the tokens of training and the number of seeds of the models."""
+    rows = at_best_rates(tables)["run"]
+    tokens = sorted({f"{row['tokens'] / 1e6:.0f}M" for row in rows if row["recipe"] == BASES[0]})
+    return f"{', '.join(tokens)} tokens of training, {len({row['seed'] for row in rows})} seeds"
 
 
 def shares_figure(tables: Tables) -> Any:
@@ -272,6 +279,7 @@ def shares_figure(tables: Tables) -> Any:
     axis.invert_yaxis()
     axis.axvline(0, color="0.35", linewidth=1)
     axis.set_xlabel("what the tokens add to the loss less softmax attention's (nats a token)")
+    figure.suptitle(_of_runs(tables), fontsize=10)
     return finish(figure, axes)
 
 
@@ -318,3 +326,28 @@ def _style(n: int, recipe: str) -> dict[str, Any]:
 
 def _nats(share: Share) -> str:
     return f"{share.nats:+.3f} [{share.nats_low:+.3f}, {share.nats_high:+.3f}]"
+
+
+def panels(count: int, size: tuple[float, float] = (4, 3.6)) -> tuple[Any, list[Any]]:
+    """Returns a figure with panels, two in a row at most, so that it can be read on a page."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing figures needs matplotlib: pip install 'sympow[eval]'") from error
+    columns = min(2, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns + 2.4, size[1] * lines), dpi=130, layout="constrained")
+    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+
+
+def finish(figure: Any, axes: Sequence[Any], legend: bool = True) -> Any:
+    """Adds a grid, and one legend for all panels beside them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        axis.grid(True, color="0.9")
+        axis.set_axisbelow(True)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    if legend:
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=9)
+    return figure

@@ -104,6 +104,8 @@ def row(variant: str, loss: float, rate: float = 4e-3, seed: int = 0) -> dict:
         "gain": 0.5,
         "status": "done",
         "scale": "full",
+        "size": None,
+        "corpus": "a",
         "processor": "GPU",
     }
 
@@ -115,6 +117,10 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| power attention, p = 2 | muon | 0.004 | 2 | 2.200 | 1.074 [1.048, 1.100] |" in table
     assert "| delta rule, p = 2 | muon | 0.004 | 1 | 2.250 | 1.125 (one run) |" in table
     assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in table
+    table = learning_tables.learning_table([*rows, row("power", 3.0) | {"corpus": "b"}, rows[0] | {"size": "small"}])
+    first, second = table.split("Corpus: b.")
+    assert first.startswith("Corpus: a.") and "| 3.000 | no pair |" in second
+    assert "| softmax attention, gate, 85M block | muon | 0.004 | 1 | 2.000 | 1.000 (one run) |" in first
 
 
 def test_pages_quote_the_committed_rows():
@@ -134,6 +140,6 @@ def test_pages_quote_the_committed_rows():
     window, later = (ratio(variant, 4096, middle) for variant in ("window", "power"))
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
-    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096." in readme
-    assert f"(`PowerDeltaAttention`) it is {delta[0]} and {delta[1]} times." in readme
+    assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
+    assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
     assert f"({window} against {later} times after 100 million tokens, one run)" in readme
