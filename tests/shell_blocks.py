@@ -60,6 +60,7 @@ SMALLER = {
     "python -m benchmarks.conversion_decoding": "--shape tiny --contexts 1100 --batch 1 --tokens 1 --threads 1",
     "python -m benchmarks.mqar": f"{_RECALL} --jobs 1",
     "python -m benchmarks.mqar mqar:hybrids": f"{_RECALL} {_ONE_TASK} --jobs 1",
+    "python -m benchmarks.mqar mqar:pairs": f"{_RECALL} --only architecture.label=RetNet --jobs 1",
     "python -m benchmarks.powers": "--shapes 2,4,4,1 --times 32 --chunks 8 --threads 1",
     "python -m benchmarks.training": "--device cpu --preset nano --vocabulary 29 --contexts 32 --tokens 32 --steps 1 "
     "--modes eager",
@@ -100,6 +101,7 @@ NOT_RUN = {
     "python -m benchmarks.learning": "trains in processes of its own: tests/benchmarks/test_learning.py",
     "python -m benchmarks.context_scaling": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_context_scaling.py",
+    "python -m benchmarks.mqar mqar:deep": "trains rows of 512 tokens: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/test_cli_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",

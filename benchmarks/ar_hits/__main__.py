@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks.tables import RESULTS, ROOT
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
 from sympow.recipes.scaling import VOCAB_SIZE
-from sympow.sweeps import Estimates, Finished, run_jobs
+from sympow.sweeps import Estimates, run_jobs
 from sympow.training.step import resolve_device
 
 COMMITTED = RESULTS / "ar_hits"
@@ -63,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
                      help="names with commas between, controls, tables (default: those of the page)")  # fmt: skip
     run.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     run.add_argument("--rates", default=str(RATE), help=f"learning rates; the page has the best (default: {RATE})")
+    run.add_argument("--best-rate", action="store_true",
+                     help="other seeds than 0 only at the learning rate that is best for seed 0")  # fmt: skip
     run.add_argument("changes", metavar="key=value", nargs="*",
                      help="of every run, such as training.optimizer=muon")  # fmt: skip
     run.add_argument("--workers", type=int, default=1, help="processes, dealt out over the GPUs (default: 1)")
@@ -107,39 +108,51 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"runs in {options.out} have the changes {row['changes'] or 'none'}; "
                              f"got {' '.join(changes) or 'none'}: choose another --out")  # fmt: skip
     wanted = [Job(name, seed, rate) for seed in range(options.seeds) for rate in rates for name in recipes]
+    device = resolve_device(options.device).type
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
+    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy, changes)
+    deadline = time.time() + 60 * options.minutes
+    with suppress(KeyboardInterrupt):  # Ctrl-C and SIGTERM stop the jobs that are running
+        if options.best_rate:
+            _train([job for job in wanted if job.seed == 0], trainer, tables, options, deadline)
+            first = {name: [row for row in rows if row["seed"] == 0] for name, rows in tables.items()}
+            best = {row["recipe"]: row["learning_rate"] for row in report.at_best_rates(first)["run"]}
+            wanted = [job for job in wanted if job.seed and job.learning_rate == best.get(job.recipe)]
+        _train(wanted, trainer, tables, options, deadline)
+    return 0
+
+
+def _train(
+    wanted: list[Job], trainer: Trainer, tables: report.Tables, options: argparse.Namespace, deadline: float
+) -> None:
+    """Does the jobs that have no rows in the tables, adds their rows, and writes the tables after every job."""
     finished = {job_of(row) for row in tables["run"]}
     left = [job for job in wanted if job not in finished]
     print(f"{len(left)} of {len(wanted)} runs to do", flush=True)
     if not left:
-        return 0
-    device = resolve_device(options.device).type
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
+        return
     estimates = Estimates(guess, kind, 1)
-    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy, changes)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
     jobs = {f"{job.recipe}-seed{job.seed}-rate{job.learning_rate:g}": job for job in left}
     folder = options.out / "jobs" / ("toy" if options.toy else "full")
-    done = run_jobs(jobs, trainer, folder, workers=options.workers, minutes=options.minutes, estimates=estimates)
-    for job, result, said, wait in _until_interrupted(done):
-        if said is None:
-            tables["run"].append(result["run"])
-            tables["slices"] += result["slices"]
-            tables["curves"] += result["curves"]
-            for name in reversed(TABLES):  # the table of runs last, so that no run lacks its losses
-                write_results(options.out / f"{name}.csv", tables[name])
-            row = result["run"]
-            said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
-        print(f"[{time.time() - began:.0f} s] {_name(job)}: {said}; about {wait / 60:.1f} min left", flush=True)
-    finished = {job_of(row) for row in tables["run"]}
-    print("".join(f"not finished: {_name(job)}\n" for job in left if job not in finished), end="")
-    return 0
-
-
-def _until_interrupted(done: Iterator[Finished[Job]]) -> Iterator[Finished[Job]]:
-    """Yields finished jobs. Ctrl-C and SIGTERM stop the jobs that are running."""
-    with suppress(KeyboardInterrupt):
-        yield from done
+    minutes = (deadline - began) / 60
+    try:
+        for job, result, said, wait in run_jobs(
+            jobs, trainer, folder, workers=options.workers, minutes=minutes, estimates=estimates
+        ):
+            if said is None:
+                tables["run"].append(result["run"])
+                tables["slices"] += result["slices"]
+                tables["curves"] += result["curves"]
+                for name in reversed(TABLES):  # the table of runs last, so that no run lacks its losses
+                    write_results(options.out / f"{name}.csv", tables[name])
+                row = result["run"]
+                said = f"loss {row['held_out_loss']:.4f}, {row['tokens_per_second']:,} tokens/s, {row['seconds']} s"
+            print(f"[{time.time() - began:.0f} s] {_name(job)}: {said}; about {wait / 60:.1f} min left", flush=True)
+    finally:
+        finished = {job_of(row) for row in tables["run"]}
+        print("".join(f"not finished: {_name(job)}\n" for job in left if job not in finished), end="")
 
 
 def _report(options: argparse.Namespace) -> int:

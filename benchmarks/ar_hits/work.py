@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.context_scaling.data import Documents, read_data
-from benchmarks.context_scaling.work import choose_gpu, fast_attention
+from benchmarks.context_scaling.work import choose_gpu, fast_attention, not_compiled
 from benchmarks.measure import commit, processor
 from sympow.data import Batches
 from sympow.evaluation import BigramCounts, HitLosses, count_bigrams, hit_losses
@@ -98,7 +98,8 @@ class Trainer:
         batches = Batches(documents.train, settings.context, settings.rows_per_pass, settings.seed, pack=False)
         found: dict[str, Any] = {}
 
-        def observe(model: LanguageModel, step: int) -> None:
+        def observe(trained: LanguageModel, step: int) -> None:
+            model = not_compiled(trained) if config.execution.compile else trained
             # Windows of `context` tokens, which fill the documents.
             context = settings.context - 1
             rows = 16 if self.toy else int(documents.held_out.lengths.sum())
@@ -106,6 +107,8 @@ class Trainer:
                 found["losses"] = hit_losses(model, documents.held_out, counts, context, rows)
             found["parameters"] = model.num_parameters()
 
+        if config.execution.compile:  # compiled code of earlier runs would count towards the limit of recompilations
+            torch.compiler.reset()
         with tempfile.TemporaryDirectory() as folder, fast_attention(self.device):
             train(config, batches, folder, observe=observe, quiet=True)
             metrics = read_metrics(folder)

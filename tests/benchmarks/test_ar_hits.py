@@ -113,11 +113,47 @@ def test_the_share_of_the_gap_by_distance():
     assert report.distances_table({"run": runs, "slices": [], "curves": curves[2:]}) == report.MISSING
 
 
+def test_the_share_of_the_gap_that_hybrids_close():
+    """Three documents that are alike, so that the interval is that of the seeds alone."""
+    hits = {"control_base_conv": (40, 40), "control_attention": (20, 20), "control_full": (22, 20),
+            "control_random": (40, 38), "control_learned": (30, 30)}  # fmt: skip
+    slices = [{"recipe": recipe, "seed": seed, "document": document, "part": part, "tokens": 10,
+               "nats": nats if part == "hits" else 30}
+              for recipe, both in hits.items() for seed, nats in enumerate(both) for document in range(3)
+              for part in PARTS]  # fmt: skip
+    tables = {"run": [{"recipe": recipe} for recipe in hits], "slices": slices, "curves": []}
+    assert report.closed_table(tables).splitlines() == [
+        "| model | seeds | of all tokens | of AR hits |",
+        "|---|---:|---:|---:|",
+        "| BaseConv, random selection, control | 2 | 5% [0%, 10%] | 5% [0%, 10%] |",
+        "| BaseConv, learned selection, control | 2 | 50% [50%, 50%] | 50% [50%, 50%] |",
+        "| BaseConv, two softmax layers, control | 2 | 95% [90%, 100%] | 95% [90%, 100%] |",
+    ]
+    without = [row for row in slices if row["recipe"] != "control_attention"]
+    assert report.closed_table(tables | {"slices": without}) == report.MISSING
+
+
+def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corpus, small, tmp_path, capsys):
+    words = ("--recipes", "attention,base_conv", "--rates", "1e-5,3e-2", "--best-rate")
+    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    rows = read_rows(tmp_path / "kernel" / "run.csv")
+    best = {min((r["held_out_loss"], name, r["learning_rate"]) for r in rows if (r["recipe"], r["seed"]) == (name, 0))
+            for name in ("attention", "base_conv")}  # fmt: skip
+    assert [(row["recipe"], row["seed"]) for row in rows] == [
+        ("attention", 0), ("base_conv", 0), ("attention", 0), ("base_conv", 0), ("attention", 1), ("base_conv", 1)
+    ]  # fmt: skip
+    assert {(row["recipe"], row["learning_rate"]) for row in rows[4:]} == {each[1:] for each in best}
+    corpora, _ = program.read_results(tmp_path)
+    assert len(corpora["kernel"]["run"]) == 4  # a rate with one seed does not count beside one with two
+    assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
+    assert capsys.readouterr().out.count("0 of ") == 2
+
+
 def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 17
+    assert page.read_text().count(report.MISSING) == 23
 
 
 def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
