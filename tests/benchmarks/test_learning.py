@@ -87,6 +87,19 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in table
 
 
+def test_the_papers_models_have_their_best_context_loss():
+    rows = [row("published_p2", 2.0) | {"best_loss": 1.75}, row("published_p2", 2.5, seed=1) | {"best_loss": 1.25},
+            row("conformal_p2", 1.5) | {"best_loss": 1.0, "gain": None}, row("power", 1.0) | {"optimizer": "adamw"},
+            row("softmax", 3.0) | {"best_loss": 2.0, "context": 4096}]  # fmt: skip
+    lines = learning_tables.papers_table(rows).splitlines()
+    assert lines[2:] == [
+        "| 1,024 | 30M | p = 2, no gate | 0.004 | 2 | 2.250 [2.000, 2.500] | 1.500 [1.250, 1.750] | "
+        "0.500 [0.500, 0.500] |",
+        "| 1,024 | 30M | p = 2, gate and learned rotation | 0.004 | 1 | 1.500 | 1.000 |  |",
+        "| 4,096 | 30M | softmax attention | 0.004 | 1 | 3.000 | 2.000 | 0.500 |",
+    ]
+
+
 def test_pages_quote_the_committed_rows():
     rows = read_rows(learning.TABLE, ("commit", "corpus"))
     rows = [row for row in rows if row["optimizer"] == "muon" and row["learning_rate"] == learning.BEST]
