@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     run.add_argument("--corpus", type=Path, required=True, help="folder with train.zarr and heldout.zarr")
     run.add_argument("--out", type=Path, required=True, help="folder of the tables, gone on with if it has some")
+    run.add_argument("--rows", type=int, help="train on so many documents, evenly spaced (default: all)")
     run.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help=f"of the corpus (default: {VOCAB_SIZE})")
     run.add_argument("--recipes", default=",".join(RECIPES),
                      help="names with commas between, controls, tables (default: those of the page)")  # fmt: skip
@@ -110,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = [Job(name, seed, rate) for seed in range(options.seeds) for rate in rates for name in recipes]
     device = resolve_device(options.device).type
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
-    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy, changes)
+    trainer = Trainer(options.corpus, options.vocab_size, device, options.toy, changes, options.rows)
     deadline = time.time() + 60 * options.minutes
     with suppress(KeyboardInterrupt):  # Ctrl-C and SIGTERM stop the jobs that are running
         if options.best_rate:

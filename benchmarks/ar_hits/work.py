@@ -68,19 +68,20 @@ def kind(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Describes how jobs are done: the corpus and its vocabulary, the device, whether runs are tiny, for a test, and
-    changes of every config."""
+    """Describes how jobs are done: the corpus and its vocabulary, the device, whether runs are tiny, for a test,
+    changes of every config, and the number of training documents (None: all of the corpus)."""
 
     corpus: Path
     vocab_size: int
     device: str
     toy: bool = False
     changes: tuple[str, ...] = ()
+    rows: int | None = None
 
     def prepare(self, worker: int) -> Callable[[Job], dict[str, Any]]:
         """Returns a function that does a job. Reads the documents and counts their bigrams once."""
         choose_gpu(self.device, worker)
-        documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data)
+        documents = read_data(self._config(Job(RECIPES[0], 0, RATE)).data, self.rows)
         counts = count_bigrams(documents.train, documents.train.vocab_size)
         about = {"counted_tokens": counts.tokens, "processor": processor(self.device), "torch": torch.__version__,
                  "commit": commit(),

@@ -246,11 +246,15 @@ def _with_convolutions() -> list[Architecture]:
 
 
 def _deep(layers: int, length: int) -> list[Architecture]:
-    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row."""
+    """Returns the models of Figure 2 (top) in `layers` layers with MLP. H3's state has as many elements as a row.
+
+    Besides the attention of the source, which has learned positions, there is one that follows a short convolution.
+    """
     rwkv: list[tuple[str, dict[str, Any]]] = [("rwkv4", {"depth": i / (layers - 1), "shift_depth": i / layers})
                                               for i in range(layers)]  # fmt: skip
     models: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "attention": [("softmax", {"rotation": "none"})],
+        "attention after convolution": [("short_convolution", {"mixer": "softmax", "options": {"rotation": "none"}})],
         "BaseConv": [_SHORT_CONVOLUTION, ("base_conv", {})],
         "Hyena": [("hyena", {})],
         "H3": [("h3", {"head_dim": 2, "state_dim": length})],

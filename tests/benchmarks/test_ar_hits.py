@@ -134,7 +134,7 @@ def test_the_share_of_the_gap_that_hybrids_close():
 
 
 def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corpus, small, tmp_path, capsys):
-    words = ("--recipes", "attention,base_conv", "--rates", "1e-5,3e-2", "--best-rate")
+    words = ("--recipes", "attention,base_conv", "--rates", "1e-5,3e-2", "--best-rate", "--rows", "4")
     assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0
     rows = read_rows(tmp_path / "kernel" / "run.csv")
     best = {min((r["held_out_loss"], name, r["learning_rate"]) for r in rows if (r["recipe"], r["seed"]) == (name, 0))
@@ -143,6 +143,7 @@ def test_other_seeds_are_trained_at_the_best_rate_of_the_first(monkeypatch, corp
         ("attention", 0), ("base_conv", 0), ("attention", 0), ("base_conv", 0), ("attention", 1), ("base_conv", 1)
     ]  # fmt: skip
     assert {(row["recipe"], row["learning_rate"]) for row in rows[4:]} == {each[1:] for each in best}
+    assert {(row["corpus"].split(",")[0], row["counted_tokens"]) for row in rows} == {("4 rows", 4 * DOCUMENT)}
     corpora, _ = program.read_results(tmp_path)
     assert len(corpora["kernel"]["run"]) == 4  # a rate with one seed does not count beside one with two
     assert run(monkeypatch, corpus, tmp_path / "kernel", "--seeds", "2", *words) == 0

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.mqar_tables import (
+    CONVOLVED,
     claim_1,
     convolutions_table,
     deep_table,
@@ -62,7 +63,7 @@ def test_a_cell_tells_seeds_and_the_excess_over_guessing():
 def test_depths_are_judged_apart():
     rows = [{**each, "label": f"{each['label']}, {layers} layers", "layers": layers}
             for layers, found in ((4, (0.95, 0.1, 0.99, 0.92)), (2, (0.2, 0.05, 0.2, 0.05)))
-            for each in grid({"attention": SOLVED, "Hyena": found})]  # fmt: skip
+            for each in grid({CONVOLVED: SOLVED, "attention": found, "Hyena": found})]  # fmt: skip
     table, two, four = deep_table(rows).rsplit("\n\n", 2)
     assert "| Hyena, 2 layers | 8 | 20.0% (one seed), -5.0 |" in table and "| Hyena, 4 layers | 8 | 95.0%" in table
     assert two.startswith("With 2 layers: Claim 1: ") and "no cell more than 2 points" in two
