@@ -19,7 +19,7 @@ from sympow.cli import main, parse
 
 _STEPS = "training.steps=2 training.warmup_steps=1 training.context=32 training.evaluation_batches=1"
 _RECALL = (
-    "width=32 batch_size=8 examples=24 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
+    "width=32 batch_size=8 examples=32 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
     "seed=0 precision=float32"
 )
 _ONE_TASK = "train.0.length=32 train.0.pairs=2"  # which makes runs of a sweep that differ in this alone one run
