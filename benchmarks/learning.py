@@ -118,6 +118,7 @@ GRIDS: dict[str, list[LearningRun]] = {
     "scra_lengths": runs(("body_softmax", "body_linear"), (32, 1024, 8192)),
     "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
     "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
+    "based": runs(("based",), (1024, 4096)),
     "billion": runs(("power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
 }
 

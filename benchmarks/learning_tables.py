@@ -18,6 +18,7 @@ LABELS = {
     "power_delta": "delta rule, p = 2",
     "power": "power attention, p = 2",
     "window": "window of 1,024 tokens",
+    "based": "Based: Taylor map and windows of 64 in turn",
     "hybrid_delta_gate": "five layers delta rule, one softmax, gate",
     "hybrid_power_gate": "five layers power, one softmax, gate",
     "hybrid_window_gate": "five layers window, one softmax, gate",

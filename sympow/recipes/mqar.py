@@ -144,11 +144,13 @@ def equal_state_fla() -> Sweep:
 def pairs() -> Sweep:
     """Accuracy against the number of pairs in 256 tokens (Zoology, Figure 6), and what each state holds.
 
-    RetNet, windows and blocked windows beside attention, power attention and Hyena. Trained on a mixture of 8 to 64
-    pairs, tested on each number; the source trains on each by itself. Two widths, two learning rates, three seeds.
+    RetNet, windows and blocked windows beside attention, power attention, linear attention by a Taylor map and Hyena.
+    Trained on a mixture of 8 to 64 pairs, tested on each number; the source trains on each by itself. Two widths, two
+    learning rates, three seeds.
     """
     named = {model.label: model for model in _mixers()}
-    models = [named["attention"], named["power p=2"], named["RetNet"], *_windows(), named["Hyena"]]
+    taylor = _behind("linear, Taylor map", "linear", head_dim=32, feature_map="taylor", rotation="none")
+    models = [named["attention"], named["power p=2"], taylor, named["RetNet"], *_windows(), named["Hyena"]]
     train = tuple(RecallTask(length=256, pairs=d) for d in (8, 16, 32, 64))
     base = RecallConfig(models[0], train=train, batch_size=128, epochs=8, validations=2, stop_at=0.996,
                         precision="bf16")  # fmt: skip

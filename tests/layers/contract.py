@@ -51,6 +51,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"n_kv_heads": 1, "qk_norm": True, "chunk_size": 5},
         {"short_convolution": 2, "output_gate": True},
         {"feature_map": "elu+1", "short_convolution": 4, "head_norm": True},
+        {"feature_map": "taylor", "head_dim": 4},
+        {"feature_map": "taylor", "head_dim": 4, "n_kv_heads": 2, "value_dim": 10, "rotation": "none"},
     ],
     "window": [
         {"window": 1},

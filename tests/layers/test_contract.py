@@ -356,7 +356,7 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("power", {"eps": math.nan}, "eps must be positive and finite; got nan"),
         ("softmax", {"gate": True, "gate_bias": [1.0]}, "gate_bias is two numbers"),
         ("softmax", {"rotation": "data"}, "rotation is one of fixed, none; got 'data'"),
-        ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1; got 'relu'"),
+        ("linear", {"feature_map": "relu"}, "feature_map is one of identity, elu\\+1, taylor; got 'relu'"),
         ("window", {"window": 0}, "window must be an integer of at least 1; got 0"),
         ("long_convolution", {"max_length": 0}, "max_length must be an integer of at least 1; got 0"),
         ("base_conv", {"max_length": 8, "filter": "fft"}, "filter is one of implicit, relu, explicit; got 'fft'"),
