@@ -103,6 +103,8 @@ OPTIONS: dict[str, list[dict]] = {
         {"max_length": 9, "bands": 2, "frequency": 3.0, "decays": (0.5, 2.0)},
         {"max_length": 400, "multi_head": True},
         {"max_length": 9, "multi_head": True},
+        {"max_length": 400, "recurrences": 2},
+        {"max_length": 9, "recurrences": 3},
     ],
 }
 CASES = [pytest.param((name, o), id=f"{name}-{i}") for name, sets in OPTIONS.items() for i, o in enumerate(sets)]

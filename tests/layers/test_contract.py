@@ -362,6 +362,8 @@ def test_bad_options_are_refused(name, heads, options, message):
         ("base_conv", {"max_length": 8, "filter": "fft"}, "filter is one of implicit, relu, explicit; got 'fft'"),
         ("base_conv", {"max_length": 8, "order": 0}, "order must be an integer of at least 1; got 0"),
         ("hyena", {"max_length": 8, "decays": (0.3,)}, "decays are two positive shares of the filter, fast and slow"),
+        ("hyena", {"max_length": 8, "recurrences": 0}, "recurrences must be an integer of at least 1; got 0"),
+        ("hyena", {"max_length": 8, "recurrences": 2, "multi_head": True}, "multi_head has one recurrence; got"),
         ("hyena", {"max_length": 8, "frequency": 0}, "frequency must be positive and finite; got 0"),
         ("h3", {"head_dim": 5}, "d_model must be a multiple of head_dim; got d_model=24, head_dim=5"),
         ("h3", {"state_dim": 7}, "state_dim must be an even integer of at least 2; got 7"),
