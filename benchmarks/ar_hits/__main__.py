@@ -1,8 +1,8 @@
 """AR hits of language models that differ in their mixers: `python -m benchmarks.ar_hits COMMAND`.
 
-`exact` compares the counting with brute force and times it. `run` trains the unfinished recipes of
-sympow/recipes/hybrids.py and measures each in the same process. Several workers run at the same time. `report` writes
-docs/results/ar-hits.md and its figures from the tables of both.
+`exact` compares the counting with brute force and times it. `sources` counts hits by the source of the text. `run`
+trains the unfinished recipes of sympow/recipes/hybrids.py and measures each in the same process. Several workers run at
+the same time. `report` writes docs/results/ar-hits.md and its figures from the tables of all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ar_hits import exact, report
+from benchmarks.ar_hits import exact, report, sources
 from benchmarks.ar_hits.work import CONTROLS, OTHERS, RATE, RECIPES, Job, Trainer, guess, kind
 from benchmarks.tables import RESULTS, ROOT
+from sympow.data import load_tokenizer
 from sympow.recall import write_results
 from sympow.recall.results import read_rows
 from sympow.recipes.scaling import VOCAB_SIZE
@@ -52,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--timed-tokens", type=int, default=10_000_000, help="to time (default: 10000000)")
     compare.add_argument("--frequent", type=int, default=50, help="of the comparison (default: 50)")
     compare.add_argument("--out", type=Path, default=COMMITTED, help="folder of exact.csv and timed.csv")
+
+    redundancy = commands.add_parser("sources", help="count repeated bigrams by the source of the text")
+    redundancy.set_defaults(command=_sources)
+    redundancy.add_argument("--corpus", type=Path, required=True, help="folder of a corpus, with its tokenizer")
+    redundancy.add_argument("--most", type=int, default=20, help="documents of a source (default: 20)")
+    redundancy.add_argument("--out", type=Path, default=COMMITTED, help="folder of sources.csv")
 
     run = commands.add_parser("run", help="train and measure what is missing")
     run.set_defaults(command=_run)
@@ -91,6 +98,15 @@ def _exact(options: argparse.Namespace) -> int:
         print(name, *(f"{key}={value}" for key, value in each.items()))
     wrong = [name for name in ("wrong_counts", "largest_difference_tokens") if row[name]]
     return int(bool(wrong) or row["slices_less_whole_nats"] > 1e-6)
+
+
+def _sources(options: argparse.Namespace) -> int:
+    tokenizer = load_tokenizer(options.corpus)
+    rows = sources.count(options.corpus, tokenizer, tokenizer.vocab_size, options.most)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_results(options.out / "sources.csv", rows)
+    print(report.sources_table({"sources": rows}))
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -167,7 +183,7 @@ def read_results(folder: Path) -> tuple[dict[str, report.Tables], report.Tables]
     comparison with brute force."""
     corpora = {file.parent.name: report.at_best_rates({name: read_table(file.parent, name) for name in TABLES})
                for file in sorted(folder.glob("*/run.csv"))}  # fmt: skip
-    return corpora, {name: read_table(folder, name) for name in ("exact", "timed")}
+    return corpora, {name: read_table(folder, name) for name in ("exact", "timed", "sources")}
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, Any]]:

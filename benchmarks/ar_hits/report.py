@@ -64,14 +64,15 @@ def write(corpora: Mapping[str, Tables], compared: Tables, page: Path) -> list[P
 
     Args:
         corpora: the tables of the runs on each corpus, by the name that marks and figures use.
-        compared: the tables of the comparison with brute force.
+        compared: the tables of the comparison with brute force, and the hits by source.
     """
     makers = {"losses": losses_table, "gaps": gaps_table, "about": about, "examples": slices_of,
               "distances": distances_table, "closed": closed_table}  # fmt: skip
 
     def written(match: re.Match[str]) -> str:
         name, _, corpus = match[1].partition(" ")
-        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else exact_table(compared)
+        alone = {"exact": exact_table, "sources": sources_table}
+        text = makers[name](corpora.get(corpus, _NO_ROWS)) if corpus else alone[name](compared)
         return f"<!-- table: {match[1]} -->\n{wrapped(text)}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
@@ -238,6 +239,15 @@ def exact_table(tables: Tables) -> str:
             f"{timed['processor']}, shared with other programs; commit {timed['commit']}.",
         ]
     )
+
+
+def sources_table(tables: Tables) -> str:
+    """Returns a row for each source of a corpus: its repeated bigrams in a sequence, and their power law."""
+    lines = ["| source | sequences | repeated bigrams in a sequence | power of the distance |", "|---|---:|---:|---:|"]
+    for (source,), same in group(tables.get("sources", []), "source").items():
+        hits = sum(row["hits"] for row in same) / same[0]["sequences"]
+        lines.append(f"| {source} | {same[0]['sequences']:,} | {hits:.0f} | {-same[0]['exponent']:.2f} |")
+    return "\n".join(lines) if len(lines) > 2 else MISSING
 
 
 def about(tables: Tables) -> str:

@@ -1,5 +1,7 @@
 """The program of AR hits: runs are trained, measured and kept once; the page follows from the tables."""
 
+import itertools
+import json
 import re
 import shutil
 import sys
@@ -10,7 +12,8 @@ import pytest
 import zarr
 
 from benchmarks.ar_hits import __main__ as program
-from benchmarks.ar_hits import report, work
+from benchmarks.ar_hits import report, sources, work
+from sympow.data import ByteTokenizer
 from sympow.evaluation.ar_hits import PARTS
 from sympow.recall.results import read_rows
 from sympow.sweeps import run_jobs
@@ -154,7 +157,40 @@ def test_a_page_without_runs_says_so(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     shutil.copy(program.PAGE, page)
     assert call(monkeypatch, "report", "--results", tmp_path, "--page", page) == 0
-    assert page.read_text().count(report.MISSING) == 23
+    assert page.read_text().count(report.MISSING) == 24
+
+
+def test_hits_by_source_are_those_of_a_scan(monkeypatch, tmp_path, capsys):
+    """Two sources of enough documents and one of too few; spaces and the word "a" do not count."""
+    letters = np.frombuffer(b"a b c d x y", np.uint8)
+    rng = np.random.default_rng(0)
+    texts = rng.choice(letters, (25, 2 * sources.LENGTH + 5)).astype(np.uint16)
+    texts[:12, 1::2] = rng.choice(letters[::2], texts[:12, 1::2].shape)
+    zarr.create_array(str(tmp_path / "train.zarr"), data=texts, chunks=(1, texts.shape[1]), zarr_format=2)
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    lines = [("fs/ext4", "train", 12), ("mm", "heldout", 3), ("net", "train", 10), ("lib", "train", 3)]
+    documents = [json.dumps({"directory": each[0], "split": each[1], "rows": each[2]}) for each in lines]
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
+    assert call(monkeypatch, "sources", "--corpus", tmp_path, "--most", "7", "--out", tmp_path / "out") == 0
+    rows = read_rows(tmp_path / "out" / "sources.csv")
+    assert list(dict.fromkeys(row["source"] for row in rows)) == ["fs", "net"]
+    counted = set(b"bcdxy")
+    for name, chosen in (("fs", np.linspace(0, 11, 7)), ("net", 12 + np.linspace(0, 9, 7))):
+        expected: dict[int, int] = {}
+        for row, start in itertools.product(chosen.astype(int), (0, sources.LENGTH)):
+            seen: dict[tuple[int, int], int] = {}
+            text = texts[row, start : start + sources.LENGTH].tolist()
+            for i, pair in enumerate(itertools.pairwise(text)):
+                if pair in seen and counted.issuperset(pair):
+                    cell = (i - seen[pair]).bit_length()
+                    expected[cell] = expected.get(cell, 0) + 1
+                seen[pair] = i
+        own = [row for row in rows if row["source"] == name]
+        assert {row["end"].bit_length() - 1: row["hits"] for row in own if row["hits"]} == expected
+        assert {row["sequences"] for row in own} == {14}
+    assert (
+        f"| fs | 14 | {sum(row['hits'] for row in rows if row['source'] == 'fs') / 14:.0f} |" in capsys.readouterr().out
+    )
 
 
 def test_the_comparison_with_brute_force(monkeypatch, corpus, tmp_path, capsys):
