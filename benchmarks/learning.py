@@ -102,6 +102,14 @@ GRIDS: dict[str, list[LearningRun]] = {
     "middle_16384": runs((*MAIN, "window", "hybrid_delta_gate", "hybrid_power_gate"), (16_384,), MIDDLE),
     "middle_65536": runs((*MAIN, "window", "hybrid_delta_gate"), (65_536,), MIDDLE, seeds=(0,)),
     "long": runs(("power_delta", "softmax_gate", "power"), (4096,), LONG),
+    # Claims of the papers. [SCRA] Table 4: equal states and FLOPs; Figures 3 and 1: linear attention beside a window of
+    # equal state, and beside softmax attention at growing contexts; Figure 9 in the body of RWKV-7. [CST] Figure 1.
+    "scra_states": [*runs(("softmax",), (1024,), MIDDLE), *runs(("window", "power"), (4096,), MIDDLE)],
+    "scra_windows": runs(("body_linear", "body_window32"), (1024, 8192)),
+    "scra_lengths": runs(("body_softmax", "body_linear"), (32, 1024, 8192)),
+    "scra_bodies": runs(("body_power", "body_softmax", "body_window"), (65_536,)),
+    "cst_contexts": runs(("published_p2", "published_p2_gated", "conformal_p2"), (1024, 4096, 16_384)),
+    "based": runs(("based",), (1024, 4096)),
     "billion": runs(("power_delta", "softmax_gate"), (4096,), BILLION, seeds=(0,)),
     # FIELD has a window of as many bytes in bfloat16 as the state of p = 2 in float32, short windows alone and with
     # p = 1 in turns, and a window of 32 as the control with next to no context.

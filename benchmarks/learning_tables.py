@@ -18,6 +18,7 @@ LABELS = {
     "power_delta": "delta rule, p = 2",
     "power": "power attention, p = 2",
     "window": "window of 1,024 tokens",
+    "based": "Based: Taylor map and windows of 64 in turn",
     "hybrid_delta_gate": "five layers delta rule, one softmax, gate",
     "hybrid_power_gate": "five layers power, one softmax, gate",
     "hybrid_window_gate": "five layers window, one softmax, gate",
@@ -29,6 +30,20 @@ LABELS = {
     "gated_delta_net": "Gated DeltaNet",
     "rwkv7": "RWKV-7",
 }
+# Models of the papers' claims, whose tables have the lowest loss over positions too: the "best-context loss" of [SCRA].
+PAPERS = {
+    "softmax": "softmax attention",
+    "window": "window of 1,024 tokens",
+    "power": "power attention, p = 2",
+    "body_softmax": "softmax attention, body of RWKV-7",
+    "body_linear": "linear attention, gate, body of RWKV-7",
+    "body_power": "power attention, p = 2, body of RWKV-7",
+    "body_window": "window of 1,024 tokens, body of RWKV-7",
+    "body_window32": "window of 32 tokens, body of RWKV-7",
+    "published_p2": "p = 2, no gate",
+    "published_p2_gated": "p = 2, gate",
+    "conformal_p2": "p = 2, gate and learned rotation",
+}
 
 SIZES = {None: "", "tiny": ", tiny", "small": ", 85M block"}  # of the shape, behind the label
 
@@ -38,7 +53,7 @@ def learning_table(rows: Sequence[Row]) -> str:
 
     The best rate is the one with the lowest mean loss among those with the most seeds. The ratio is the mean over the
     seeds that the control has at its best rate, too, with the lowest and the highest. There is a table for each corpus.
-    Then follows `search_table`.
+    Then follow `search_table` and `papers_table`.
     """
     every, rows = rows, [row for row in rows if row["status"] == "done" and row["variant"] in LABELS]
     corpora = group(rows, "corpus")
@@ -46,7 +61,7 @@ def learning_table(rows: Sequence[Row]) -> str:
     for (corpus,), same in sorted(corpora.items()):
         parts += [f"Corpus: {corpus}."] if len(corpora) > 1 else []
         parts.append(_of_corpus(same))
-    return "\n\n".join([*parts, _about(rows), search_table(every)])
+    return "\n\n".join([*parts, _about(rows), search_table(every), papers_table(every)])
 
 
 def _of_corpus(rows: Sequence[Row]) -> str:
@@ -69,6 +84,33 @@ def _of_corpus(rows: Sequence[Row]) -> str:
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def papers_table(rows: Sequence[Row]) -> str:
+    """Returns a row for each setting and model of the papers trained with Muon: the mean over the seeds, and the range.
+
+    A setting with a single model of the papers is left out.
+    """
+    rows = [row for row in rows if row["status"] == "done" and row["optimizer"] == "muon" and row["variant"] in PAPERS]
+    lines = ["| context | tokens | model | rate | seeds | loss | best-context loss | gain |"]
+    lines.append("|---:|---:|---|---:|---:|---:|---:|---:|")
+    for (tokens, context), same in sorted(group(rows, "tokens", "context").items()):
+        found = group(same, "variant")
+        for variant, label in PAPERS.items():
+            if (variant,) in found and (len(found) > 1 or variant == "softmax"):
+                own = best_rows(found[variant,])
+                cells = [f"{context:,}", f"{tokens / 1e6:.0f}M", label, f"{own[0]['learning_rate']:g}", str(len(own))]
+                cells += [_range([row[name] for row in own]) for name in ("held_out_loss", "best_loss", "gain")]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float | None]) -> str:
+    """Writes the mean, the least and the largest value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"{mean(known):.3f}" + (f" [{min(known):.3f}, {max(known):.3f}]" if len(known) > 1 else "")
 
 
 def search_table(rows: Sequence[Row]) -> str:

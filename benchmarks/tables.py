@@ -19,7 +19,14 @@ from benchmarks import context_tables
 from benchmarks.code_hash import PARTS, code_hash
 from benchmarks.learning_tables import learning_table
 from benchmarks.measure import read
-from benchmarks.mqar_tables import convolutions_table, equal_state_table, heads_table, seeds_table, widths_table
+from benchmarks.mqar_tables import (
+    convolutions_table,
+    deep_table,
+    equal_state_table,
+    heads_table,
+    seeds_table,
+    widths_table,
+)
 from benchmarks.prose import wrapped
 from benchmarks.serving_tables import load_table, serving_table
 from sympow.recall.results import read_results
@@ -290,6 +297,9 @@ TABLES = {
     "chunks_h200.csv": chunks_table,
     "chunks_no_gate_h200.csv": chunks_table,
     "mqar_hybrids_h200.csv": seeds_table,
+    "mqar_hybrids_mixed_gpu.csv": seeds_table,
+    "mqar_deep_gpu.csv": deep_table,
+    "mqar_pairs_gpu.csv": seeds_table,
     "mqar_lengths_h200.csv": convolutions_table,
     "mqar_equal_state_h200.csv": equal_state_table,
     "mqar_far_h200.csv": seeds_table,

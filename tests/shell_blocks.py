@@ -19,7 +19,7 @@ from sympow.cli import main, parse
 
 _STEPS = "training.steps=2 training.warmup_steps=1 training.context=32 training.evaluation_batches=1"
 _RECALL = (
-    "width=32 batch_size=8 examples=24 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
+    "width=32 batch_size=8 examples=32 validation_examples=6 test_examples=6 epochs=1 validations=1 learning_rate=1e-3 "
     "seed=0 precision=float32"
 )
 _ONE_TASK = "train.0.length=32 train.0.pairs=2"  # which makes runs of a sweep that differ in this alone one run
@@ -60,6 +60,7 @@ SMALLER = {
     "python -m benchmarks.conversion_decoding": "--shape tiny --contexts 1100 --batch 1 --tokens 1 --threads 1",
     "python -m benchmarks.mqar": f"{_RECALL} --jobs 1",
     "python -m benchmarks.mqar mqar:hybrids": f"{_RECALL} {_ONE_TASK} --jobs 1",
+    "python -m benchmarks.mqar mqar:pairs": f"{_RECALL} --only architecture.label=RetNet --jobs 1",
     "python -m benchmarks.powers": "--shapes 2,4,4,1 --times 32 --chunks 8 --threads 1",
     "python -m benchmarks.training": "--device cpu --preset nano --vocabulary 29 --contexts 32 --tokens 32 --steps 1 "
     "--modes eager",
@@ -102,6 +103,7 @@ NOT_RUN = {
     "tests/benchmarks/test_context_scaling.py",
     "python -m benchmarks.context_use": "measures a trained model: tests/benchmarks/test_context_use.py",
     "python -m benchmarks.tables": "writes the pages: tests/benchmarks/test_ops.py",
+    "python -m benchmarks.mqar mqar:deep": "trains rows of 512 tokens: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/test_cli_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",

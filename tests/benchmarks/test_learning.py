@@ -123,6 +123,19 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| softmax attention, gate, 85M block | muon | 0.004 | 1 | 2.000 | 1.000 (one run) |" in first
 
 
+def test_the_papers_models_have_their_best_context_loss():
+    rows = [row("published_p2", 2.0) | {"best_loss": 1.75}, row("published_p2", 2.5, seed=1) | {"best_loss": 1.25},
+            row("conformal_p2", 1.5) | {"best_loss": 1.0, "gain": None}, row("power", 1.0) | {"optimizer": "adamw"},
+            row("softmax", 3.0) | {"best_loss": 2.0, "context": 4096}]  # fmt: skip
+    lines = learning_tables.papers_table(rows).splitlines()
+    assert lines[2:] == [
+        "| 1,024 | 30M | p = 2, no gate | 0.004 | 2 | 2.250 [2.000, 2.500] | 1.500 [1.250, 1.750] | "
+        "0.500 [0.500, 0.500] |",
+        "| 1,024 | 30M | p = 2, gate and learned rotation | 0.004 | 1 | 1.500 | 1.000 |  |",
+        "| 4,096 | 30M | softmax attention | 0.004 | 1 | 3.000 | 2.000 | 0.500 |",
+    ]
+
+
 def test_pages_quote_the_committed_rows():
     rows = read_rows(learning.TABLE, ("commit", "corpus"))
     rows = [row for row in rows if row["optimizer"] == "muon" and row["learning_rate"] == learning.BEST]
@@ -143,5 +156,7 @@ def test_pages_quote_the_committed_rows():
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
     assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
     assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
-    assert f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    assert (
+        f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    )
     assert f"{hybrid} for five layers of delta rule and one of softmax" in readme
