@@ -211,13 +211,15 @@ def test_sentences_of_the_page_follow_from_the_rows():
     window, power = (evidence.losses(each, 4096, MIDDLE)[0] / gate for each in ("window", "power"))
     assert f"{window:.2f} times the loss of gated softmax attention, where p = 2 has {power:.2f} times" in TEXT
     far = [loss(each, MIDDLE, DOCUMENT) for each in ("softmax_gate", "window", "power")]
-    assert "({:.2f} nats, the window {:.2f}, p = 2 {:.2f}; one run)".format(*far) in TEXT
+    assert "({:.2f} nats, the window {:.2f}, p = 2 {:.2f}; three, one and two runs)".format(*far) in TEXT
     step = evidence.step_microseconds("softmax_gate") / evidence.step_microseconds("power")
     assert f"and {step:.1f} times the time of a step" in TEXT
     short = [loss(each, SHORT) / loss("softmax_gate", SHORT) for each in ("power_delta", "power")]
     assert "({:.2f} against {:.2f} times after 30 million tokens)".format(*short) in TEXT
     hybrid = found.ratio(*(Run(each, 4096) for each in ("hybrid_softmax_gate", "softmax_gate")))
     assert f"have {hybrid.text()} times the loss of gated softmax attention" in TEXT and hybrid.count == 3
+    delta = evidence.losses("hybrid_delta_gate", 4096, MIDDLE)[0] / gate
+    assert f"with the delta rule and Muon it is {delta:.2f} times after 100 million tokens (one run)" in TEXT
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"one of gated softmax attention have {hybrid.text()} times its loss at 4,096 tokens" in readme
     for at in (None, DOCUMENT):  # "has the lowest loss at every length"

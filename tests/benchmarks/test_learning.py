@@ -140,9 +140,11 @@ def test_pages_quote_the_committed_rows():
     short, middle = 30_146_560, 100_139_008
     power = [ratio("power", context, short) for context in (1024, 4096)]
     delta = [ratio("power_delta", context, short) for context in (1024, 4096)]
-    window, later = (ratio(variant, 4096, middle) for variant in ("window", "power"))
+    names = ("window", "power_delta", "power", "hybrid_delta_gate")
+    window, delta_later, later, hybrid = (ratio(variant, 4096, middle) for variant in names)
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"the loss of p = 2 is {power[0]} times that of softmax attention with the same gate" in readme
     assert f"rows of 1,024 tokens, {power[1]} times in rows of 4,096;" in readme
     assert f"(`PowerDeltaAttention`) {delta[0]} and {delta[1]} times." in readme
-    assert f"({window} against {later} times after 100 million tokens, one run)" in readme
+    assert f"it is {window} for the window of equal size, {delta_later} with the delta rule, {later} for p = 2" in readme
+    assert f"{hybrid} for five layers of delta rule and one of softmax" in readme

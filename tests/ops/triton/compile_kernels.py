@@ -31,7 +31,7 @@ from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
 from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
 from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
-from sympow.ops.triton.delta import CHECKED, delta_rule
+from sympow.ops.triton.delta import delta_rule
 from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
 from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
 from sympow.ops.triton.narrow_linear import narrow_linear, narrow_linear_backward
@@ -213,8 +213,7 @@ def main() -> None:
         if key_dim > 32:  # a smaller K needs fewer registers
             others = (*context_launches(key_dim, hopper), *decoding_launches(key_dim), *rotation_launches(key_dim))
             launches += [(key_dim, *launch) for launch in others]
-        if key_dim in CHECKED:
-            launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
+        launches += [(key_dim, *launch) for launch in delta_launches(key_dim, hopper)]
     launches += [(0, *launch) for launch in block_launches()]
     if not hopper:
         launches = first_of_each(launches)
