@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def _shifted(text: np.ndarray, distance: int) -> np.ndarray:
     return np.concatenate([np.full(distance - 1, -1), text])[: len(text) - 1]
 
 
+@lru_cache
 def not_learned() -> float:
     """Returns the loss from which on a run counts as one that has not learned."""
     return max(row["loss"] for row in read(TABLE))

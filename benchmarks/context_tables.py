@@ -166,7 +166,8 @@ def _losses(losses: Sequence[float]) -> str:
     if found is None:
         return ""
     few = {1: ", one run", 2: ", two runs"}.get(found.count)
-    return f"{found.mean:.3f}{few}" if few else found.text()
+    shown = f"{found.mean:.3f}{few}" if few else found.text()
+    return shown + ("" if found.mean <= not_learned() else ", not learned")
 
 
 def _millions(tokens: int) -> str:

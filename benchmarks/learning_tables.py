@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from benchmarks.bigram import not_learned
 from sympow.recall.results import group
 
 Row = dict[str, Any]
@@ -79,7 +80,7 @@ def _of_corpus(rows: Sequence[Row]) -> str:
             own = best[variant]
             rates = sorted({row["learning_rate"] for row in same if row["variant"] == variant})
             cells = [f"{context:,}", f"{tokens / 1e6:,.0f}M", label + SIZES[size], optimizer,
-                     f"{own[0]['learning_rate']:g}", str(len(own)), f"{mean(row['held_out_loss'] for row in own):.3f}",
+                     f"{own[0]['learning_rate']:g}", str(len(own)), marked(mean(row['held_out_loss'] for row in own)),
                      _ratio(own, best.get(CONTROL, [])), f"{mean(row['gain'] for row in own):.2f}",
                      ", ".join(f"{rate:g}" for rate in rates)]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
@@ -135,6 +136,11 @@ def search_table(rows: Sequence[Row]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def marked(loss: float) -> str:
+    """Returns a loss, with a mark if a model of bigrams has a lower one."""
+    return f"{loss:.3f}" + (" (not learned)" if loss > not_learned() else "")
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:

@@ -76,12 +76,12 @@ def _speed(options: argparse.Namespace) -> None:
     device = resolve_device(options.device).type
     for case in left:
         rows.append(vars(case) | speed.timed(case, options.scale, device) | measured(device))
+        print(
+            f"{case.variant} at {case.context:,}, {case.mode}: {rows[-1]['tokens_per_second']:,} tokens/s", flush=True
+        )
         columns = dict.fromkeys(name for row in rows for name in row)
         rows.sort(key=lambda row: [row[name] for name in speed.KEY])
         write_results(options.csv, [{name: row.get(name) for name in columns} for row in rows])
-    for row in rows:
-        if tuple(row[name] for name in speed.KEY) not in known:
-            print(f"{row['variant']} at {row['context']:,}, {row['mode']}: {row['tokens_per_second']:,} tokens/s")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def judged(claim: Claim, found: Found, not_learned: float) -> Judged | None:
     """Returns the verdict on a claim; None without rows.
 
     A claim holds, or does not, if its number is a mean of three values or more, and its 95% interval lies on one side
-    of the bound. There is no verdict if one of the models has a loss above `not_learned`.
+    of the bound. There is no verdict if one of the models has not learned (see `Found.learned`).
     """
     value = claim.value(found)
     if value is None:
@@ -58,8 +58,7 @@ def judged(claim: Claim, found: Found, not_learned: float) -> Judged | None:
     word = HOLDS if high <= limit else FAILS if low > limit else OPEN
     if value.count < LEAST:
         word = ONE if value.count == 1 else OPEN
-    losses = [mean.mean for run in claim.runs if (mean := found.mean(run, "held_out_loss"))]
-    return Judged(claim, value, UNTAUGHT if max(losses) > not_learned else word)
+    return Judged(claim, value, word if all(found.learned(run, not_learned) for run in claim.runs) else UNTAUGHT)
 
 
 def _claim(
@@ -119,13 +118,6 @@ def _change(study: str, variant: str, base: str, source: str, least: bool = Fals
     return Claim(study, source, words, 0.0, value, (*ends[0], *ends[1]), least)
 
 
-def _rows_cut(variant: str) -> Claim:
-    """Claims that a model gains from whole documents, the same in every step as those cut into rows of 1,024."""
-    whole, cut = (pick("scra_axes", variant, context=DOCUMENT, row_tokens=rows) for rows in (None, 1024))
-    words = f"{label(variant)}, 65,536: whole documents less cut ones"
-    return _claim("scra_axes", whole, cut, 0.0, "[SCRA]", words=words)
-
-
 def _equal_state(variant: str, other: str, behind: bool = False) -> Claim:
     """Claims that a model in long rows is ahead of, or behind, one in rows of its own length with a state as large."""
     run, base = (pick("scra_states", each) for each in (variant, other))
@@ -159,7 +151,7 @@ def claims() -> list[Claim]:
                            ("published_p6", "softmax_plain", 0.97)], "[SPT]", "times"),
         *_pairs("scra_curves", [("power", "linear_gated", 0.0)], "[SCRA]", column="gain", least=True),
         _equal_state("power", "softmax"), _equal_state("window", "softmax", behind=True),
-        _equal_state("power", "window"), _rows_cut("power"), _rows_cut("softmax"),
+        _equal_state("power", "window"),
         *_pairs("scra_bodies", [("body_power", each, 0.0) for each in ("body_softmax", "body_linear", "body_rwkv7")],
                 "[SCRA]"),
         *_pairs("scra_ratio", [(balanced, extreme, 0.0) for balanced in ("ratio_2_1", "ratio_4_1")

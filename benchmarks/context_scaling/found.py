@@ -82,6 +82,11 @@ class Found:
         """Returns a column's mean over all samples of a run."""
         return interval([row[name] for row in self.rows(run).values() if row[name] is not None])
 
+    def learned(self, run: Run, not_learned: float) -> bool:
+        """Returns whether a run's loss is at most `not_learned`, and that of a window of 32 tokens in its setting."""
+        loss, control = (self.mean(each, "held_out_loss") for each in (run, replace(run, variant="window32")))
+        return loss is not None and loss.mean <= min(not_learned, control.mean if control else not_learned)
+
     def difference(self, run: Run, base: Run, name: str = "held_out_loss") -> Interval | None:
         """Returns the mean difference of a column to another run, over pairs; None where there is no pair."""
         return self._paired(run, base, name, sub)

@@ -89,6 +89,16 @@ def test_verdicts_follow_from_intervals(tmp_path, ratios, verdict):
     assert (f"| p = 2 times softmax, 1,024 | <= 1.1 | {row.value.text()} |" in shown) == (len(ratios) >= 3)
 
 
+def test_a_model_that_a_window_of_32_leads_has_not_learned(tmp_path):
+    power, gate = pick("controls", "power", context=4096), pick("controls", "softmax_gate", context=4096)
+    runs = [(replace(run, seed=seed), "a", loss) for seed in range(3) for run, loss in ((power, 3.0), (gate, 2.0))]
+    assert write(tmp_path, *runs).learned(power, 4.0)
+    found = write(tmp_path, *runs, (replace(power, variant="window32"), "a", 2.9))
+    assert not found.learned(power, 4.0) and found.learned(gate, 4.0) and not found.learned(gate, 1.9)
+    verdicts = {row.verdict for claim in claims() if (row := judged(claim, found, 4.0))}
+    assert verdicts == {"not learned"}
+
+
 def test_a_lower_bound_is_one(tmp_path):
     (claim,) = (each for each in claims() if each.least and each.study == "scra_curves")
     runs = [(replace(run, seed=seed), "a", 2.0) for run in claim.runs for seed in range(3)]

@@ -77,6 +77,8 @@ def test_runs_are_trained_once_and_merged(corpus, tmp_path, monkeypatch, capsys)
     assert call(monkeypatch, *words, "--minutes", 0) == 0
     said = capsys.readouterr().out
     assert "0 of 2 runs to do" in said and "2 of 2 runs to do" in said
+    assert call(monkeypatch, "run", "--studies", "powers", *where, "--minutes", 0) == 0
+    assert capsys.readouterr().out == "12 of 12 runs to do\n"
     assert call(monkeypatch, "run", "--grids", "none", "--corpus", corpus, "--out", tmp_path / "out") == 2
     assert "error: a grid is one of rates, adamw" in capsys.readouterr().err
 
@@ -119,6 +121,7 @@ def test_the_table_has_the_best_rate_of_most_seeds():
     assert "| beta=1 | 1,024 | 30M | 0.004 | 0 | 2.500 | +0.250 |" in table
     table = learning_tables.learning_table([*rows, row("power", 3.0) | {"corpus": "b"}, rows[0] | {"size": "small"}])
     first, second = table.split("Corpus: b.")
+    assert "| 5.000 (not learned) |" in learning_tables.learning_table([row("power", 5.0)])
     assert first.startswith("Corpus: a.") and "| 3.000 | no pair |" in second
     assert "| softmax attention, gate, 85M block | muon | 0.004 | 1 | 2.000 | 1.000 (one run) |" in first
 

@@ -84,3 +84,18 @@ def test_the_figure_has_the_shapes_of_three_lengths(tmp_path):
     titles = [axis.get_title() for axis in drawn[0].axes]
     assert titles == ["K = V = 64: B 1, H 2, G 2", "K = V = 128: B 1, H 2, G 2"]
     assert [line.get_label() for line in drawn[0].axes[0].lines] == ["sympow, p = 2", "cuDNN"]
+
+
+def test_the_readme_quotes_the_committed_times():
+    """Ratios of cuDNN's time to ours at B 8, H 12, forward and backward; and of a step of decoding."""
+    rows = {(row["K"], row["T"]): row["ratio"] for row in read(tables.RESULTS / "ops_h200.csv")
+            if row["mode"] == "forward+backward" and "cuDNN" in row["peer"] and row["gated"]
+            and (row["p"], row["B"], row["H"], row["G"]) == (2, 8, 12, 12)}  # fmt: skip
+    texts = [" ".join((tables.ROOT / name).read_text().split()) for name in ("README.md", "docs/results/speed.md")]
+    assert 9.5 <= rows[64, 65536] < 10.5 and all("a tenth of" in text for text in texts)
+    assert 2.8 <= rows[128, 65536] < 3.2 and "a third with K = V = 128" in texts[0] and "a third of it" in texts[1]
+    times = [f"{1 / rows[width, 4096]:.1f}" for width in (64, 128)]
+    assert f"at 4,096 tokens {times[0]} and {times[1]} times its time" in texts[0]
+    assert f"{times[1]} times its time at 4,096 tokens" in texts[1] and rows[64, 1024] > 1
+    step = next(row for row in read(tables.RESULTS / "decoding_h200.csv") if (row["B"], row["K"]) == (1, 64))
+    assert 7.5 <= step["ratio"] < 8.6 and "decoding takes an eighth of its time over 65,536 tokens" in texts[0]
