@@ -11,7 +11,7 @@ from torch import Tensor
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """Returns a context in which autocast changes no dtype on the device of x."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

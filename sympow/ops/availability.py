@@ -40,5 +40,10 @@ def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether "auto" takes kernels: on GPUs, not in Triton's interpreter."""
+    """Returns whether "auto" takes kernels: on GPUs, not in Triton's interpreter nor for torch.export.
+
+    An exported program then holds operators of torch alone, and runs on any device.
+    """
+    if torch.compiler.is_exporting():
+        return False
     return device.type == "cuda" and refusal_of_kernels(device, dtype) is None

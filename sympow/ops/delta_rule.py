@@ -245,8 +245,13 @@ def _eager(q, k, v, beta, log_g, state, **options):
     dtype = torch.promote_types(v.dtype, torch.float32)
     gate = None if log_g is None else log_g.to(dtype)
     inputs = (q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype), gate, state)
-    out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
-    return out.to(v.dtype), after
+    if torch.compiler.is_dynamo_compiling():
+        from sympow.ops.eager_operators import delta_eager
+
+        out, after, *_ = delta_eager(*inputs, options["p"], options["chunk_size"] or 0, options["return_state"])
+    else:
+        out, after = _DeltaRule.apply(*inputs, delta_solve, DeltaOptions(**options))
+    return out.to(v.dtype), after if options["return_state"] else None
 
 
 def _triton(q, k, v, beta, log_g, state, **options):

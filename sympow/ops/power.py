@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops import eager, reference
+from sympow.ops import all_chunks, eager, reference
 from sympow.ops.autocast import without_autocast
 from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
@@ -238,11 +238,15 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
 
 
 def _eager(q, k, v, log_g, state, *, chunk_size, return_state, context_group=None, **options):
-    if chunk_size is None:
-        has_state = state is not None or return_state or context_group is not None
-        chunk_size = eager.default_chunk_size(q, k, v, options["p"], has_state)
     options |= {"chunk_size": chunk_size, "return_state": return_state, "context_group": context_group}
     return eager.chunked(q, k, v, log_g, state, **options)
+
+
+def _exported(q, k, v, log_g, state, *, chunk_size, return_state, **options):
+    inputs = (x if x is None else x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v, log_g))
+    with without_autocast(q):
+        out, new = all_chunks.attention(*inputs, state, chunk_size=chunk_size or EXPORTED_CHUNK, **options)
+    return out.to(v.dtype), new if return_state else None
 
 
 def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
@@ -263,6 +267,7 @@ def _triton(q, k, v, log_g, state, **options):
     return triton.attention(q, k, v, log_g, state, **options)
 
 
+EXPORTED_CHUNK = 128  # tokens, if the caller names no chunk size
 _IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "reference": _reference}
 
 
@@ -271,6 +276,8 @@ def _implementation(impl: str, q: Tensor, p: int, chunked: bool) -> Callable:
 
     `chunked`: the call needs states, which some implementations lack for some p and K.
     """
+    if impl in ("auto", "eager") and torch.compiler.is_exporting():
+        return _exported
     if impl == "auto":
         return _triton if q.device.type == "cuda" and _refusal_of_triton(q, p, chunked) is None else _eager
     if impl not in _IMPLEMENTATIONS:

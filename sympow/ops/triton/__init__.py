@@ -17,13 +17,13 @@ from triton import knobs
 from sympow.ops.decoding import StepOptions
 from sympow.ops.decoding_state import DecodingState
 from sympow.ops.feature_map import spow_dim, spow_indices
+from sympow.ops.registration import cast
 from sympow.ops.rotary import Rotation
 from sympow.ops.triton import config
 from sympow.ops.triton.decode import power_decode
 from sympow.ops.triton.levels import padded_key_dim
 from sympow.ops.triton.operators import CHUNKED, MAX_KEY_DIM, Options, attend
 from sympow.ops.triton.plan import Shapes
-from sympow.ops.triton.registration import cast
 from sympow.ops.triton.split_rows import PowerInContext
 from sympow.ops.types import PowerState
 

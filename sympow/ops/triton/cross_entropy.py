@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.registration import operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import operator
 
 # Columns that a program holds at once, and its warps at that width. With more programs on an SM, a row would leave the
 # L2 cache before it is read for the second time.

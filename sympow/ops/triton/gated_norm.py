@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.registration import cast, operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import cast, operator
 
 ELEMENTS, BACKWARD_ELEMENTS, WARPS = 4096, 2048, 4  # elements of a tile of heads
 PROGRAMS = 16  # programs of the backward for each SM; each writes a part of the gradient of the weights

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from sympow.ops.registration import cast, operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import cast, operator
 
 ROWS, COLUMNS, BACKWARD_ROWS, BACKWARD_COLUMNS, WARPS = 8, 1024, 4, 256, 4  # of a tile
 PROGRAMS = 8  # programs of the backward for each SM; each writes a part of the gradient of the bias

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.registration import cast, operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import cast, operator
 
 LEAST = 16  # channels of a product, at least
 ROWS, STEP, STAGES = 64, 64, 4  # of the forward: rows of a program, and inputs of an iteration

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from sympow.ops.feature_map import spow_dim
+from sympow.ops.registration import cast, differentiable, is_followed, operator
 from sympow.ops.rotary import Rotation
 from sympow.ops.triton import launch, launch_gradients, turn
 from sympow.ops.triton.call import Call, Gate
 from sympow.ops.triton.plan import Plan, Shapes
-from sympow.ops.triton.registration import cast, differentiable, is_followed, operator
 from sympow.ops.triton.rows import Basis
 
 MAX_KEY_DIM = 128

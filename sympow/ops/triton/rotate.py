@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.registration import operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import MOST_LAUNCHERS, Launcher
 from sympow.ops.triton.primitives import pairs
-from sympow.ops.triton.registration import operator
 
 TILE, WARPS = 2048, 4  # elements of a tile of a program: tokens times channels of a head
 SHARING = 4  # key/value heads of a program, at most, that share positions and therefore sines

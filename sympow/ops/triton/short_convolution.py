@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.ops.registration import cast, operator
 from sympow.ops.triton import config
 from sympow.ops.triton.launcher import launch
-from sympow.ops.triton.registration import cast, operator
 
 TOKENS, CHANNELS, WARPS = 32, 128, 4  # tokens and channels of a tile
 # The backward: bytes of a channel in a tile, and tokens of a program, which is one warp. The sums of all programs for

@@ -1,10 +1,10 @@
-"""Operators by `sympow.ops.triton.registration`: the same results directly, compiled, and for fake tensors."""
+"""Operators by `sympow.ops.registration`: the same results directly, compiled, and for fake tensors."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sympow.ops.triton.registration import operator
+from sympow.ops.registration import operator
 
 
 def _like_gradient(dy, x):
