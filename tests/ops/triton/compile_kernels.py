@@ -2,12 +2,14 @@
 
 The launches of real calls are recorded instead of made. For Hopper these are the variants of all key dims, because a
 limit on spilled registers holds for each; for an AMD GPU one launch of each kernel and dtype. Prints JSON, a list of
-{kernel, key_dim, tiles, stack, registers}: TILES, if the kernel has such; of a thread, the bytes of local memory that
-it spills to and its registers, null where the toolchain does not tell.
+{kernel, key_dim, tiles, stack, registers, code}: TILES, if the kernel has such; of a thread, the bytes of local memory
+that it spills to and its registers, null where the toolchain does not tell; and 12 hex digits of its machine code
+without names, so that a comparison of two records shows whether a move of files or names changed any instruction.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -181,16 +183,27 @@ def compile_launch(function, bound: dict, options: dict, target: GPUTarget):
     return triton.compile(source(function, signature, constants, attributes), target=target, options=options)
 
 
-def resources(compiled) -> dict[str, int | None]:
+def resources(compiled) -> dict[str, int | str | None]:
     if "cubin" not in compiled.asm:
-        return {"stack": None, "registers": None}
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        return {"stack": None, "registers": None, "code": digits(compiled, compiled.asm["amdgcn"])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        usage, code = (dumped(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
     sizes = {"stack": r"STACK:(\d+)", "registers": r"REG:(\d+)"}
-    return {name: int(re.search(pattern, usage.stdout)[1]) for name, pattern in sizes.items()}
+    found = {name: int(re.search(pattern, usage)[1]) for name, pattern in sizes.items()}
+    return found | {"code": digits(compiled, code)}
+
+
+def dumped(option: str, file: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+
+
+def digits(compiled, code: str) -> str:
+    """Returns a hash of machine code in which the kernel has no name."""
+    nameless = re.sub(rf"\b{re.escape(compiled.metadata.name)}(?=\b|_)", "kernel", code)
+    return hashlib.sha256(nameless.encode()).hexdigest()[:12]
 
 
 def first_of_each(launches: list[tuple]) -> list[tuple]:
