@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import sympow
 from sympow.layers import make_mixer
-from sympow.ops import availability, power
+from sympow.ops import availability, checks, power
 from sympow.ops.triton import config
 
 ROOT = Path(sympow.__file__).parent
@@ -37,6 +37,7 @@ def as_on_a_gpu():
     patches = [mock.patch.object(each, "has_kernels", has_kernels) for each in modules if hasattr(each, "has_kernels")]
     patches += [
         mock.patch.object(power, "_implementation", lambda *_: power._triton),
+        mock.patch.object(checks, "has_values", lambda x: availability.has_values(x) and False),  # nor on a GPU
         mock.patch.object(config, "on_hopper", lambda device: False),
         mock.patch.object(JITFunction, "run", lambda *_, **__: None),
     ]
@@ -74,7 +75,7 @@ def counted() -> dict[str, list[str]]:
     layer = make_mixer("power", 128, 2, {}).to(torch.bfloat16)
     x = torch.randn(1, 512, 128, dtype=torch.bfloat16)
     calls = {
-        "power_attention": lambda: sympow.power_attention(q, k, v, log_g, impl="triton"),
+        "power_attention": lambda: power.power_attention(q, k, v, log_g, impl="triton"),
         "a layer": lambda: layer(x),
     }
     found = {}

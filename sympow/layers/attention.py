@@ -22,9 +22,9 @@ from sympow.layers.beside import beside
 from sympow.layers.depthwise import DepthwiseConvolution, ShortConvolutionState
 from sympow.layers.state import After, MixerState, try_by_copies
 from sympow.ops import rotary_frequencies, rotate_alike, rotate_heads
-from sympow.ops.constants import kept
-from sympow.ops.devices import check_float64
-from sympow.ops.gated_norm import gated_norm
+from sympow.ops.availability import kept
+from sympow.ops.checks import check_float64
+from sympow.ops.fused.gated_norm import gated_norm
 from sympow.ops.rope_scaling import magnitude
 from sympow.ops.types import OutOfRangeError
 

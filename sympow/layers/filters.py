@@ -15,7 +15,7 @@ from sympow.layers.base import state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.float32 import Float32Linear
 from sympow.layers.initial import draw_normal, draw_uniform
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 from sympow.ops.convolution import causal_convolution
 
 _TARGET = 1e-2  # the value to which the taps of a channel fall within the share of the filter that `decays` gives

@@ -15,7 +15,7 @@ from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 from sympow.ops.cost import convolution_flops, softmax_flops
 
 _SHORT = 3  # taps of the convolution of the projections

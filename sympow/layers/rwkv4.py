@@ -14,7 +14,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.float32 import linear_float32
 from sympow.layers.initial import draw_orthogonal
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import concatenated
+from sympow.ops.availability import concatenated
 
 _FEW = 8  # sums that a scan takes all at once
 

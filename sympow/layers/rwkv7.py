@@ -18,7 +18,7 @@ from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_orthogonal, draw_uniform
 from sympow.layers.rwkv4 import shifted
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import autocast_dtype, without_autocast
+from sympow.ops.availability import autocast_dtype, without_autocast
 
 IMPLEMENTATIONS = ("auto", "plain", "fla")
 

@@ -21,8 +21,7 @@ from sympow.layers.float32 import linear_float32
 from sympow.layers.repeats import checked_tokens, distance_to_previous
 from sympow.layers.softmax import MASK_ELEMENTS, attend, both_ways, empty_cache
 from sympow.layers.state import MixerState
-from sympow.ops.autocast import concatenated
-from sympow.ops.constants import has_values
+from sympow.ops.availability import concatenated, has_values
 
 SELECTIONS = ("random", "programmatic", "learned")
 

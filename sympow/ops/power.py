@@ -10,15 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sympow.ops import eager, reference
-from sympow.ops.autocast import without_autocast
-from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels
+from sympow.ops.availability import NO_TRITON, has_kernels, refusal_of_kernels, without_autocast
 from sympow.ops.checks import check_context, check_inputs, check_options, check_rotation, check_state, plain
 from sympow.ops.decoding import StepOptions, step_with_tail
 from sympow.ops.decoding_state import DecodingState
-from sympow.ops.documents import borders, check_borders
-from sympow.ops.packing import empty, of_no_tokens, packed
-from sympow.ops.rotary import Rotation, with_positions, with_positions_twice
-from sympow.ops.types import PowerOutput, PowerState
+from sympow.ops.packed import borders, check_borders, empty, of_no_tokens, packed
+from sympow.ops.rotary import with_positions, with_positions_twice
+from sympow.ops.types import PowerOutput, PowerState, Rotation
 
 State = TypeVar("State", bound=PowerState | DecodingState)
 
@@ -227,9 +225,9 @@ def _step_on_tail(impl, q, k, v, log_g, state, *, inplace, **options):
         if 0 in q.shape[:2]:
             return empty(q, v), state
         if impl == "triton" or (impl == "auto" and prefers_tail(q.device, q.dtype)):
-            from sympow.ops import triton
+            from sympow.ops.triton import adapt
 
-            return triton.step_with_tail(q, k, v, log_g, state, **options), state
+            return adapt.step_with_tail(q, k, v, log_g, state, **options), state
         if impl != "reference":
             return step_with_tail(q, k, v, log_g, state, **options), state
         out, _ = reference.recurrent(*_in_float64(q, k, v, log_g), state.folded(torch.float64), **options)
@@ -258,9 +256,9 @@ def _reference(q, k, v, log_g, state, *, chunk_size, return_state, **options):
 
 
 def _triton(q, k, v, log_g, state, **options):
-    from sympow.ops import triton
+    from sympow.ops.triton import adapt
 
-    return triton.attention(q, k, v, log_g, state, **options)
+    return adapt.attention(q, k, v, log_g, state, **options)
 
 
 _IMPLEMENTATIONS: dict[str, Callable] = {"eager": _eager, "triton": _triton, "reference": _reference}
@@ -286,9 +284,9 @@ def _refusal_of_triton(q: Tensor, p: int, chunked: bool) -> str | None:
     """Returns why the Triton kernels cannot do this call, as the end of a sentence; None if they can."""
     if NO_TRITON:
         return NO_TRITON
-    from sympow.ops import triton
+    from sympow.ops.triton import adapt
 
-    return triton.unsupported(q, p, chunked)
+    return adapt.unsupported(q, p, chunked)
 
 
 def _in_float64(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ from sympow.layers.state import After
 from sympow.models.bodies.base import Block, block_mixer, reset_norm, step_mixer
 from sympow.models.config import ModelConfig
 from sympow.models.norms import LayerNorm
-from sympow.ops.context import previous_tokens
+from sympow.ops.context_parallel import previous_tokens
 
 _GATE_RANK = 5.0  # rank of the gate over sqrt(d)
 

@@ -31,18 +31,19 @@ from triton.runtime.jit import JITFunction
 
 from sympow.ops import DecodingState, PowerState, Rotation
 from sympow.ops.delta_types import DeltaOptions
-from sympow.ops.triton import attention, config, plan, segments, split_rows, step_with_tail
-from sympow.ops.triton.cross_entropy import cross_entropy_of_rows
-from sympow.ops.triton.delta import CHECKED, delta_rule
-from sympow.ops.triton.gated_norm import gated_norm, gated_norm_backward
-from sympow.ops.triton.gelu_linear import gelu_linear, gelu_linear_backward
-from sympow.ops.triton.narrow_linear import narrow_linear, narrow_linear_backward
-from sympow.ops.triton.rotate import rotate_heads, rotate_heads_backward
-from sympow.ops.triton.short_convolution import (
+from sympow.ops.fused.cross_entropy_kernels import cross_entropy_of_rows
+from sympow.ops.fused.float32_linear_kernels import narrow_linear, narrow_linear_backward
+from sympow.ops.fused.gated_norm_kernels import gated_norm, gated_norm_backward
+from sympow.ops.fused.gelu_linear_kernels import gelu_linear, gelu_linear_backward
+from sympow.ops.fused.rotation_kernels import rotate_heads, rotate_heads_backward
+from sympow.ops.fused.short_convolution_kernels import (
     short_convolution,
     short_convolution_backward,
     short_convolution_step,
 )
+from sympow.ops.triton import config, context_parallel, plan, segments
+from sympow.ops.triton.adapt import attention, step_with_tail
+from sympow.ops.triton.delta import CHECKED, delta_rule
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32",
@@ -106,11 +107,11 @@ def context_launches(key_dim: int, hopper: bool) -> list[tuple]:
         for time, gated in itertools.product((512, 2048), (True, False)):
             k = torch.empty(2, time, 2, key_dim, dtype=torch.bfloat16)
             log_g = torch.empty(2, time, 2) if gated else None
-            call = split_rows.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
+            call = context_parallel.Call(k, k, k, log_g, None, 2, 1.0, 512, False)
             for gradient in (None, (k, torch.empty(2, 2 * time), torch.empty(2, 2 * time))):
-                s, z, decays, message = split_rows.own_states(call, gradient)
-                split_rows.all_states(call, s, z, decays, message)
-            split_rows.launch_gradients.through_states(call, s, z, s, z, True)
+                s, z, decays, message = context_parallel.own_states(call, gradient)
+                context_parallel.all_states(call, s, z, decays, message)
+            context_parallel.launch_gradients.through_states(call, s, z, s, z, True)
     names = ("state_pass", "join_segments", "sum_decays", "carry_states", "through_states")
     return [launch for launch in recorded if launch[0].__name__ in names]
 
@@ -236,7 +237,7 @@ def main() -> None:
     results = []
     for key_dim, function, bound, options in launches:
         compiled = compile_launch(function, bound, options, target)
-        module = function.__module__.removeprefix("sympow.ops.triton.")
+        module = function.__module__.removeprefix("sympow.ops.").removeprefix("triton.")
         row = {"kernel": f"{module}.{function.__name__}", "key_dim": key_dim}
         row["tiles"] = bound.get("TILES")
         results.append(row | resources(compiled))

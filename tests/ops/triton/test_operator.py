@@ -18,7 +18,7 @@ from tests.ops.contract import DEVICE
 triton = pytest.importorskip("sympow.ops.triton", reason="needs triton")
 operators = pytest.importorskip("sympow.ops.triton.operators", reason="needs triton")
 plan = pytest.importorskip("sympow.ops.triton.plan", reason="needs triton")
-Launcher = pytest.importorskip("sympow.ops.triton.launcher", reason="needs triton").Launcher
+Launcher = pytest.importorskip("sympow.ops.runtime.launcher", reason="needs triton").Launcher
 gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 
 
