@@ -13,8 +13,8 @@ from sympow.layers.base import Mixer, any_weight, own_weight, state_options
 from sympow.layers.cache import InputCache, capacity
 from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
-from sympow.layers.filters import ImplicitFilter, last_outputs
 from sympow.layers.state import MixerState
+from sympow.layers.zoology.filters import ImplicitFilter, last_outputs
 from sympow.ops.availability import concatenated
 from sympow.ops.cost import convolution_flops, softmax_flops
 

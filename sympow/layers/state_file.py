@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sympow.layers.cache import InputCache, KVCache, capacity
+from sympow.layers.registry import FLA_MIXERS, MIXERS
 from sympow.layers.state import MixerState
 from sympow.ops import DecodingState, PowerState
 
@@ -212,7 +213,9 @@ def _with_room(held: Tensor, room: int, dim: int) -> Tensor:
 
 
 def _types() -> dict[str, type]:
-    """Returns the dataclasses that a state may be made of, by name."""
+    """Returns the dataclasses that a state may be made of, by name. It imports all mixers, which define them."""
+    for table in (MIXERS, FLA_MIXERS):
+        tuple(table.values())
     found: dict[str, type] = {"PowerState": PowerState, "DecodingState": DecodingState}
     left: list[type] = [MixerState]
     while left:

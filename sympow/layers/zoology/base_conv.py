@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sympow.layers.base import Mixer, own_weight
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
-from sympow.layers.filters import make_filter
+from sympow.layers.zoology.filters import make_filter
 from sympow.ops.cost import convolution_flops
 
 

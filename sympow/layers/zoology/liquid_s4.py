@@ -12,7 +12,7 @@ from sympow.layers.base import Mixer
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
-from sympow.layers.state_space import DiagonalSSM, kernel
+from sympow.layers.zoology.state_space import DiagonalSSM, kernel
 from sympow.ops.convolution import causal_convolution
 from sympow.ops.cost import convolution_flops
 

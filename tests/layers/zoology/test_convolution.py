@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sympow.layers import MIXERS
-from sympow.layers.filters import ImplicitFilter
-from sympow.layers.hyena import filtered_attention
+from sympow.layers.zoology.filters import ImplicitFilter
+from sympow.layers.zoology.hyena import filtered_attention
 from sympow.ops.convolution import (
     causal_convolution,
     convolve_by_matrices,

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def beside(compute: Callable[[], Result], device: torch.device) -> Iterator[Callable[[], Result]]:
+def parallel_branch(compute: Callable[[], Result], device: torch.device) -> Iterator[Callable[[], Result]]:
     """Runs `compute` in parallel with the body of a `with` block; yields a function that returns the result.
 
     While a CUDA graph is captured without gradients, the computation becomes a branch of the graph. The branch starts

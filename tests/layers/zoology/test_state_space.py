@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.layers import MIXERS
-from sympow.layers.state_space import DiagonalSSM
+from sympow.layers.zoology.state_space import DiagonalSSM
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

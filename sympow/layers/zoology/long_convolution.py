@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from sympow.layers.base import Mixer
 from sympow.layers.cache import InputCache
 from sympow.layers.documents import per_document
-from sympow.layers.filters import ExplicitFilter
+from sympow.layers.zoology.filters import ExplicitFilter
 from sympow.ops.cost import convolution_flops
 
 

@@ -12,7 +12,7 @@ from sympow.layers.depthwise import DepthwiseConvolution
 from sympow.layers.documents import per_document
 from sympow.layers.initial import draw_normal
 from sympow.layers.state import MixerState
-from sympow.layers.state_space import DiagonalSSM
+from sympow.layers.zoology.state_space import DiagonalSSM
 from sympow.ops.cost import convolution_flops
 
 

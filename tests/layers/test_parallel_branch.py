@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sympow.layers import PowerAttention
-from sympow.layers.beside import beside
+from sympow.layers.parallel_branch import parallel_branch
 
 GPU = torch.device("cuda", 7)
 
@@ -33,7 +33,7 @@ def told(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr("sympow.layers.beside.branch_of", lambda device: branch)
+    monkeypatch.setattr("sympow.layers.parallel_branch.branch_of", lambda device: branch)
     monkeypatch.setattr(torch.cuda, "stream", on)
     return told
 
@@ -48,7 +48,7 @@ JOINED = [*FORKED, "the graph waits for the branch"]
 
 
 def test_a_branch_of_a_graph(told):
-    with torch.no_grad(), beside(lambda: compute(told), GPU) as result:
+    with torch.no_grad(), parallel_branch(lambda: compute(told), GPU) as result:
         told.append("other work")
     assert told == JOINED
     assert torch.equal(result(), torch.ones(1)) and told == JOINED
@@ -56,7 +56,7 @@ def test_a_branch_of_a_graph(told):
 
 def test_an_error_leaves_no_open_branch(told):
     """A graph with one could not be ended, and its stream would stay current."""
-    with pytest.raises(RuntimeError, match="no memory"), torch.no_grad(), beside(lambda: compute(told), GPU):
+    with pytest.raises(RuntimeError, match="no memory"), torch.no_grad(), parallel_branch(lambda: compute(told), GPU):
         told.append("other work")
         raise RuntimeError("no memory")
     assert told == JOINED
@@ -68,7 +68,7 @@ def test_elsewhere_it_is_computed_where_it_is_asked_for(case, told, monkeypatch)
     if case == "no graph":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = torch.device("cpu") if case == "on a CPU" else GPU
-    with torch.set_grad_enabled(case == "gradients"), beside(lambda: compute(told), device) as result:
+    with torch.set_grad_enabled(case == "gradients"), parallel_branch(lambda: compute(told), device) as result:
         assert told == []
     assert torch.equal(result(), torch.ones(1)) and told == ["computed"]
 

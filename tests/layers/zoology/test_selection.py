@@ -7,10 +7,10 @@ import torch
 
 from sympow.data.mqar import RecallTask, generate
 from sympow.layers import MIXERS, auxiliary_losses
-from sympow.layers import selection as module
-from sympow.layers.input_dependent_conv import cross_correlation
 from sympow.layers.repeats import distance_to_previous
-from sympow.layers.selection import TopKState, running_top_k, scattered
+from sympow.layers.zoology import selection as module
+from sympow.layers.zoology.input_dependent_conv import cross_correlation
+from sympow.layers.zoology.selection import TopKState, running_top_k, scattered
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_selected_rows_are_softmax_attention_and_others_zero():
 def test_blocks_of_selected_rows_are_the_whole(monkeypatch):
     mixer, x = selective("random", probability=0.5).eval(), normal(2, 40, 16)
     y = mixer(x)
-    monkeypatch.setattr("sympow.layers.selection.MASK_ELEMENTS", 3 * 2 * 40)
+    monkeypatch.setattr("sympow.layers.zoology.selection.MASK_ELEMENTS", 3 * 2 * 40)
     torch.testing.assert_close(mixer(x), y)
 
 
