@@ -78,7 +78,7 @@ NOT_RUN = {
     "unzip": "is of a model that is fetched",
     "apt-get": "needs a network",
     "make": "makes an environment of its own; CI begins with it",
-    "sympow demo": "takes minutes: tests/test_cli.py",
+    "sympow demo": "takes minutes: tests/cli/test_commands.py",
     "sympow serve": "runs until a signal: tests/serving/test_http_server.py",
     "curl": "asks a server: tests/serving/test_http_server.py",
     "sympow train longcrawl64:power data.path=URL": "needs a network: tests/data/test_zarr_corpus.py",
@@ -100,7 +100,7 @@ NOT_RUN = {
     "python -m benchmarks.learning": "trains in processes of its own: tests/benchmarks/test_learning.py",
     "python -m benchmarks.context_scaling": "trains in processes of its own and reports on all of them: "
     "tests/benchmarks/test_context_scaling.py",
-    "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/test_cli_recipes.py",
+    "python -m benchmarks.mqar mqar:far": "trains on rows of 8,192 tokens: tests/cli/test_recipes.py",
     "python -m benchmarks.mqar mqar:equal_state": "trains models with large states: tests/benchmarks/test_mqar.py",
     "python -m benchmarks.chunks": "times kernels of a GPU: tests/benchmarks/test_chunks.py",
     "python -m benchmarks.long_text": "trains on documents of a million tokens: tests/benchmarks/test_long_text.py",

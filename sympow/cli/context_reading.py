@@ -11,7 +11,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 import torch
 
-from sympow.cli.places import standard_input
+from sympow.cli.result_files import standard_input
 from sympow.data import Tokenizer, encode_stream
 from sympow.models import Context, ContextError, load_context, save_context
 from sympow.models.context_file import (

@@ -43,6 +43,6 @@ def test_ranks_whose_store_is_gone_print_their_errors(monkeypatch, capsys):
     port = store.port
     del store
     set_rank(monkeypatch, port)
-    monkeypatch.setattr("sympow.cli.ranks.WAIT", timedelta(seconds=1))
+    monkeypatch.setattr("sympow.cli.options.WAIT", timedelta(seconds=1))
     assert main(["train", "other.py:run"]) == 2
     assert capsys.readouterr().err.startswith("sympow: error: ")

@@ -77,7 +77,7 @@ def test_ctrl_c_says_that_the_same_command_continues(recipe, tmp_path, monkeypat
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sympow.cli.commands.run_sweep", interrupted)
+    monkeypatch.setattr("sympow.recall.run_sweep", interrupted)
     assert main(["mqar", recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--quiet"]) == 130
     assert capsys.readouterr().err == "stopped; finished runs are kept, and the same command does the others\n"
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import zarr
 
-from sympow import __version__
-from sympow.cli import commands, main
+from sympow import __version__, recipes
+from sympow.cli import generate, main, measure, train
 from sympow.data.text import Document, train_bpe
 from sympow.models.speculation import Pace
 from sympow.ops import memory
@@ -112,7 +112,7 @@ def test_opening_the_data_is_told(folder, tmp_path, capsys, monkeypatch):
     """It may train a tokenizer, for minutes, before there is a step to count."""
     told = []
     monkeypatch.setattr(runs, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
-    monkeypatch.setattr(commands, "Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
+    monkeypatch.setattr("sympow.progress.Progress", lambda task, quiet: told.append((task, quiet)) or nullcontext())
     words = ["train", f"{folder}/tiny.py:power", "training.steps=1", "--out", str(tmp_path / "run")]
     assert main(words) == main([*words[:-1], str(tmp_path / "quiet"), "--quiet"]) == 0
     assert main(["evaluate", str(tmp_path / "run"), "--context", "32"]) == 0
@@ -262,8 +262,8 @@ def test_a_body_is_an_override(folder, tmp_path, capsys, model):
 
 
 def test_demo_trains_compares_and_generates(folder, tmp_path, capsys, monkeypatch):
-    real = commands.load_recipe
-    monkeypatch.setattr(commands, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
+    real = recipes.load_recipe
+    monkeypatch.setattr(recipes, "load_recipe", lambda name: real(name.replace("demo:", f"{folder}/tiny.py:")))
     assert main(["demo", "--out", str(tmp_path / "demo"), "--quiet"]) == 0
     out = capsys.readouterr().out
     assert out.count("finished at step 4 of 4") == 2 and "def main(" in out and "tiny-softmax: mean" in out
@@ -589,7 +589,7 @@ def test_rows_that_no_memory_holds(folder, fails, tmp_path, monkeypatch, words, 
 )
 def test_memory_that_is_not_there(fails, monkeypatch, error, message):
     """Whatever the command is, and whoever allocates."""
-    monkeypatch.setattr(commands, "sizes", lambda options: error())
+    monkeypatch.setattr(measure, "run_sizes", lambda options: error())
     assert fails("sizes").startswith(message)
 
 
@@ -615,7 +615,7 @@ def command(*arguments, script: str = "", **options) -> subprocess.CompletedProc
     """A command in a process of its own, after a line of Python."""
     code = f"import sys; {script}\nfrom sympow.cli import main\nsys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent.parent, **options)
+    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], **options)
 
 
 def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path):
@@ -639,18 +639,27 @@ def test_full_disk_while_saving_keeps_the_last_good_checkpoint(folder, tmp_path)
     assert torch.equal(*(load_checkpoint(latest(each)).model["embedding.weight"] for each in (run, folder / "power")))
 
 
-@pytest.mark.parametrize("words", [["train", "demo"], ["evaluate", "x"], ["generate", "x", "--prompt", "x"], ["sizes"],
-                                   ["demo"]], ids=lambda words: words[0])  # fmt: skip
-def test_ctrl_c_is_silent(monkeypatch, capsys, words):
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (train, ["train", "demo"]),
+        (measure, ["evaluate", "x"]),
+        (generate, ["generate", "x", "--prompt", "x"]),
+        (measure, ["sizes"]),
+        (train, ["demo"]),
+    ],
+    ids=["train", "evaluate", "generate", "sizes", "demo"],
+)
+def test_ctrl_c_is_silent(monkeypatch, capsys, group, words):
     """Where a command does not handle it, as training does between its steps."""
-    monkeypatch.setattr(commands, words[0], lambda options: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(group, f"run_{words[0]}", lambda options: signal.raise_signal(signal.SIGINT))
     assert main(words) == 130
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_leaves_is_no_error(folder):
     words = [sys.executable, "-m", "sympow", "sizes"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
     process.stdout.close()
     assert process.wait() == 1
     assert process.stderr.read() == b""

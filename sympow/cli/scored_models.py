@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sympow.cli.runs import check_tokenizers, labels_of
+from sympow.cli.run_checks import check_tokenizers, labels_of
 from sympow.data import DataConfig, Tokenizer
 from sympow.training import load
 from sympow.training.runs import saved_tokenizer

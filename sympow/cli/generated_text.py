@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from sympow.cli.places import standard_input
-from sympow.cli.runs import check_tokenizers
+from sympow.cli.result_files import standard_input
+from sympow.cli.run_checks import check_tokenizers
 from sympow.data import StreamDecoder, encode_text
 from sympow.models import Context, Drafts, ModelDrafts, stream
 from sympow.models.generation import StreamOptions

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sympow.cli import main, reading
+from sympow.cli import context_reading, main
 from sympow.models.context_file import read_header
 from tests.ranks import PRELOAD
 from tests.tiny_runs import finished_runs
@@ -94,7 +94,7 @@ def test_reading_on_behind_a_context_is_reading_both(folder, tmp_path, capsys):
 def test_standard_input_and_a_finished_file(folder, tmp_path, capsys, monkeypatch):
     assert read(folder, "power", tmp_path / "m.ctx") == 0
     before = (tmp_path / "m.ctx").stat().st_mtime_ns
-    monkeypatch.setattr(reading.Context, "read", None)  # the model is not asked again
+    monkeypatch.setattr(context_reading.Context, "read", None)  # the model is not asked again
     capsys.readouterr()
     assert read(folder, "power", tmp_path / "m.ctx") == 0
     assert capsys.readouterr().out.endswith("float32, read before\n")
@@ -122,8 +122,8 @@ def test_an_interrupted_reading_ends_with_the_same_file(run, dtype, folder, tmp_
     assert read(tmp_path, folder / run, tmp_path / "m.ctx", source="other.txt") == 0
     older = (tmp_path / "m.ctx").read_bytes()
     assert read(folder, run, tmp_path / "whole.ctx", *options) == 0
-    monkeypatch.setattr(reading, "SAVE_EVERY", 0.0)
-    original, left = reading.Context.read, [3]
+    monkeypatch.setattr(context_reading, "SAVE_EVERY", 0.0)
+    original, left = context_reading.Context.read, [3]
 
     def dying(self, *arguments, **keywords):
         left[0] -= 1
@@ -131,7 +131,7 @@ def test_an_interrupted_reading_ends_with_the_same_file(run, dtype, folder, tmp_
             raise Killed
         return original(self, *arguments, **keywords)
 
-    monkeypatch.setattr(reading.Context, "read", dying)
+    monkeypatch.setattr(context_reading.Context, "read", dying)
     for done in (150, 350):
         with pytest.raises(Killed):
             read(folder, run, tmp_path / "m.ctx", *options)
@@ -226,14 +226,14 @@ def test_errors_are_one_line(folder, tmp_path, capsys):
 
 def read_slowly(folder: str, out: str) -> None:
     torch.set_num_threads(1)
-    reading.SAVE_EVERY = 0.0
-    original = reading.Context.read
+    context_reading.SAVE_EVERY = 0.0
+    original = context_reading.Context.read
 
     def slow(self, *arguments, **keywords):
         time.sleep(0.005)
         return original(self, *arguments, **keywords)
 
-    reading.Context.read = slow
+    context_reading.Context.read = slow
     sys.exit(read(Path(folder), "hybrid", Path(out), "--chunk", "20"))
 
 

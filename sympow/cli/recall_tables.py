@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sympow.cli.runs import check_data_tokenizer, check_held_out
-from sympow.cli.scored import Scored
+from sympow.cli.run_checks import check_data_tokenizer, check_held_out
+from sympow.cli.scored_models import Scored
 from sympow.data import Corpus, DataConfig, Tokenizer, open_corpus
 from sympow.evaluation import BigramCounts, HitLosses, Share, choose_rows, count_bigrams, gap_shares, hit_losses
 from sympow.evaluation.ar_hits import FREQUENT, SLICES, published_share

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zarr
 
-from sympow.cli import main, recalling
+from sympow.cli import main, recall_tables
 from tests.tiny_runs import RECIPE, finished_runs
 
 
@@ -91,7 +91,7 @@ def test_text_is_needed_before_anything_is_measured(folder, tmp_path, capsys, mo
     recipe = RECIPE.replace('kind="text"', 'kind="zarr"').replace('"bytes"', '"none", vocab_size=256')
     (tmp_path / "tiny.py").write_text(recipe.format(corpus=str(tmp_path / "tokens.zarr")))
     assert main(["train", f"{tmp_path}/tiny.py:power", "--out", f"{tmp_path}/run", "--quiet"]) == 0
-    monkeypatch.setattr(recalling, "count_bigrams", None)
+    monkeypatch.setattr(recall_tables, "count_bigrams", None)
     capsys.readouterr()
     assert main(["ar-hits", f"{tmp_path}/run", "--show", "9", "--quiet"]) == 2
     assert "examples need the text of tokens" in capsys.readouterr().err

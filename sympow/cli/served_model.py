@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sympow.cli.runs import dtype_of
+from sympow.cli.run_checks import dtype_of
 from sympow.data import Tokenizer, load_tokenizer
 from sympow.data.tokenizer_files import end_tokens, json_object
 from sympow.models import LanguageModel
