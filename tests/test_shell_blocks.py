@@ -65,7 +65,7 @@ def world(tmp_path_factory):
 
 
 def sweep_of_the_page() -> str:
-    return next(block for block in python_of("docs/mqar.md") if "def sweep()" in block)
+    return next(block for block in python_of("docs/guides/mqar.md") if "def sweep()" in block)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_pages_that_install_an_extra_install_what_draws():
         if installed and any(each.text.startswith("sympow demo") or "--plot" in each.words for each in found):
             assert "eval" in ",".join(installed).split(","), page
             seen.append(page)
-    assert "docs/serving.md" in seen
+    assert "docs/guides/serving.md" in seen
 
 
 @pytest.mark.parametrize("page", [page for page, commands in RUNNING.items() if commands])

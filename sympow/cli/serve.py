@@ -9,7 +9,7 @@ from sympow.cli.options import DEVICE, DTYPES, WEIGHTS, AddCommand, Refuse, add_
 _SERVE = """Serves a model to clients of OpenAI's interface: completions, chats (with a chat template in the folder) and
 streams. Requests are answered in batches; a request's answer does not depend on the others. A prefix that a prompt
 shares with an earlier prompt is not read again. SIGINT or SIGTERM lets running requests end and stops the server. The
-command needs the extra `serve`; docs/serving.md has examples."""
+command needs the extra `serve`; docs/guides/serving.md has examples."""
 
 
 def add(command: AddCommand) -> None:

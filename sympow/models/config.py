@@ -53,7 +53,7 @@ class MixerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describes a language model: a body (docs/bodies.md), its sizes, and the mixers in it.
+    """Describes a language model: a body (docs/guides/bodies.md), its sizes, and the mixers in it.
 
     Attributes:
         vocab_size: tokens in the vocabulary.

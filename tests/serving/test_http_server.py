@@ -28,7 +28,7 @@ from tests.serving.asgi import call
 from tests.shell_blocks import commands_of
 
 KEY = "a-key"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "serving.md"
 
 
 @pytest.fixture(scope="module")
