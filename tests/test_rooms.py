@@ -76,7 +76,7 @@ def test_one_loop_trains():
     loops = {name for name, text in FILES.items() if "run_steps(" in text}
     assert trains == {"training/step.py", "layers/auxiliary.py"}  # the latter in a docstring
     assert moves == {"training/step.py"}
-    assert loops == {"training/loop.py", "training/language.py", "recall/run.py"}
+    assert loops == {"training/loop.py", "training/trainer.py", "recall/run.py"}
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sympow.data.claim import claim
-from sympow.data.files import write_text
+from sympow.files import write_text
+from sympow.locks import claim
 
 _FOLDERS = ("rows", "claims", "errors", "workers")
 REMEDY = "; remove the file to run the job again"

@@ -17,7 +17,7 @@ from typing import Any, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from sympow.data.files import atomic_write, sync
+from sympow.files import atomic_write, sync
 from sympow.training.ranks import ALONE, Ranks
 from sympow.training.shards import ShardError, check_shards, read_shards, write_shards
 

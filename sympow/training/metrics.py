@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import naming, write_text
+from sympow.files import naming, write_text
 from sympow.training.config import RunConfig
 
 

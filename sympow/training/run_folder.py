@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sympow.data.claim import locked
-from sympow.data.files import whole_folder, write_text
 from sympow.data.tokenizer_files import BESIDE, write_beside
+from sympow.files import whole_folder, write_text
+from sympow.locks import locked
 from sympow.models import LanguageModel
 from sympow.models.lm import Undrawn
 from sympow.models.weight_shapes import check_shapes

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sympow.models import LanguageModel, ModelState
+from sympow.serving.engine_time import EngineTime
 from sympow.serving.prefixes import PrefixCache
 from sympow.serving.sampling import begun
 from sympow.serving.sequence import Sequence
-from sympow.serving.work import Work
 
 _TOGETHER = 16  # the most prompts that are read together; each has its own state
 _LEAST = 16  # pieces of a prompt with fewer tokens are read by steps
@@ -45,7 +45,7 @@ class Reader:
         work: counts the time and the number of calls.
     """
 
-    def __init__(self, model: LanguageModel, chunk: int, prefixes: PrefixCache, *, in_steps: bool, work: Work):
+    def __init__(self, model: LanguageModel, chunk: int, prefixes: PrefixCache, *, in_steps: bool, work: EngineTime):
         self.prompts: list[Sequence] = []  # in the order of their arrival
         self._model, self._chunk, self._prefixes, self._work = model, chunk, prefixes, work
         self._device = model.embedding.weight.device

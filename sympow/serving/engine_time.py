@@ -9,7 +9,7 @@ from contextlib import contextmanager
 PARTS = ("idle", "schedule", "read", "step", "wait", "answer")
 
 
-class Work:
+class EngineTime:
     """Measures the time of one thread, and counts its steps.
 
     Every second belongs to one part:

@@ -27,11 +27,9 @@ from sympow.training.checkpoint import (
     save_checkpoint,
 )
 from sympow.training.config import RunConfig
-from sympow.training.divergence import shows_divergence
 from sympow.training.interrupt import StopRequest
-from sympow.training.loop import run_steps
+from sympow.training.loop import Objective, run_steps, shows_divergence
 from sympow.training.metrics import MetricsWriter
-from sympow.training.objective import Objective
 from sympow.training.optimizer import learning_rate, make_optimizer
 from sympow.training.ranks import Ranks, join, prepare
 from sympow.training.run_folder import check_config, open_run_folder

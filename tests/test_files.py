@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from sympow.data.files import whole_folder
+from sympow.files import whole_folder
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from sympow.data.files import whole_folder
+from sympow.files import whole_folder
 with whole_folder(Path(sys.argv[1])) as folder:
     (folder / "part").touch()
     os._exit(9)

@@ -13,10 +13,10 @@ from sympow.serving.requests import Output
 T = TypeVar("T")
 
 
-class Inbox:
+class AnswerQueue:
     """Collects the pieces of one client's answers.
 
-    `put` works in any thread, `get` in the event loop of the inbox.
+    `put` works in any thread, `get` in the event loop of the queue.
 
     A reader that is slower than the engine gets several pieces at once; the engine never waits.
     """

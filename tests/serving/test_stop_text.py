@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sympow.data import BPETokenizer, ByteTokenizer
-from sympow.serving.text import AnswerText
+from sympow.serving.stop_text import AnswerText
 
 TOKENIZER = ByteTokenizer()
 
