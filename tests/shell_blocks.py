@@ -78,7 +78,7 @@ NOT_RUN = {
     "unzip": "is of a model that is fetched",
     "apt-get": "needs a network",
     "make": "makes an environment of its own; CI begins with it",
-    "sympow demo": "takes minutes: tests/cli/test_commands.py",
+    "sympow demo": "takes minutes: tests/cli/test_main.py",
     "sympow serve": "runs until a signal: tests/serving/test_http_server.py",
     "curl": "asks a server: tests/serving/test_http_server.py",
     "sympow train longcrawl64:power data.path=URL": "needs a network: tests/data/test_zarr_corpus.py",

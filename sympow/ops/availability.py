@@ -50,14 +50,6 @@ def unsupported_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
-def _interpreted() -> bool:
-    """Returns whether Triton's interpreter runs the kernels; torch.compile cannot trace how Triton looks that up."""
-    from triton import knobs
-
-    return knobs.runtime.interpret
-
-
 def refusal_of_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns the reason why no kernel supports this device and dtype, as the end of a sentence; None if one does."""
     if NO_TRITON:
@@ -102,6 +94,14 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_result
+def _interpreted() -> bool:
+    """Returns whether Triton's interpreter runs the kernels; torch.compile cannot trace how Triton looks that up."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
 
 
 def has_values(x: Tensor) -> bool:
