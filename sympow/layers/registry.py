@@ -229,21 +229,3 @@ def fill_options(name: str, options: Mapping[str, Any], given: Mapping[str, Any]
         if inner:
             filled["options"] = inner
     return filled
-
-
-def options_of_older(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns current options with the meaning of `options` in version 0.1, also for a mixer after a convolution.
-
-    In version 0.1 power attention had no short convolution and no output gate. It had a norm of every head's output
-    only if it did not divide by the sum of the weights. It rotated all channels, by data-dependent positions.
-    """
-    behind = options.get("mixer")
-    if name == "short_convolution" and behind is not None:
-        return dict(options) | {"options": options_of_older(behind, options.get("options") or {})}
-    if name != "power":
-        return dict(options)
-    divides = options.get("normalize")
-    divides = options.get("p", 2) % 2 == 0 if divides is None else divides
-    rotation = {"rotation": options.get("rotation", "data"), "rotary_fraction": 1.0}
-    then = rotation | {"short_convolution": 0, "head_norm": not divides, "output_gate": False, "normalize": divides}
-    return dict(options) | then

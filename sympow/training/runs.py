@@ -127,9 +127,6 @@ def load(
     cannot be read.
     """
     loaded = load_model(path, device, dtype)
-    if loaded.older:
-        what = "power attention without short convolution and output gate"
-        print(f"{path} is a run of version 0.1: {what}", file=sys.stderr)
     tokenizer, named = saved_tokenizer(loaded.run_dir), loaded.config.data.tokenizer
     if tokenizer is None and named != "none":  # another one, made from the data, may have other tokens
         file = loaded.run_dir / TOKENIZER
