@@ -36,7 +36,7 @@ def as_on_a_gpu():
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("sympow.")]
     patches = [mock.patch.object(each, "has_kernels", has_kernels) for each in modules if hasattr(each, "has_kernels")]
     patches += [
-        mock.patch.object(power, "_implementation", lambda *_: power._triton),
+        mock.patch.object(power, "_chosen", lambda *_: power.BACKENDS["triton"]),
         mock.patch.object(checks, "has_values", lambda x: availability.has_values(x) and False),  # nor on a GPU
         mock.patch.object(config, "on_hopper", lambda device: False),
         mock.patch.object(JITFunction, "run", lambda *_, **__: None),
