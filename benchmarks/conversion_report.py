@@ -55,7 +55,8 @@ python -m benchmarks.conversion measure hybrid-distilled --teacher teacher --csv
 
 The other students are distilled by the same command. `window-4096` has `training.context=4096
 training.batch_size=8 training.steps=300 distillation.layer_steps=75 distillation.text_steps=25`
-instead. The documents are of the corpus that `sympow doc-corpus` builds ([corpora](../guides/corpus.md)).
+instead. The documents are of the corpus that `sympow doc-corpus` builds
+([corpora](../guides/corpus.md)).
 
 The last stage trains on these documents. The teacher was not trained on them. So a gap below zero
 means that the student has learned the corpus, and not that it is the better model. The gap after
