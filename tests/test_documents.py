@@ -46,6 +46,14 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_are_there(page):
+    """Paths in code type, from the root, or from a folder that pages speak of without naming it each time."""
+    folders = [ROOT, *(ROOT / each for each in ("sympow", "sympow/ops", "sympow/ops/triton", "docs"))]
+    named = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md))`", page.read_text("utf-8"))
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+
+
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text("utf-8")
     named = {(ROOT / "docs" / link).resolve() for link in LINK.findall(index) if "://" not in link}
